@@ -15,13 +15,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from benchmarks.cluster.configurations import zero_config
 from benchmarks.cluster.fake_ranks import counted_step, fake_rank
 from benchmarks.shared.benchmark import Benchmark, Flag
-from benchmarks.shared.table import markdown_table
+from benchmarks.shared.table import Column, table
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.arguments import parse
 from zeropp.sharding.forecast import node_bytes
@@ -39,7 +40,11 @@ COMPONENTS = {
     "steps of 5 levels": "code-steps-5",
     "steps of 5 levels, INT3": "code-steps-5-int3",
 }
-PURPOSES = ("weights_forward", "weights_backward", "gradients")
+PURPOSES = {
+    "weights_forward": "weights, forward",
+    "weights_backward": "weights, backward",
+    "gradients": "gradients",
+}
 
 
 def measure(options: argparse.Namespace, result: dict) -> None:
@@ -96,7 +101,7 @@ def in_m(sent: Mapping[tuple[str, str], float], parameters: int) -> dict[str, fl
     return cells
 
 
-def table(result: Mapping) -> str:
+def show(result: Mapping) -> str:
     """Markdown: across nodes by purpose, the sum, the formula's, and within the node."""
     shape, parameters = result["shape"], result["parameters"]
     title = (
@@ -104,18 +109,22 @@ def table(result: Mapping) -> str:
         f"{shape['nodes']} nodes of {shape['ranks_per_node']} ranks; "
         f"{shape['micro_batches']} micro-batch(es) per step."
     )
-    columns = ["", "weights, forward", "weights, backward", "gradients", "across nodes"]
-    columns += ["by formula", "within the node"]
     plain = result["rows"][0]["plain"]
-    rows = [_cells("plain FSDP2 (formula)", plain, plain)]
-    rows += [_cells(row["name"], row["ledger"], row["forecast"]) for row in result["rows"]]
-    return f"{title}\n\n{markdown_table(columns, rows)}"
+    rows = [{"name": "plain FSDP2 (formula)", "ledger": plain, "forecast": plain}]
+    counted = table(
+        [*rows, *result["rows"]],
+        Column("", "name"),
+        *(Column(title, partial(across, purpose), ".4f") for purpose, title in PURPOSES.items()),
+        Column("across nodes", lambda row: row["ledger"]["across_nodes"], ".4f"),
+        Column("by formula", lambda row: row["forecast"]["across_nodes"], ".4f"),
+        Column("within the node", lambda row: row["ledger"]["in_node"], ".4f"),
+    )
+    return f"{title}\n\n{counted}"
 
 
-def _cells(name: str, sent: Mapping[str, float], formula: Mapping[str, float]) -> list[str]:
-    numbers = [sent[f"{purpose} across_nodes"] for purpose in PURPOSES]
-    numbers += [sent["across_nodes"], formula["across_nodes"], sent["in_node"]]
-    return [name, *(f"{number:.4f}" for number in numbers)]
+def across(purpose: str, row: Mapping) -> float:
+    """What a row's node sends to others for a purpose."""
+    return row["ledger"][f"{purpose} across_nodes"]
 
 
 BENCHMARK = Benchmark(
@@ -126,7 +135,7 @@ BENCHMARK = Benchmark(
         Flag("--only", tuple(COMPONENTS), "some of the rows", choices=tuple(COMPONENTS)),
     ),
     measure=measure,
-    show=table,
+    show=show,
 )
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ difference is taken within a seed, relative to the baseline's loss, and only the
 """
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from benchmarks.convergence.variants import BASELINE, VARIANTS
-from benchmarks.shared.table import markdown_table
+from benchmarks.shared.table import Column
+from benchmarks.shared.table import table as columns_of
 
 WINDOW = 20  # iterations over which training losses are averaged before they are compared
 TARGET = 0.005  # relative: how far the held-out loss of all three components may be off
@@ -74,7 +75,7 @@ def smoothed(losses: Sequence[float]) -> list[Point]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    return markdown_table(_COLUMNS, [_cells(row) for row in rows])
+    return columns_of(map(asdict, rows), *COLUMNS)
 
 
 def verdict(rows: Sequence[Row]) -> str | None:
@@ -100,24 +101,26 @@ def levels_lines(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-_COLUMNS = (
-    "", "held-out loss", "to baseline", "worst seed", "largest bump", "at iteration",
-    "MB across nodes", "in M", "ms a step",
-)  # fmt: skip
+def _unless_baseline(text: Callable[[dict], str]) -> Callable[[dict], str | None]:
+    return lambda row: None if row["variant"] == BASELINE else text(row)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    differences = ("-", "-", "-", "-")
-    if row.variant != BASELINE:
-        worst = f"{_percent(row.worst)} ({row.worst_seed})"
-        mean = f"{_percent(row.difference)} ± {100 * row.error:.2f}%"
-        differences = (mean, worst, _percent(row.bump), str(row.bump_at))
-    costs = (f"{row.node_bytes / 1e6:.2f}", f"{row.of_model:.3f}", f"{1e3 * row.step_seconds:.0f}")
-    return (row.variant, f"{row.final:.4f}", *differences, *costs)
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:+.2f}%"
+COLUMNS = (
+    Column("", "variant"),
+    Column("held-out loss", "final", ".4f"),
+    Column(
+        "to baseline",
+        _unless_baseline(lambda row: f"{row['difference']:+.2%} ± {row['error']:.2%}"),
+    ),
+    Column(
+        "worst seed", _unless_baseline(lambda row: f"{row['worst']:+.2%} ({row['worst_seed']})")
+    ),
+    Column("largest bump", _unless_baseline(lambda row: row["bump"]), "+.2%"),
+    Column("at iteration", _unless_baseline(lambda row: row["bump_at"])),
+    Column("MB across nodes", "node_bytes", ".2f", 1e-6),
+    Column("in M", "of_model", ".3f"),
+    Column("ms a step", "step_seconds", ".0f", 1e3),
+)
 
 
 def _row(variant: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Row:

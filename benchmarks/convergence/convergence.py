@@ -29,6 +29,7 @@ from benchmarks.convergence.comparison import (
     table,
     verdict,
 )
+from benchmarks.convergence.convergence_rank import train_as_ordered
 from benchmarks.convergence.variants import (
     BASELINE,
     FLAGS,
@@ -45,7 +46,7 @@ from tools.faster_precision import MARGIN, seconds
 from zeropp.errors import InputError
 
 FINISHED_RUNS = "runs.jsonl"
-RANK_MODULE = "benchmarks.convergence.convergence_rank"
+RANK_MODULE = "benchmarks.convergence.convergence"
 
 
 def measure(options: argparse.Namespace, result: dict) -> None:
@@ -62,12 +63,12 @@ def measure(options: argparse.Namespace, result: dict) -> None:
 
 
 def recipe_of(options: argparse.Namespace) -> Recipe:
-    """What all runs share; the faster dtype unless one was given."""
+    """What all runs share."""
     return Recipe(
         steps=options.steps,
         ranks=options.ranks,
         ranks_per_node=options.ranks_per_node,
-        dtype=options.dtype or faster_dtype(),
+        dtype=options.dtype,
         eval_interval=options.eval_interval,
         eval_samples=options.eval_samples,
         flags=f"{FLAGS} {options.flags}".strip(),
@@ -84,6 +85,7 @@ def faster_dtype() -> str:
 
 def check(options: argparse.Namespace) -> None:
     """Raise InputError for what would fail, or have no effect, only after hours."""
+    options.dtype = options.dtype or faster_dtype()
     recipe = recipe_of(options)
     if not 0 <= recipe.lr_spike <= recipe.steps:
         raise InputError(f"--lr-spike {recipe.lr_spike}: expected one of the {recipe.steps} steps")
@@ -153,8 +155,9 @@ def train(variant: str, seed: int, recipe: Recipe) -> dict:
     report = environment_report()
     try:
         answer = run_on_ranks(
-            RANK_MODULE, recipe.ranks, [json.dumps(order)], ranks_per_node=recipe.ranks_per_node
-        )
+            RANK_MODULE, recipe.ranks, ["--order", json.dumps(order)],
+            ranks_per_node=recipe.ranks_per_node,
+        )  # fmt: skip
     except RanksFailed as failure:
         raise RanksFailed(
             f"{variant}, seed {seed}: {failure}; finished runs are stored, and the same command "
@@ -250,9 +253,11 @@ BENCHMARK = Benchmark(
         ),
         Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
         Flag("--folder", "runs/convergence", "for finished runs"),
+        Flag("--order", help="of a rank: JSON with the variant, the seed and the recipe"),
     ),
     check=check,
     measure=measure,
+    on_rank=lambda options: train_as_ordered(**json.loads(options.order)),
     show=show,
     draw=draw,
 )

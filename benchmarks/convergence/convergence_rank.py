@@ -1,11 +1,5 @@
-"""One rank of one run of benchmarks.convergence.convergence, which starts it on every rank.
+"""What a rank does in one run of benchmarks.convergence.convergence."""
 
-    zeropp --module benchmarks.convergence.convergence_rank ORDER --on-ranks FILE
-
-ORDER is JSON with the variant, the seed and the recipe. Rank 0 writes the result to FILE.
-"""
-
-import json
 import statistics
 import sys
 import time
@@ -13,44 +7,25 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from benchmarks.convergence.variants import EVAL_MICRO_BATCH, SPIKE, SPIKE_FACTOR, Recipe
 from benchmarks.shared.pretrain_run import held_out_loss, run_step, silent_run, training_batches
-from benchmarks.shared.result import write_text
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.schedule import is_due
 from megatron_zpp.train.run import Run
-from zeropp.errors import InputError
-from zeropp.ranks.coordination import report_once
-from zeropp.ranks.process_group import exit_process
 from zeropp.ranks.topology import Environment
 
 
-def main() -> int:
-    """Train as ordered; returns the exit status."""
-    _, text, _, target = sys.argv
-    order = json.loads(text)
-    recipe = Recipe(**order["recipe"])
-    environment = Environment.read()
-    try:
-        config = recipe.config(order["variant"], order["seed"])
-        ranks = join_ranks(environment, config.parallel)
-        run = silent_run(config, ranks)
-        if recipe.lr_spike:
-            batch_size, schedules = config.batch.global_batch_size, run.trainer.schedules
-            rate = SpikedLearningRate(schedules.learning_rate, recipe.lr_spike, batch_size)
-            trainer = replace(run.trainer, schedules=replace(schedules, learning_rate=rate))
-            run = replace(run, trainer=trainer)
-        result = train(run, recipe)
-    except InputError as mistake:
-        message = f"error: {mistake}"
-        report_once(environment, lambda: print(message, file=sys.stderr))
-        return 2
-    if ranks.rank == 0:
-        write_text(target, json.dumps(result))
-    dist.destroy_process_group()
-    return 0
+def train_as_ordered(variant: str, seed: int, recipe: dict, zero: dict) -> dict:
+    """Train one variant of one seed; `zero` is for the record, as the recipe has it too."""
+    recipe = Recipe(**recipe)
+    config = recipe.config(variant, seed)
+    run = silent_run(config, join_ranks(Environment.read(), config.parallel))
+    if recipe.lr_spike:
+        batch_size, schedules = config.batch.global_batch_size, run.trainer.schedules
+        rate = SpikedLearningRate(schedules.learning_rate, recipe.lr_spike, batch_size)
+        trainer = replace(run.trainer, schedules=replace(schedules, learning_rate=rate))
+        run = replace(run, trainer=trainer)
+    return train(run, recipe)
 
 
 class SpikedLearningRate:
@@ -109,7 +84,3 @@ def report(run: Run, iteration: int, training: float, held_out: float) -> None:
     if run.ranks.rank == 0:
         text = f"  iteration {iteration}: training loss {training:.4f}, held-out {held_out:.4f}"
         print(text, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    exit_process(main())

@@ -4,9 +4,7 @@
 
 The step is that of pretrain_gpt.py on one rank: the default model on the default text, or with the
 FLAGs after `--`. One model is trained; in turn its batches come from memory and from a loader with
-each number of workers. All must yield equal batches, or nothing is timed. The table also shows how
-many tokens per second a loader yields when nothing else runs, and a plain DataLoader over the same
-tokens in one array.
+each number of workers. All must yield equal batches, or nothing is timed.
 """
 
 import argparse
@@ -16,9 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement, interleaved, median_of, ratio_summary
@@ -27,13 +23,11 @@ from benchmarks.shared.table import RATIOS, Column, table
 from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.train.inputs import TRAIN
 from megatron_zpp.train.run import Run
 from zeropp.ranks.topology import Environment
 
 MEMORY = "in memory"
 WARM_UP = 2  # steps with each
-ALONE_SECONDS = 2.0  # of each loader without a training step
 COMPARED_BATCHES, STORED_BATCHES = 4, 16
 SILENT_FLAGS = (
     "--eval-iters 0 --log-interval 1000000 --train-iters 1000000 --lr-decay-style constant"
@@ -55,21 +49,6 @@ class InMemory:
         return batch
 
 
-class PlainSamples(Dataset):
-    """A plain dataset over one array of tokens: sample i is tokens i S to i S + S."""
-
-    def __init__(self, tokens: np.ndarray, seq_length: int) -> None:
-        self._tokens, self._length = tokens, seq_length
-
-    def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        start = index * self._length
-        text = torch.from_numpy(self._tokens[start : start + self._length + 1].astype(np.int64))
-        return {"tokens": text[:-1], "labels": text[1:]}
-
-
 def measure(options: argparse.Namespace, result: dict) -> None:
     """Build the run, verify, time."""
     config = parse([*SILENT_FLAGS.split(), *options.flags], 1)
@@ -79,7 +58,6 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         "seq_length": config.model.seq_length,
         "micro_batch_size": config.batch.micro_batch_size,
         "steps": time_steps(run, options.workers, options.rounds),
-        "alone": alone(run, options.workers),
     }
 
 
@@ -97,34 +75,6 @@ def time_steps(run: Run, workers: Sequence[int], rounds: int) -> list[dict]:
             rows[name]["seconds"].append(run_step(run, sources[name]).seconds)
             rows[name]["waited"].append(sources[name].waited - before)
     return list(rows.values())
-
-
-def alone(run: Run, workers: Sequence[int]) -> list[dict]:
-    """Tokens per second of the loader when nothing else runs, and of a plain DataLoader."""
-    rows = []
-    for count in workers:
-        with verified_loader(run, count) as batches:
-            rows.append({"name": f"{count} workers"} | drain_rate(batches))
-    source = run.batches.datasets[TRAIN].source
-    tokens = np.memmap(source.bin_path, dtype=source.dtype, mode="r")
-    samples = PlainSamples(tokens, run.config.model.seq_length)
-    for count in workers:
-        plain = DataLoader(samples, run.config.batch.micro_batch_size, num_workers=count)
-        rows.append({"name": f"plain DataLoader, {count} workers"} | drain_rate(iter(plain)))
-    return rows
-
-
-def drain_rate(batches) -> dict[str, float]:
-    """Tokens per second of wall and of this process's CPU time, after the first few batches."""
-    for _ in range(8):
-        next(batches)
-    start, cpu, tokens = time.perf_counter(), time.process_time(), 0
-    while time.perf_counter() - start < ALONE_SECONDS:
-        if (batch := next(batches, None)) is None:  # a plain DataLoader ends with its epoch
-            break
-        tokens += (batch["tokens"] if isinstance(batch, dict) else batch.tokens).numel()
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    return {"tokens_per_second": tokens / seconds, "own_cpu_share": cpu / seconds}
 
 
 def verified_loader(run: Run, workers: int) -> Loader:
@@ -152,7 +102,7 @@ def with_workers(run: Run, workers: int) -> Run:
 
 
 def show(result: dict) -> str:
-    """Medians over the rounds, ratios round by round, and the rates of loaders alone."""
+    """Medians over the rounds, and ratios round by round."""
     memory = result["steps"][0]["seconds"]
     rows = [row | ratio_summary(row["seconds"], memory) for row in result["steps"]]
     steps = table(
@@ -165,16 +115,10 @@ def show(result: dict) -> str:
             "of step", lambda row: median_of("waited")(row) / median_of("seconds")(row), ".2%"
         ),
     )  # fmt: skip
-    rates = table(
-        result["alone"],
-        Column("alone", "name"),
-        Column("M tokens/s", "tokens_per_second", ".2f", 1e-6),
-        Column("own CPU", "own_cpu_share", ".0%"),
-    )
     return (
         f"{result['parameters'] / 1e6:.2f} M parameters, micro-batch of "
         f"{result['micro_batch_size']} x {result['seq_length']} tokens; batches equal\n\n"
-        f"{steps}\n\n{rates}"
+        f"{steps}"
     )
 
 

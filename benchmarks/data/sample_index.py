@@ -7,8 +7,7 @@ For documents of 1 to 1319 tokens (mean 660), without files: the shuffled docume
 the samples' positions, their shuffle, and a blend of five datasets with as many samples as there
 are document entries. The implementations take turns, and their arrays must be equal. FILE is the
 compiled helpers_cpp of an installed megatron-core, which shuffles with NumPy. Times are median
-CPU-seconds of this process. Memory is the peak of a separate process that builds the three arrays
-of the index with the compiled loops, beside what it holds before. Linux only.
+CPU-seconds of this process.
 """
 
 import argparse
@@ -19,14 +18,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement, time_interleaved
-from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.timers import CpuTimer
 from megatron_zpp.data.blend import blend_in_python
@@ -86,7 +83,6 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         "tokens": task.tokens,
         "samples": task.samples,
         "parts": time_parts(task, options),
-        "memory": run_on_ranks(__spec__.name, 1, sys.argv[1:]),
     }
 
 
@@ -152,17 +148,6 @@ def load_helpers(path: str) -> ModuleType:
     return module
 
 
-def memory_of(options: argparse.Namespace) -> dict[str, int]:
-    """Bytes held before the index is built, and the peak while it is built."""
-    task = make_task(options)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc(5)
-    before = _peak()
-    (document,) = _shuffled(task.entries, native_index().shuffle)
-    arrays = [document, *_starts(task, document, native_index().sample_starts)]
-    arrays += _shuffled(task.numbers, native_index().shuffle)
-    return {"before": before, "peak": _peak(), "arrays": sum(array.nbytes for array in arrays)}
-
-
 def _shuffled(ordered: Callable[[], np.ndarray], shuffle: Callable) -> Arrays:
     data = ordered()
     shuffle(data, np.random.RandomState(1))
@@ -193,15 +178,9 @@ def _core_blend(size: int, core: ModuleType) -> Arrays:
     return dataset, sample
 
 
-def _peak() -> int:
-    # Not ru_maxrss, which starts at the peak of the parent process.
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) * 1024
-
-
 def show(result: dict) -> str:
     """Medians, and in brackets ratios to ours."""
-    memory, parts = result["memory"], result["parts"]
+    parts = result["parts"]
 
     def cell(name: str, part: str) -> str | None:
         if name not in parts[part]:
@@ -216,9 +195,7 @@ def show(result: dict) -> str:
     return (
         f"{result['documents'] / 1e6:g} M documents x {result['epochs']} epochs, "
         f"{result['tokens'] / 1e9:.2f} G tokens, {result['samples'] / 1e6:.2f} M samples of "
-        f"{result['seq_length']}; arrays equal\n\n{times}\n\n"
-        f"memory: {memory['before'] / 1e6:.0f} MB before, at most {memory['peak'] / 1e6:.0f}; "
-        f"the three arrays are {memory['arrays'] / 1e6:.0f} MB"
+        f"{result['seq_length']}; arrays equal\n\n{times}"
     )
 
 
@@ -234,7 +211,6 @@ BENCHMARK = Benchmark(
     ),
     check=check,
     measure=measure,
-    on_rank=memory_of,
     show=show,
 )
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from benchmarks.plan import (
     check_chart,
     emulated_cluster,
-    megatron_runs,
     published_runs,
     sdp4bit,
     zeropp_figures,
@@ -25,7 +24,7 @@ from benchmarks.plan.cells import CheckedSet, Prediction, summary_rows
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.table import Column, markdown_table, table
 
-SETS = ("figures", "sdp4bit", "published", "megatron", "emulated")
+SETS = ("figures", "sdp4bit", "published", "emulated")
 SUMMARY = ("cells", "quantity", "", "number", "median error", "largest", "target")
 
 
@@ -48,8 +47,8 @@ def check(name: str) -> list[CheckedSet]:
     if name == "sdp4bit":
         return [sdp4bit.check(system) for system in sdp4bit.SYSTEMS]
     if name == "published":
-        return [published_runs.check()]
-    return [megatron_runs.check()] if name == "megatron" else emulated_cluster.check()
+        return published_runs.check()
+    return emulated_cluster.check()
 
 
 def is_variant(checked: CheckedSet) -> bool:

@@ -1,9 +1,13 @@
 """Published runs that the planner can represent, predicted with the constants of its table.
 
-These are FSDP in bf16, also with tensor parallelism, of models whose shapes are known. Nothing is
-fitted here. A line rate that is not stated is taken to be
-that of NVIDIA's DGX. Selective recomputation of operations, which is torchtitan's, is taken to
-compute half of the layers twice.
+These are FSDP in bf16, also with tensor parallelism, of models whose shapes are known, and
+Megatron-LM with tensor and pipeline parallelism. Nothing is fitted here. A line rate that is not
+stated is taken to be that of NVIDIA's DGX. Selective recomputation of operations, which is
+torchtitan's, is taken to compute half of the layers twice.
+
+Megatron-LM's runs of 2022 on A100 wait for tensor parallelism, as ours do (Korthikanti et al.,
+tables 3 and 5: heads, batches and interleaved stages). Those of its README send beside what they
+compute, which the planner does not represent; their micro-batch is not published, and 1 is assumed.
 """
 
 from collections import Counter
@@ -12,11 +16,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from benchmarks.plan.cells import CheckedSet, Prediction, read_cells
-from benchmarks.plan.megatron_runs import is_megatron_run
+from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.search import Search
-from megatron_zpp.planner.timing.hardware import Description, find_cluster
+from megatron_zpp.planner.timing.hardware import TERA, Cluster, Description, find_cluster
 from megatron_zpp.settings.arguments import parse
+from megatron_zpp.settings.config import Config
 
 Cell = dict[str, str]
 LLAMA = (
@@ -53,6 +58,33 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "Llama 2 70b": Shape(80, 8192, 64, 28672, 8, 32000),
     }
 )
+README, PAPER = "images/model_table.png", "Korthikanti"
+README_HEADS: Mapping[str, int] = MappingProxyType(
+    {
+        "1.7B": 16, "7.1B": 32, "16B": 48, "32B": 56, "70B": 64, "119B": 80, "177B": 96,
+        "314B": 128, "462B": 144,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PaperRun:
+    """What table 3 of the paper has of a run, and the stages of each pipeline rank."""
+
+    heads: int
+    micro_batch: int
+    global_batch: int
+    virtual_stages: int
+
+
+PAPER_RUNS: Mapping[str, PaperRun] = MappingProxyType(
+    {
+        "22B": PaperRun(64, 4, 4, 1),
+        "175B": PaperRun(96, 1, 64, 3),
+        "530B": PaperRun(128, 1, 280, 3),
+        "1T": PaperRun(160, 1, 512, 1),
+    }
+)
 GPUS = MappingProxyType(
     {
         "h100_96gb_hbm2e_500W": "h100",
@@ -63,18 +95,32 @@ GPUS = MappingProxyType(
 )
 DGX_LINKS = MappingProxyType({"h100": "3200gbit", "a100-80gb": "1600gbit"})
 STATED_LINKS = MappingProxyType({"400 Gb/s per GPU": "3200gbit"})
+README_VOCABULARY, PAPER_VOCABULARY = 131072, 51200
+COMMON = "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer"
 SLOW_MEMORY = 2.4  # TB/s of the H100 with HBM2e
 
 
-def check() -> CheckedSet:
-    """Return predicted beside measured tokens per second and GPU."""
-    predictions = []
-    for cell in read_cells("public.tsv"):
-        if why_not(cell) is None:
-            predictions.append(_prediction(cell))
-    return CheckedSet(
-        name="published FSDP runs", constants="none fitted", predictions=tuple(predictions)
+def check() -> list[CheckedSet]:
+    """Return predicted beside measured: FSDP's tokens per second and GPU, and Megatron-LM's
+    TFLOPs (README) and seconds (paper)."""
+    cells = read_cells("public.tsv")
+    fsdp = tuple(_fsdp_run(cell) for cell in cells if why_not(cell) is None)
+    megatron = tuple(
+        readme_run(cell) if README in cell["source"] else paper_run(cell)
+        for cell in cells
+        if is_megatron_run(cell)
     )
+    return [
+        CheckedSet(name="published FSDP runs", constants="none fitted", predictions=fsdp),
+        CheckedSet(
+            name="published runs of Megatron-LM", constants="none fitted", predictions=megatron
+        ),
+    ]
+
+
+def is_megatron_run(cell: Cell) -> bool:
+    """Whether a cell is predicted here."""
+    return README in cell["source"] or cell["source"].startswith(PAPER)
 
 
 def left_out() -> Counter[str]:
@@ -102,7 +148,7 @@ def why_not(cell: Cell) -> str | None:
     return None
 
 
-def _prediction(cell: Cell) -> Prediction:
+def _fsdp_run(cell: Cell) -> Prediction:
     shape, gpus = SHAPES[cell["model"]], int(cell["gpus"])
     gpu = GPUS[cell["gpu"]]
     cluster = find_cluster(
@@ -119,14 +165,11 @@ def _prediction(cell: Cell) -> Prediction:
     flags = (
         f"--num-layers {shape.layers} --hidden-size {shape.hidden} --seq-length {cell['seq']} "
         f"--num-attention-heads {shape.heads} --num-query-groups {shape.groups} "
-        f"--ffn-hidden-size {shape.ffn} --bf16 --hidden-dropout 0 --attention-dropout 0 "
-        f"--tokenizer-type NullTokenizer --vocab-size {shape.vocabulary - 1} --zero-stage 3 "
+        f"--ffn-hidden-size {shape.ffn} --bf16 --zero-stage 3 "
         f"--micro-batch-size {micro_batch} --global-batch-size {samples} "
         f"{_sizes(tensor_size)} {shape.more}{_recomputation(cell, shape.layers)}"
     )
-    config = parse(flags.split(), gpus)
-    search = Search(config, shape.vocabulary, cluster)
-    predicted = search.seconds(given_candidate(config))
+    _, predicted = step_seconds(flags, gpus, shape.vocabulary, cluster)
     tokens = samples / gpus * int(cell["seq"])
     compiled = ", compiled" if cell["compile"] == "yes" else ""
     what = f"{cell['framework']}, {cell['model']}, {gpus} {cell['gpu']}"
@@ -137,6 +180,15 @@ def _prediction(cell: Cell) -> Prediction:
         measured=float(cell["tok_s_gpu"]),
         is_fitted=False,
     )
+
+
+def step_seconds(
+    flags: str, num_gpus: int, vocabulary: int, cluster: Cluster
+) -> tuple[Config, float]:
+    """Return the configuration that flags give, and the predicted seconds of a step."""
+    config = parse(f"{flags} {COMMON} --vocab-size {vocabulary - 1}".split(), num_gpus)
+    search = Search(config, vocabulary, cluster)
+    return config, search.seconds(given_candidate(config))
 
 
 def _sizes(tensor_size: int) -> str:
@@ -154,3 +206,63 @@ def _recomputation(cell: Cell, layers: int) -> str:
         " --recompute-granularity full --recompute-method block "
         f"--recompute-num-layers {layers // 2}"
     )
+
+
+def readme_run(cell: Cell) -> Prediction:
+    flags = [
+        f"--num-attention-heads {README_HEADS[cell['params']]} --bf16 --micro-batch-size 1",
+        f"--global-batch-size {cell['global_batch']}",
+    ]
+    if cell["tp"] != "1":
+        flags.append("--sequence-parallel")
+    config, seconds = _predict(cell, flags, README_VOCABULARY, "dgx-h100")
+    tokens = config.batch.global_batch_size * config.model.seq_length
+    flops = TokenFlops.of(config.model, config.recompute, README_VOCABULARY).model
+    return Prediction(
+        of=_name(cell),
+        quantity="TFLOPs, sending beside products",
+        predicted=tokens * flops / seconds / int(cell["gpus"]) / TERA,
+        measured=float(cell["tflops_gpu"]),
+        is_fitted=False,
+    )
+
+
+def paper_run(cell: Cell) -> Prediction:
+    run = PAPER_RUNS[cell["params"]]
+    flags = [
+        f"--num-attention-heads {run.heads} --fp16 --micro-batch-size {run.micro_batch}",
+        f"--global-batch-size {run.global_batch}",
+    ]
+    if run.virtual_stages > 1:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {run.virtual_stages}")
+    if cell["recompute"] == "full":
+        flags.append("--recompute-granularity full --recompute-method uniform")
+    else:
+        flags.append("--recompute-granularity selective --sequence-parallel")
+    _, seconds = _predict(cell, flags, PAPER_VOCABULARY, "dgx-a100")
+    return Prediction(
+        of=f"{_name(cell)}, {cell['recompute']}",
+        quantity="step, s",
+        predicted=seconds,
+        measured=float(cell["step_s"]),
+        is_fitted=False,
+    )
+
+
+def _predict(
+    cell: Cell, flags: list[str], vocabulary: int, cluster_name: str
+) -> tuple[Config, float]:
+    num_gpus = int(cell["gpus"])
+    sizes = (
+        f"--num-layers {cell['layers']} --hidden-size {cell['hidden']} --seq-length {cell['seq']} "
+        f"--tensor-model-parallel-size {cell['tp']} --pipeline-model-parallel-size {cell['pp']} "
+        f"--zero-stage 1 {' '.join(flags)}"
+    )
+    nodes = num_gpus // int(cell["gpus_per_node"])
+    cluster = find_cluster(Description(cluster=cluster_name, num_nodes=nodes))
+    return step_seconds(sizes, num_gpus, vocabulary, cluster)
+
+
+def _name(cell: Cell) -> str:
+    sizes = f"TP {cell['tp']}, PP {cell['pp']}"
+    return f"{cell['framework']}, {cell['model']}, {cell['gpus']} {cell['gpu']}, {sizes}"

@@ -119,10 +119,10 @@ class Benchmark:
         """Run as a program; returns the exit status."""
         options = self.parse()
         try:
-            self.checked(options)
             if options.on_ranks is not None:
                 self._be_a_rank(options)
                 return 0
+            self.checked(options)
             result = begin(self.spec.name)
             if self.shape is not None:
                 result["shape"] = options.shape

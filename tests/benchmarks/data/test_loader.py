@@ -19,9 +19,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     own = f"--workers 0 1 --rounds 2 --json {path}"
     done = run_benchmark("data.loader", *own.split(), "--", *flags.split())
-    assert "batches equal" in done.stdout and "plain DataLoader, 1 workers" in done.stdout
+    assert "batches equal" in done.stdout
     result = json.loads(path.read_text())
     assert [row["name"] for row in result["steps"]] == ["in memory", "0 workers", "1 workers"]
     assert all(len(row["seconds"]) == len(row["waited"]) == 2 for row in result["steps"])
-    speeds = [row["tokens_per_second"] for row in result["alone"]]
-    assert len(speeds) == 4 and min(speeds) > 0

@@ -18,6 +18,3 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     assert list(result["parts"]) == ["document", "sample", "shuffle", "blend"]
     assert all(len(times) == 2 for part in result["parts"].values() for times in part.values())
-    arrays = 4 * (3 * 1000 + 2 * (result["samples"] + 1) + result["samples"])
-    assert result["memory"]["arrays"] == arrays
-    assert result["memory"]["peak"] >= result["memory"]["before"] > 10**7
