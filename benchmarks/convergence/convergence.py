@@ -7,6 +7,8 @@ Every variant trains the same small GPT with pretrain_gpt.py's own step, on the 
 standard library, from the same weights and over the same samples as the baseline of its seed.
 Finished runs are stored in FOLDER/runs.jsonl, so an interrupted comparison continues where it
 stopped; only runs with the same settings are used again.
+
+With --flags the ranks may split the model too, as in `--flags "--tensor-model-parallel-size 2"`.
 """
 
 import argparse

@@ -47,24 +47,25 @@ def train(run: Run, recipe: Recipe) -> dict:
     `node_bytes` are those a node sends per training step, by "purpose/hop", without evaluations.
     `step_levels` is the share of codes whose steps were sent in each number of levels.
     """
-    rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * recipe.ranks)
+    replicas = run.ranks.num_replicas
+    rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * replicas)
     batches, seconds, training = training_batches(run), [], []
     levels: Counter[int] = Counter()
-    copies = run.trainer.sharding.roots[0].copies
+    copies = [root.copies for root in run.trainer.sharding.roots if root.copies]
     held_out = [(0, held_out_loss(run, EVAL_MICRO_BATCH, rounds))]
     for iteration in range(1, recipe.steps + 1):
         started = time.perf_counter()
         measured = run_step(run, batches)
         seconds.append(time.perf_counter() - started)
         training.append(measured.loss)
-        if copies and copies.steps:
-            levels.update(copies.steps.codes_by_levels())
+        for steps in (each.steps for each in copies if each.steps):
+            levels.update(steps.codes_by_levels())
         if is_due(iteration, recipe.eval_interval) or iteration == recipe.steps:
             held_out.append((iteration, held_out_loss(run, EVAL_MICRO_BATCH, rounds)))
             report(run, iteration, training[-1], held_out[-1][1])
     communication = measured.communication  # of all steps: the log interval is the whole run
     batch = run.config.batch
-    micro_batches = batch.global_batch_size // (batch.micro_batch_size * recipe.ranks)
+    micro_batches = batch.global_batch_size // (batch.micro_batch_size * replicas)
     return {
         "parameters": run.trainer.sharding.model.num_parameters(),
         "collectives": [list(row) for row in run.trainer.sharding.describe(micro_batches)],

@@ -11,14 +11,19 @@ import argparse
 import sys
 import time
 
-from benchmarks.convergence.parallel_zeropp import flags_of, open_run
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.pretrain_run import Meshes, join_cpu_ranks, training_batches
+from benchmarks.shared.pretrain_run import (
+    cpu_ranks,
+    join_cpu_ranks,
+    silent_run,
+    training_batches,
+)
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.training_setup import CPU, largest_of_ranks
 from megatron_zpp.planner.activations import LiveBytes
+from megatron_zpp.settings.arguments import parse
 
 MIB = 2**20
 MODEL = (
@@ -26,7 +31,7 @@ MODEL = (
     "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 "
     "--num-workers 0 --eval-iters 0 --train-iters 1 --zero-stage 3 "
 )
-KINDS = {"a2a": "cp{}", "allgather": "cp{} gathered"}  # the sizes of the axes
+KINDS = {"a2a": "", "allgather": "--cp-comm-type allgather"}
 TOLERANCE = 1e-5  # relative: fp32 sums in another order
 
 
@@ -47,9 +52,10 @@ def on_rank(options: argparse.Namespace) -> dict:
     """Run one pass over a sequence; return the bytes of the rank with most."""
     environment = join_cpu_ranks()
     size = environment.world_size
-    sizes = flags_of(KINDS[options.kind].format(size)) if size > 1 else ""
+    sizes = f"--context-parallel-size {size} {KINDS[options.kind]}" if size > 1 else ""
     flags = f"{MODEL} --seq-length {options.seq_length} {sizes}"
-    run = open_run(flags, environment, Meshes())
+    config = parse(flags.split(), size)
+    run = silent_run(config, cpu_ranks(config))
     run.trainer.sharding.model.train()
     with training_batches(run) as batches:
         batch = next(batches)

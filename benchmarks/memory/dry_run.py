@@ -27,7 +27,6 @@ from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from zeropp import optimizer_step
-from zeropp.ranks.topology import Environment
 
 VOCABULARY = 1000
 MIB = 2**20
@@ -85,7 +84,7 @@ def predict_and_measure(flags: str) -> tuple[Estimate | None, int]:
     peak of any rank in bytes."""
     words = f"--mock-data --lr 1e-3 --eval-iters 0 --train-iters 9 {flags}".split()
     config = parse(words, dist.get_world_size())
-    ranks, prediction = cpu_ranks(config, Environment.read()), None
+    ranks, prediction = cpu_ranks(config), None
     if ranks.rank == 0:
         prediction = estimate(config, VOCABULARY, ranks.nodes, is_cpu=True)
     with LiveBytes() as live:

@@ -11,8 +11,6 @@ compute, which the planner does not represent; their micro-batch is not publishe
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from benchmarks.plan.cells import CheckedSet, Prediction, read_cells
@@ -28,63 +26,9 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--untie-embeddings-and-output-weights"
 )
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's flags."""
-
-    layers: int
-    hidden: int
-    heads: int
-    ffn: int
-    groups: int
-    vocabulary: int
-    more: str = LLAMA
-
-
-SHAPES: Mapping[str, Shape] = MappingProxyType(
-    {
-        "Llama 3.1 8B": Shape(32, 4096, 32, 14336, 8, 128256),
-        "Llama 3 8B": Shape(32, 4096, 32, 14336, 8, 128256),
-        "Llama 3.1 70B": Shape(80, 8192, 64, 28672, 8, 128256),
-        "Llama 3.1 405B": Shape(126, 16384, 128, 53248, 8, 128256),
-        "Llama 3 70B": Shape(80, 8192, 64, 28672, 8, 128256),
-        "Llama 2 7b": Shape(32, 4096, 32, 11008, 32, 32000),
-        "Llama 2 13B": Shape(40, 5120, 40, 13824, 40, 32000),
-        "Llama 2 13b": Shape(40, 5120, 40, 13824, 40, 32000),
-        "Llama 2 34b": Shape(48, 8192, 64, 22016, 8, 32000),
-        "Llama 2 70B": Shape(80, 8192, 64, 28672, 8, 32000),
-        "Llama 2 70b": Shape(80, 8192, 64, 28672, 8, 32000),
-    }
-)
+SHAPES = {row["model"]: row for row in read_cells("shapes.tsv")}
+MEGATRON_RUNS = {row["params"]: row for row in read_cells("megatron.tsv")}  # what cells lack
 README, PAPER = "images/model_table.png", "Korthikanti"
-README_HEADS: Mapping[str, int] = MappingProxyType(
-    {
-        "1.7B": 16, "7.1B": 32, "16B": 48, "32B": 56, "70B": 64, "119B": 80, "177B": 96,
-        "314B": 128, "462B": 144,
-    }
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class PaperRun:
-    """What table 3 of the paper has of a run, and the stages of each pipeline rank."""
-
-    heads: int
-    micro_batch: int
-    global_batch: int
-    virtual_stages: int
-
-
-PAPER_RUNS: Mapping[str, PaperRun] = MappingProxyType(
-    {
-        "22B": PaperRun(64, 4, 4, 1),
-        "175B": PaperRun(96, 1, 64, 3),
-        "530B": PaperRun(128, 1, 280, 3),
-        "1T": PaperRun(160, 1, 512, 1),
-    }
-)
 GPUS = MappingProxyType(
     {
         "h100_96gb_hbm2e_500W": "h100",
@@ -150,6 +94,7 @@ def why_not(cell: Cell) -> str | None:
 
 def _fsdp_run(cell: Cell) -> Prediction:
     shape, gpus = SHAPES[cell["model"]], int(cell["gpus"])
+    vocabulary = int(shape["vocabulary"])
     gpu = GPUS[cell["gpu"]]
     cluster = find_cluster(
         Description(
@@ -163,13 +108,13 @@ def _fsdp_run(cell: Cell) -> Prediction:
     micro_batch, tensor_size = int(cell["micro_batch"]), int(cell["tp"] or 1)
     samples = micro_batch * gpus // tensor_size
     flags = (
-        f"--num-layers {shape.layers} --hidden-size {shape.hidden} --seq-length {cell['seq']} "
-        f"--num-attention-heads {shape.heads} --num-query-groups {shape.groups} "
-        f"--ffn-hidden-size {shape.ffn} --bf16 --zero-stage 3 "
-        f"--micro-batch-size {micro_batch} --global-batch-size {samples} "
-        f"{_sizes(tensor_size)} {shape.more}{_recomputation(cell, shape.layers)}"
+        f"--num-layers {shape['layers']} --hidden-size {shape['hidden']} "
+        f"--seq-length {cell['seq']} --num-attention-heads {shape['heads']} "
+        f"--num-query-groups {shape['groups']} --ffn-hidden-size {shape['ffn']} "
+        f"--bf16 --zero-stage 3 --micro-batch-size {micro_batch} --global-batch-size {samples} "
+        f"{_sizes(tensor_size)} {LLAMA}{_recomputation(cell, int(shape['layers']))}"
     )
-    _, predicted = step_seconds(flags, gpus, shape.vocabulary, cluster)
+    _, predicted = step_seconds(flags, gpus, vocabulary, cluster)
     tokens = samples / gpus * int(cell["seq"])
     compiled = ", compiled" if cell["compile"] == "yes" else ""
     what = f"{cell['framework']}, {cell['model']}, {gpus} {cell['gpu']}"
@@ -209,8 +154,9 @@ def _recomputation(cell: Cell, layers: int) -> str:
 
 
 def readme_run(cell: Cell) -> Prediction:
+    heads = MEGATRON_RUNS[cell["params"]]["heads"]
     flags = [
-        f"--num-attention-heads {README_HEADS[cell['params']]} --bf16 --micro-batch-size 1",
+        f"--num-attention-heads {heads} --bf16 --micro-batch-size 1",
         f"--global-batch-size {cell['global_batch']}",
     ]
     if cell["tp"] != "1":
@@ -228,13 +174,13 @@ def readme_run(cell: Cell) -> Prediction:
 
 
 def paper_run(cell: Cell) -> Prediction:
-    run = PAPER_RUNS[cell["params"]]
+    run = MEGATRON_RUNS[cell["params"]]
     flags = [
-        f"--num-attention-heads {run.heads} --fp16 --micro-batch-size {run.micro_batch}",
-        f"--global-batch-size {run.global_batch}",
+        f"--num-attention-heads {run['heads']} --fp16 --micro-batch-size {run['micro_batch']}",
+        f"--global-batch-size {run['global_batch']}",
     ]
-    if run.virtual_stages > 1:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {run.virtual_stages}")
+    if int(run["virtual_stages"]) > 1:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {run['virtual_stages']}")
     if cell["recompute"] == "full":
         flags.append("--recompute-granularity full --recompute-method uniform")
     else:

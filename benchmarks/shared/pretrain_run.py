@@ -4,7 +4,6 @@ import io
 from datetime import timedelta
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.shared.training_setup import CPU
 from megatron_zpp.data.loader import Loader
@@ -21,8 +20,6 @@ from zeropp.errors import InputError
 from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
 
-Meshes = dict[tuple[int, int], DeviceMesh]  # by the sizes of the axes tensor and pipe
-
 
 def join_cpu_ranks() -> Environment:
     """Start the process group over gloo, with one thread for each rank."""
@@ -32,17 +29,17 @@ def join_cpu_ranks() -> Environment:
     return environment
 
 
-def cpu_ranks(config: Config, environment: Environment, meshes: Meshes | None = None) -> Ranks:
-    """This process among the ranks of a run of `config`; `meshes` are those made so far."""
-    parallel, meshes = config.parallel, Meshes() if meshes is None else meshes
-    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if sizes not in meshes:  # each has process groups of its own
-        meshes[sizes] = build_mesh(CPU, environment.world_size, parallel)
+def cpu_ranks(config: Config) -> Ranks:
+    """This process among the ranks of a run of `config`."""
+    environment, parallel = Environment.read(), config.parallel
     return Ranks(
-        environment=environment, device=CPU, mesh=meshes[sizes], store=None,
+        environment=environment,
+        device=CPU,
+        mesh=build_mesh(CPU, environment.world_size, parallel),
+        store=None,
         context_size=parallel.context_parallel_size,
         ranks_per_node=config.zero.zeropp.ranks_per_node,
-    )  # fmt: skip
+    )
 
 
 def silent_run(config: Config, ranks: Ranks) -> Run:
@@ -75,8 +72,8 @@ def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
         run.config.data,
         consumed_samples=0,
         micro_batch_size=micro_batch_size,
-        rank=run.ranks.rank,
-        world=run.ranks.num_ranks,
+        rank=run.ranks.replica,
+        world=run.ranks.num_replicas,
         eod=run.tokenizer.eod,
     ) as batches:
         loss = evaluate(run.trainer.sharding, run.ranks, batches, rounds)

@@ -219,6 +219,19 @@ def test_two_variants_from_start_to_table(tmp_path, monkeypatch, capfd):
     assert json.loads(printed)["runs"] == result["runs"]
 
 
+def test_ranks_may_split_the_model(tmp_path, monkeypatch):
+    """They see the same samples: losses differ by no more than fp32 sums in another order."""
+    arguments = [*SMALL, "--variants", BASELINE, "--seeds", "5", "--ranks", "2"]
+    arguments += ["--ranks-per-node", "1", "--folder", str(tmp_path / "runs"), "--json"]
+    losses = []
+    for flags in ("", " --tensor-model-parallel-size 2"):
+        target = str(tmp_path / "result.json")
+        assert run(monkeypatch, *arguments, target, "--flags", TINY + flags) == 0
+        (only,) = json.loads(Path(target).read_text())["runs"]
+        losses.append([*only["training"], *(loss for _, loss in only["held_out"])])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_a_spike_multiplies_the_learning_rate_of_ten_iterations():
     rate = SpikedLearningRate(lambda samples: 0.25, iteration=7, batch_size=8)
     rates = [rate(8 * (iteration - 1)) for iteration in range(1, 20)]

@@ -18,7 +18,6 @@ from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, PP4, SP, TP2, 
 from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold
 from tests.ranks import ranks
 from zeropp.errors import InputError
-from zeropp.ranks.topology import Environment
 from zeropp.sharding.plan import Plan
 from zeropp.wire.route import Nodes
 
@@ -54,7 +53,7 @@ def test_the_forecast_of_a_planned_rank_is_that_of_the_rank(flags, tmp_path):
     path.write_text(json.dumps({"zeropp": {"ranks_per_node": 2}}))
     text = f"{MODEL}--zero-stage 3 --global-batch-size 8 {flags} --deepspeed-config {path}"
     config = parse(f"--mock-data --lr 1 --train-iters 1 {text}".split(), 4)
-    started = cpu_ranks(config, Environment.read())
+    started = cpu_ranks(config)
     sharding = build_model(config, VOCABULARY, started, apex=None)
     nodes, place = Nodes.of(range(4), 2), started.pipeline_place
     run = plan_run(config, VOCABULARY, nodes, is_cpu=True, place=place)
