@@ -170,7 +170,7 @@ def require_plannable(config: Config) -> None:
 
 
 def parse_count(text: str, name: str) -> float:
-    """Return a number as 4M or 250000; raises InputError for what is none above 0."""
+    """Read a number such as 4M or 250000; raises InputError unless it is above 0."""
     digits, unit = (text[:-1], text[-1].lower()) if text[-1].isalpha() else (text, "")
     try:
         count = float(digits) * (_COUNTS[unit] if unit else 1)

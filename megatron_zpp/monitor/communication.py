@@ -49,7 +49,7 @@ class Communication:
 
     @property
     def purposes(self) -> tuple[str, ...]:
-        """What is sent for: weights and gradients, and the axes beside the data axis in use."""
+        """The purposes of messages: weights, gradients, and the other axes in use."""
         axes = [axis for axis in AXES if any(self.expected[axis, hop] for hop in HOPS)]
         return (*PURPOSES, *axes)
 
@@ -124,7 +124,7 @@ class CommunicationMeter:
         return node_interval
 
     def summary_rows(self) -> list[tuple[str, str]]:
-        """Rows for the end of the run: what went between nodes, beside plain ZeRO."""
+        """Rows for the end of the run: bytes between nodes, compared with plain ZeRO."""
         self.take()
         total, sharding = self._node_total, self._sharding
         sent, plain = sum_over(total.sent, ACROSS_NODES), sum_over(total.plain, ACROSS_NODES)
@@ -147,8 +147,8 @@ class CommunicationMeter:
     def _on_node(
         self, columns: Sequence[Counter], counts: Sequence[int] = ()
     ) -> tuple[list[Counter], list[float]]:
-        """Return the sums over a node's ranks of numbers of this rank, the mean of all nodes, and
-        the sums of `counts` over all ranks; one collective."""
+        """Sum the columns over the ranks of a node, averaged over all nodes, and `counts` over all
+        ranks; one collective."""
         numbers = [column[key] for column in columns for key in KEYS]
         totals = self._ranks.sum(*numbers, *counts)
         num_nodes = max(1, self._ranks.num_ranks / self._ranks.nodes.ranks_per_node)

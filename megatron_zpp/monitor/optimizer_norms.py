@@ -24,8 +24,8 @@ def optimizer_norms(
     The kinds are those of `KINDS`, the norms "l1", "l2" and "abs_max". Every rank must call this:
     it makes two small all-reduces. Parameters may be sharded over any part of the ranks and be on
     the device or on the host; copies count once. A moment that does not exist yet counts as zero.
-    The stages of a pipeline hold different parameters, but for those of which `num_stages` says
-    otherwise.
+    The stages of a pipeline hold different parameters; `num_stages` counts the stages that hold a
+    parameter.
     """
     settle(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
@@ -64,7 +64,7 @@ def _tensors(
 
 
 def _num_copies(parameter: torch.Tensor, pipeline_size: int, num_stages: int) -> int:
-    """How many ranks have each element of `parameter`, which so many stages hold."""
+    """How many ranks have each element of `parameter`, which `num_stages` stages hold."""
     if not dist.is_initialized():
         return 1
     num_shards = 1

@@ -39,7 +39,7 @@ class StepProfiler:
         self._end(self._made + 1)
 
     def before_iteration(self, made: int) -> None:
-        """Begin or end the trace, if this is where; `made` iterations have been made."""
+        """Begin or end the trace if it is time; `made` is the number of iterations so far."""
         self._made = made
         if not self._traces:
             return

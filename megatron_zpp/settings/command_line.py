@@ -177,7 +177,7 @@ def _assignment(meaning: Meaning, spelling: str, values: list[str]) -> Assignmen
 
 
 def _convert(flag: Flag, spelling: str, text: str) -> Any:
-    """A word as the flag's type; "1e5" is a whole number, too."""
+    """Convert a word to the flag's type; "1e5" is also a whole number."""
     if flag.type is str:
         return flag.canonical(text)
     try:

@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen sections, of which each part of the program gets its own.
+"""The configuration of a run: frozen sections. Each part of the program gets its own.
 
 A field has the name of Megatron's flag with underscores and declares that flag, so the parser is
 generated from the sections. Values that follow from others are properties.

@@ -28,7 +28,7 @@ RANGES = "NAME: WEIGHT FROM:TO PREFIX, ...: the documents of each dataset betwee
 BLEND = "an indexed dataset's prefix, or weight and prefix pairs; or .jsonl files of examples"
 
 
-# The ways to name datasets, of which a run has one.
+# The ways to name datasets. A run uses one of them.
 SOURCES = (
     ("data_path",),
     ("train_data_path", "valid_data_path", "test_data_path"),
@@ -234,7 +234,7 @@ class BatchConfig(Section):
     def batch_sizes(self) -> tuple[tuple[int, int], ...]:
         """`step_batch_size_schedule` as (tokens, size) pairs, ascending; empty without one.
 
-        Raises InputError if it is none.
+        Raises InputError for text that is not a schedule.
         """
         words = " ".join(self.step_batch_size_schedule or ()).split()
         pairs = tuple(map(_batch_size_from, words))
@@ -247,7 +247,7 @@ class BatchConfig(Section):
         return pairs
 
     def check(self) -> None:
-        """Raise InputError for a schedule that is none or does not fit the global batch size."""
+        """Raise InputError for a schedule that cannot be read or does not fit the batch size."""
         super().check()
         largest = max((size for _, size in self.batch_sizes), default=self.global_batch_size)
         if self.global_batch_size is not None and largest != self.global_batch_size:

@@ -1,6 +1,6 @@
-"""Megatron's flags that change nothing, and those that ask for what is not here.
+"""Megatron's flags that change nothing, and those that ask for features which are not implemented.
 
-`no_effect.toml` lists the first, `refused.toml` the second; both say why.
+`no_effect.toml` lists the former, `refused.toml` the latter, with the reasons.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def flags_of(table: Table) -> tuple[Flag, ...]:
 
 
 def what_is_missing(name: str) -> str:
-    """What a flag of Megatron's would need and what to do, "" for any other name without dashes."""
+    """Why the Megatron flag of this name (without dashes) is refused; "" if it is no such flag."""
     for missing, patterns in refused_flags().items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return missing

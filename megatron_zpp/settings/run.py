@@ -47,7 +47,7 @@ class TrainingConfig(Section):
     )
     skip_train: bool = flag(False, "only evaluate")
     manual_gc: bool = flag(
-        False, "Python collects garbage when --manual-gc-interval says, on all ranks alike"
+        False, "collect Python's garbage at --manual-gc-interval, at the same step on all ranks"
     )
     manual_gc_interval: int = flag(
         0,
@@ -62,7 +62,7 @@ class TrainingConfig(Section):
         no_effect=_NEEDS_MANUAL_GC,
     )
     deterministic_mode: bool = flag(
-        False, "only kernels that give the same digits every time; an error where there is none"
+        False, "use only deterministic kernels; an operation without one is an error"
     )
     compile: bool = flag(False, "compile transformer blocks and the loss with torch.compile")
     dry_run: bool = flag(False, "only print what the run will take, and whether it fits")
@@ -91,13 +91,13 @@ class EvaluationConfig(Section):
     eval_at_start: bool = flag(
         False, "also evaluate before the first iteration", no_effect=_NO_EVALUATION
     )
-    sample_prompt: str | None = flag(None, "after training, generate text that goes on from this")
+    sample_prompt: str | None = flag(None, "after training, generate a continuation of this text")
     sample_length: int = flag(128, "tokens to generate", minimum=1, no_effect=_NEEDS_PROMPT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """Where checkpoints go to and come from, how often, and what of them is used."""
+    """Where checkpoints are written and read, how often, and what is loaded from them."""
 
     save: str | None = flag(None, "folder to save checkpoints in")
     load: str | None = flag(None, "folder to resume from, if it holds a checkpoint")
@@ -116,26 +116,26 @@ class CheckpointConfig(Section):
     )
     keep_checkpoints: int | None = flag(
         None,
-        "how many of the newest checkpoints stay (default: all)",
+        "how many of the newest checkpoints to keep (default: all)",
         minimum=1,
         no_effect=_NEEDS_SAVE,
     )
     save_retain_interval: int | None = flag(
         None,
-        "checkpoints of every so many iterations stay; of the others only the newest, or as many "
-        "as --keep-checkpoints says (default: all)",
+        "keep the checkpoints of every N-th iteration, and of the others only the newest, or "
+        "--keep-checkpoints of them (default: all)",
         minimum=1,
         no_effect=_NEEDS_SAVE,
     )
     async_save: bool = flag(
         False,
-        "save beside training, which stops only while the state is copied to host memory",
+        "save in the background; training pauses only while the state is copied to host memory",
         no_effect=_NEEDS_SAVE,
     )
     no_save_optim: bool = flag(False, "save without the optimizer's state", no_effect=_NEEDS_SAVE)
     no_load_optim: bool = flag(False, "start with a fresh optimizer", no_effect=NEEDS_LOAD)
     finetune: bool = flag(
-        False, "load the weights alone, and train from iteration 0", no_effect=NEEDS_LOAD
+        False, "load only the weights, and train from iteration 0", no_effect=NEEDS_LOAD
     )
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
     no_load_lr_state: bool = flag(
@@ -170,8 +170,8 @@ class LogConfig(Section):
     )
     plan_file: str | None = flag(
         None,
-        "JSON of megatron-zpp plan: say at the start how long a step was expected to take, and "
-        "after 20 iterations whether it takes longer",
+        "JSON of megatron-zpp plan: print the expected time of a step at the start, and warn "
+        "after 20 iterations if steps take longer",
     )
     log_params_norm: bool = flag(False, "log the norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")

@@ -1,4 +1,4 @@
-"""Where a loss that is not finite, or far above the last ones, comes from.
+"""Finds the cause of a loss that is not finite, or far above the last ones.
 
 All ranks call these functions, as they all see the same loss. They compute the global batch again,
 with the weights as they are now; that changes neither weights nor the digits of later iterations.

@@ -31,7 +31,7 @@ log = logging.getLogger("megatron_zpp")
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The datasets of a run, of which each replica takes its own micro-batches."""
+    """The datasets of a run; each replica takes its own micro-batches from them."""
 
     datasets: tuple  # training, validation, test; None for a split without data
     data: DataConfig
@@ -104,7 +104,7 @@ def contents(tokenizer: Tokenizer, datasets: tuple) -> dict[str, str]:
             for name, array in sorted(dataset[index].items()):
                 digest.update(name.encode() + array.tobytes())
         texts[f"{split} data"] = (
-            f"{len(dataset)} samples, of which three give the hash {digest.hexdigest()[:DIGITS]}"
+            f"{len(dataset)} samples; three of them have the hash {digest.hexdigest()[:DIGITS]}"
         )
     return texts
 

@@ -1,4 +1,4 @@
-"""The measurements of an iteration, some of which the device is still computing."""
+"""The measurements of an iteration; the device may still be computing some of them."""
 
 import math
 import time
@@ -16,8 +16,8 @@ from zeropp.optim.host_values import HostValues
 class StepLosses:
     """The losses of a step, on the device.
 
-    `mean`: over all ranks (fp64, 0-d). `empty_share`: of all micro-batches, how many have no token
-    with a loss (fp64, 0-d). `of_micro_batches`: this rank's, in their order (0-d each); none on
+    `mean`: over all ranks (fp64, 0-d). `empty_share`: the share of all micro-batches that have no
+    token with a loss (fp64, 0-d). `of_micro_batches`: this rank's, in order (0-d each); none on
     ranks that are not at the end of a pipeline.
     """
 

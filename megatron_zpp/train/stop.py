@@ -29,7 +29,7 @@ class Interrupted(BaseException):
 
 
 class Stopping(AbstractContextManager):
-    """Decides on every rank alike when to stop early; a context that handles the signals."""
+    """Decides when to stop early, the same on every rank; a context that handles the signals."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config

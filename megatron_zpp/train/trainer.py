@@ -116,8 +116,8 @@ class Trainer:
     ) -> StepLosses:
         """Add the gradients of the mean loss over a global batch, times `loss_scale`, to `.grad`.
 
-        The mean is over micro-batches, of which those without any token that has a loss count as 0,
-        or with `--calculate-per-token-loss` over tokens. What is returned is without the scale.
+        The mean is over micro-batches (one without any token that has a loss counts as 0), or with
+        `--calculate-per-token-loss` over tokens. The returned losses are without the scale.
         """
         ranks, config = self.ranks, self.config
         num_micro_batches = global_batch_size // (
@@ -230,7 +230,7 @@ class Trainer:
 def shares_of_tokens(batches: Sequence[Batch], ranks: Ranks) -> list[torch.Tensor]:
     """Return how many tokens of each of this rank's micro-batches have a loss, 0-d fp32 each.
 
-    In units of the mean over the micro-batches of all replicas; a collective.
+    The unit is the mean over the micro-batches of all replicas; a collective.
     """
     counts = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches])
     total = ranks.sum_tensor(counts.sum()) / (ranks.num_ranks // ranks.num_replicas)

@@ -5,8 +5,8 @@
         engine.backward(loss)       # of loss / gradient_accumulation_steps, times fp16's scale
         engine.step()               # updates the weights after the last micro-batch only
 
-Who calls `set_gradient_accumulation_boundary` before each backward pass, as accelerate does, says
-himself which micro-batch is the last one, and may call `step()` after that one only.
+A program that calls `set_gradient_accumulation_boundary` before each backward pass, as accelerate
+does, decides which micro-batch is the last one, and may call `step()` only after that one.
 The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimizer_step`.
 """
 

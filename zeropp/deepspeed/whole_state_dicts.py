@@ -66,7 +66,7 @@ class WholeStateDicts:
                     use_deepcopy(module, self._copy)
 
     def __deepcopy__(self, _: object) -> "WholeStateDicts":
-        """Serve copies of the modules, too: whoever copies a module copies its hooks."""
+        """Serve copies of the modules as well: copying a module also copies its hooks."""
         return self
 
     def _copy(self, unit: nn.Module, memo: dict) -> nn.Module:

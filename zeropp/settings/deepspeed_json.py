@@ -184,7 +184,7 @@ class _Reader:
             self._values[entry.dotted] = value
 
     def _translate(self, old: str, value: Any) -> None:
-        """Take the value of an old name; raises `InputError` if today's name has one, too."""
+        """Take the value of an old name; raises `InputError` if today's name also has one."""
         names, meaning = OLD_NAMES[old]
         if meaning is not None and not isinstance(value, bool):
             raise InputError(f"{old} = {json_text(value)}: expected true or false")

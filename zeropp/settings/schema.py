@@ -36,8 +36,9 @@ class Setting:
     """One setting of a section.
 
     `type` is that of one value; `count` is None for a single value, a number for exactly that many,
-    "+" for one or more; `optional` settings may be None. `refused` are values that exist elsewhere
-    and not here, with the reason; `why_no_others` is the reason why `choices` are all there is.
+    "+" for one or more; `optional` settings may be None. `refused` maps values that other
+    programs accept to the reason why they are not available here; `why_no_others` is the reason why
+    only the `choices` are accepted.
     """
 
     name: str

@@ -139,7 +139,7 @@ class ZeroConfig(JsonSection):
 
     @property
     def offloads_weights(self) -> bool:
-        """Whether the shards are on the host: in 16 bit where the optimizer is offloaded, too."""
+        """Whether the shards are on the host; in 16 bit if the optimizer is offloaded as well."""
         return self.zero_optimization.offload_param.device == "cpu" and self.stage == 3
 
     @property

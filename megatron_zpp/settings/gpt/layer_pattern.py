@@ -1,4 +1,4 @@
-"""Flags that say something of some layers only: Megatron's frequencies and lists, and windows.
+"""Flags that apply to some layers only: Megatron's frequencies and lists, and windows.
 
 A frequency N means every N-th layer. A list has a 0 or a 1 for each layer, and may be an expression
 of lists, as in [0,0,0,1]*8+[0,1].
@@ -13,9 +13,9 @@ MAX_LAYERS = 10_000
 
 
 def parse_window(text: str) -> int:
-    """Return how many tokens a query sees, its own included, of `--window-size` LEFT,RIGHT.
+    """Return how many tokens a query sees, including its own, with `--window-size` LEFT,RIGHT.
 
-    Raises InputError unless the text is two whole numbers of which the second is 0.
+    Raises InputError unless the text is two whole numbers and the second is 0.
     """
     words = text.strip("()[]").split(",")
     if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
@@ -32,14 +32,14 @@ def parse_window(text: str) -> int:
 
 
 def window_text(window: int) -> str:
-    """Return the text of which `parse_window` makes `window`."""
+    """Return the text that `parse_window` turns into `window`."""
     return f"{window - 1},0"
 
 
 def marks_of(text: str, num_layers: int, flag: str, *, nth: bool = True) -> tuple[bool, ...]:
-    """Return the mark of each layer: of a list its 1 or 0, of a frequency `nth` every N-th time.
+    """Return each layer's mark: its 1 or 0 in a list; for a frequency, `nth` at every N-th layer.
 
-    Raises InputError, which names the `flag`, for anything else and for a list of another length.
+    Raises InputError, which names the `flag`, for other text and for a list of another length.
     """
     if text.strip().isdecimal() and int(text) > 0:
         return tuple((layer % int(text) == 0) == nth for layer in range(1, num_layers + 1))
@@ -61,7 +61,7 @@ def marks_of(text: str, num_layers: int, flag: str, *, nth: bool = True) -> tupl
 
 
 def pattern_text(marks: Sequence[bool], *, nth: bool = True) -> str:
-    """Return the shortest text of which `marks_of` makes `marks`."""
+    """Return the shortest text that `marks_of` turns into `marks`."""
     num_layers = len(marks)
     for frequency in range(1, num_layers + 2):
         text = str(frequency)

@@ -15,7 +15,7 @@ _NEEDS_GELU = needs("an MLP with GELU", lambda c: c.model.has_gelu)
 _NEEDS_WINDOW = needs("--window-size", lambda c: c.model.window_size)
 _NEEDS_QK_NORM = needs("--qk-layernorm", lambda c: c.model.qk_layernorm)
 _NEEDS_NO_BIAS = needs("--disable-bias-linear", lambda c: c.model.disable_bias_linear)
-_NORMS = "{} contradict: there is not one normalization that the residual could follow"
+_NORMS = "{} contradict: there is no single normalization that the residual could follow"
 _ACTIVATIONS = "{} contradict: the MLP has one activation"
 _ALL_FP32 = NoEffect("everything is fp32", when=lambda c: c.precision.format == "float32")
 
@@ -47,10 +47,10 @@ class ModelConfig(PositionConfig):
         None, "scores are divided by the root of this (default: the width of a head)", above=0
     )
     attn_logit_softcapping: float | None = model_flag(
-        None, "scores x become c tanh(x / c) for this c", above=0
+        None, "cap scores x softly: c tanh(x / c) for this c", above=0
     )
     final_logit_softcapping: float | None = model_flag(
-        None, "logits x become c tanh(x / c) for this c", above=0
+        None, "cap logits x softly: c tanh(x / c) for this c", above=0
     )
     scale_embeddings: bool = model_flag(False, "multiply embeddings by the root of --hidden-size")
     embed_layernorm: bool = model_flag(False, "normalize embeddings before the first block")
@@ -81,14 +81,14 @@ class ModelConfig(PositionConfig):
     disable_bias_linear: bool = model_flag(False, "linear layers without bias")
     add_qkv_bias: bool = model_flag(
         False,
-        "a bias of queries, keys and values, though the other linear layers have none",
+        "add a bias to queries, keys and values if the other linear layers have none",
         no_effect=(_NEEDS_NO_BIAS,),
     )
     add_attention_output_bias: bool = model_flag(
-        False, "the same of the layer behind attention", no_effect=(_NEEDS_NO_BIAS,)
+        False, "add a bias to the output layer of attention", no_effect=(_NEEDS_NO_BIAS,)
     )
     add_mlp_bias: bool = model_flag(
-        False, "the same of the layers of the MLP", no_effect=(_NEEDS_NO_BIAS,)
+        False, "add a bias to the layers of the MLP", no_effect=(_NEEDS_NO_BIAS,)
     )
     qk_layernorm: bool = model_flag(
         False, "normalize queries and keys, each head by itself, before their scores"
@@ -194,6 +194,6 @@ class ModelFlags(Section):
     )
     no_position_embedding: bool = flag(
         False,
-        "there are no learned positions, as --position-embedding-type rope or none says, too",
-        no_effect=NoEffect("--position-embedding-type rope or none, which it needs, says it"),
+        "no learned positions; --position-embedding-type rope or none implies this",
+        no_effect=NoEffect("--position-embedding-type rope or none, which it needs, implies it"),
     )

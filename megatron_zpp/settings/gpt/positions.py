@@ -26,7 +26,7 @@ _longrope_flag = partial(model_flag, no_effect=(_NEEDS_ROPE, _NEEDS_LONGROPE))
 
 @dataclass(frozen=True, kw_only=True)
 class PositionConfig(SizeConfig):
-    """Positions, learned or rotary or as biases of scores."""
+    """Positions: learned, rotary, or as biases on scores."""
 
     position_embedding_type: str = model_flag(
         "learned_absolute",
@@ -44,21 +44,21 @@ class PositionConfig(SizeConfig):
         aliases=("rotary-position-embeddings-theta",),
     )
     use_rope_scaling: bool = _rope_flag(
-        False, "rotary frequencies of Llama 3.1: slow ones slower, for contexts beyond 8192 tokens"
+        False, "scale rotary frequencies as Llama 3.1 does, for contexts beyond 8192 tokens"
     )
     rope_scaling_factor: float = _llama_flag(
-        8.0, "by how much --use-rope-scaling slows the slow frequencies", minimum=1
+        8.0, "--use-rope-scaling divides the slow frequencies by this", minimum=1
     )
     rope_scaling_low_freq_factor: float = _llama_flag(
         1.0,
-        "turns in a text of the first training up to which --use-rope-scaling slows in full",
+        "--use-rope-scaling divides frequencies with fewer turns in the original context",
         above=0,
     )
     rope_scaling_high_freq_factor: float = _llama_flag(
-        4.0, "turns from which on it slows nothing", above=0
+        4.0, "it leaves frequencies with more turns in the original context unchanged", above=0
     )
     rope_scaling_original_positions: int = _llama_flag(
-        8192, "tokens of the texts of the first training", minimum=1
+        8192, "context length of the original training, in tokens", minimum=1
     )
     rotary_seq_len_interpolation_factor: float = _rope_flag(
         1.0, "positions are divided by this before they are turned", minimum=1
@@ -79,13 +79,13 @@ class PositionConfig(SizeConfig):
         choices=ROPE_TYPES,
     )
     rotary_scaling_factor: float = _yarn_flag(
-        1.0, "YaRN: how many times longer than the first training's the texts are", minimum=1
+        1.0, "YaRN: context length divided by that of the original training", minimum=1
     )
     yarn_original_max_position_embeddings: int = _yarn_flag(
-        4096, "YaRN: tokens of the texts of the first training", minimum=1
+        4096, "YaRN: context length of the original training, in tokens", minimum=1
     )
     yarn_beta_fast: float = _yarn_flag(
-        32.0, "YaRN: frequencies with more turns in a text of the first training stay", above=0
+        32.0, "YaRN: frequencies with more turns in the original context stay unchanged", above=0
     )
     yarn_beta_slow: float = _yarn_flag(
         1.0, "YaRN: frequencies with fewer turns are divided by --rotary-scaling-factor", above=0
@@ -95,18 +95,18 @@ class PositionConfig(SizeConfig):
     )
     yarn_correction_range_round_to_int: bool = _yarn_flag(
         True,
-        "YaRN: the bounds between fast and slow channels are not rounded to whole channels",
+        "YaRN: do not round the bounds between fast and slow channels to whole channels",
         aliases=("yarn-correction-range-round-to-int",),
         shorthands={"no-yarn-correction-range-round-to-int": False},
     )
     longrope_short_factors: tuple[float, ...] | None = _longrope_flag(
-        None, "LongRoPE: what the rotary frequencies are divided by, one number each", above=0
+        None, "LongRoPE: divisors of the rotary frequencies, one for each", above=0
     )
     longrope_long_factors: tuple[float, ...] | None = _rope_flag(
-        None, "LongRoPE: the same for texts that are longer than the first training's", above=0
+        None, "LongRoPE: the same for texts longer than --longrope-original-positions", above=0
     )
     longrope_original_positions: int = _longrope_flag(
-        4096, "tokens of the texts of the first training", minimum=1
+        4096, "context length of the original training, in tokens", minimum=1
     )
     longrope_attention_factor: float = _longrope_flag(
         1.0, "what LongRoPE multiplies queries and keys by", above=0
@@ -123,7 +123,7 @@ class PositionConfig(SizeConfig):
 
     @property
     def layers_without_rope(self) -> tuple[bool, ...]:
-        """Whether a layer has no rotary positions though others may have them, for each layer."""
+        """For each layer, whether it has no rotary positions although others may have them."""
         if self.no_rope_freq is None:
             return (False,) * self.num_layers
         return marks_of(self.no_rope_freq, self.num_layers, "--no-rope-freq")

@@ -49,7 +49,7 @@ class SizeConfig(Section):
         256, "tokens of a training sample", minimum=1, aliases=("encoder-seq-length",)
     )
     max_position_embeddings: int | None = model_flag(
-        None, "longest sequence the positions reach (default: seq-length)", minimum=1
+        None, "longest sequence that positions are defined for (default: seq-length)", minimum=1
     )
     make_vocab_size_divisible_by: int = model_flag(
         128,
@@ -88,7 +88,7 @@ class SizeConfig(Section):
 
     @property
     def num_positions(self) -> int:
-        """Longest sequence that positions exist for."""
+        """Longest sequence that positions are defined for."""
         return self.max_position_embeddings or self.seq_length
 
     def padded_vocab_size(self, vocab_size: int) -> int:
