@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def write_atomically(path: Path | str, write: Callable[[BinaryIO], None]) -> None:
-    """Call `write(file)` on a temporary neighbour of `path`, then rename it to `path`.
+def write_atomically(path: Path | str, content: str | Callable[[BinaryIO], None]) -> None:
+    """Write a text to a temporary neighbour of `path`, or call `content(file)`, and rename that.
 
-    Raises whatever `write` or the file system raises; `path` is then as it was before.
+    Raises whatever `content` or the file system raises; `path` is then as it was before.
     """
     path = Path(path)
     # Processes on several machines may have the same number.
     aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with open(aside, "wb") as file:
-            write(file)
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                content(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)

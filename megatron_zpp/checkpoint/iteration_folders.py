@@ -96,7 +96,7 @@ class RunSaveHooks:
 
         Raises OSError.
         """
-        write_atomically(partial / STATE, lambda file: file.write(self.state_text.encode()))
+        write_atomically(partial / STATE, self.state_text)
         write_manifest(partial, {**entries, STATE: file_entry(partial / STATE)})
 
     def after_publication(self) -> list[Note]:

@@ -24,7 +24,7 @@ def write_manifest(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:
     """Write the manifest into a checkpoint, as its last file."""
     files = {name: asdict(entry) for name, entry in entries.items()}
     text = json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True) + "\n"
-    write_atomically(checkpoint / MANIFEST, lambda file: file.write(text.encode()))
+    write_atomically(checkpoint / MANIFEST, text)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, FileEntry]:

@@ -86,7 +86,7 @@ def write_safetensors(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         paths.append(output.with_name(output.name + INDEX))
-        write_atomically(paths[-1], lambda file: file.write(text.encode()))
+        write_atomically(paths[-1], text)
     return paths
 
 

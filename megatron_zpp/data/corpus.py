@@ -188,8 +188,7 @@ def _write_corpus(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
         len(training_texts),
     )
     model = train_tokenizer(training_texts, vocab_size)
-    definition = model.to_str(pretty=True).encode()
-    write_atomically(folder / TOKENIZER, lambda file: file.write(definition))
+    write_atomically(folder / TOKENIZER, model.to_str(pretty=True))
     tokenizer = HFTokenizer(str(folder))
     documents = _encoded(texts, tokenizer)
     num_tokens = write_dataset(folder / PREFIX, tokenizer.vocab_size, documents)
@@ -200,8 +199,7 @@ def _write_corpus(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
         "num_tokens": num_tokens,
     }
     manifest = {"corpus": corpus, "file_bytes": _file_sizes(folder)}
-    text = json.dumps(manifest, indent=1).encode()
-    write_atomically(folder / MANIFEST, lambda file: file.write(text))
+    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def _encoded(texts: Sequence[str], tokenizer: HFTokenizer) -> Iterator[list[list[int]]]:

@@ -223,9 +223,7 @@ def _write(arrays: Sequence[np.ndarray], entry: _Entry) -> None:
     try:
         for path, array in zip(entry.array_paths, arrays, strict=True):
             write_atomically(path, lambda file, array=array: _save(file, array))
-        write_atomically(
-            entry.description_path, lambda file: file.write(entry.description.encode())
-        )
+        write_atomically(entry.description_path, entry.description)
     except BaseException:
         entry.remove()
         raise

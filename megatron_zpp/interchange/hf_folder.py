@@ -36,8 +36,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: Mapping[str, Any], *, ensure_ascii: bool = True) -> None:
     """Write an object to a JSON file, complete or not at all."""
-    text = json.dumps(content, indent=2, ensure_ascii=ensure_ascii) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=ensure_ascii) + "\n")
 
 
 class FolderTensors:

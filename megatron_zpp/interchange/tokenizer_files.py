@@ -138,7 +138,7 @@ def _write_tokenizer_json(config: TokenizerConfig, tokenizer: Tokenizer, target:
         return []
     if SENTENCEPIECE in written:
         _copy_file(source, target / SENTENCEPIECE)
-    write_atomically(target / TOKENIZER_JSON, lambda file: file.write(text.encode()))
+    write_atomically(target / TOKENIZER_JSON, text)
     return written
 
 

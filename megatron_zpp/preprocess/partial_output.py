@@ -139,8 +139,7 @@ class PartialOutput:
             for file in files:
                 os.fsync(file.fileno())
         entries = {"format": FORMAT, "settings": self.settings, **journal.to_json()}
-        content = json.dumps(entries).encode()
-        write_atomically(self.folder / JOURNAL, lambda file: file.write(content))
+        write_atomically(self.folder / JOURNAL, json.dumps(entries))
         self.journal = journal
 
     def complete(self, journal: Journal, dtype: np.dtype) -> None:

@@ -146,4 +146,4 @@ class _Planner(DefaultSavePlanner):
 
 
 def _write_text(path: Path, text: str) -> None:
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, text)
