@@ -12,14 +12,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation, Writer
-from megatron_zpp.monitor.tensorboard_names import (
-    Axis,
-    Position,
-    ScalarNames,
-    communication_scalars,
-    optimizer_scalars,
-    timer_scalars,
-)
+from megatron_zpp.monitor.tensorboard_names import Axis, Curves, Position, ScalarNames
 
 FLUSH_SECONDS = 30
 FILENAME_SUFFIX = ".zpp"  # tells the event files of this program from those of others
@@ -57,20 +50,13 @@ class TensorBoard(Writer):
 
     def iteration(self, iteration: Iteration) -> None:
         """Write everything known after one iteration."""
-        names = self._names
-        self._write(names.iteration(iteration), iteration)
-        self._write(names.memory(iteration), iteration, [Axis.ITERATIONS])
-        self._write(timer_scalars(iteration), iteration, [Axis.ITERATIONS])
-        self._write(optimizer_scalars(iteration), iteration, [Axis.ITERATIONS, Axis.TOKENS])
-        for axis, scalars in names.progress(iteration).items():
+        self._write(self._names.iteration(iteration), iteration)
+        for axis, scalars in self._names.progress(iteration).items():
             self._write_over(axis, scalars, iteration)
 
     def interval(self, interval: Interval) -> None:
         """Write what is known once per log interval."""
-        last = interval.last
-        self._write(self._names.interval(interval), last)
-        self._write(self._names.throughput(interval), last, [Axis.ITERATIONS])
-        self._write(communication_scalars(last.communication), last, [Axis.ITERATIONS])
+        self._write(self._names.interval(interval), interval.last)
 
     def validation(self, validation: Validation) -> None:
         """Write a held-out loss."""
@@ -86,12 +72,11 @@ class TensorBoard(Writer):
         for writer in self._writers.values():
             writer.close()
 
-    def _write(
-        self, scalars: Mapping[str, float], position: Position, axes: Iterable[Axis] = tuple(Axis)
-    ) -> None:
-        for axis in axes:
-            named = {name + axis.suffix: value for name, value in scalars.items()}
-            self._write_over(axis, named, position)
+    def _write(self, curves: Iterable[Curves], position: Position) -> None:
+        for axes, scalars in curves:
+            for axis in axes:
+                named = {name + axis.suffix: value for name, value in scalars.items()}
+                self._write_over(axis, named, position)
 
     def _write_over(self, axis: Axis, scalars: Mapping[str, float], position: Position) -> None:
         for name, value in scalars.items():

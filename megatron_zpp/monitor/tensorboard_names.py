@@ -6,6 +6,7 @@ iterations, over samples (" vs samples" is appended to the name) and over tokens
 """
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,11 @@ class Axis(enum.Enum):
         return getattr(position, self.counter)
 
 
+ALL_AXES = tuple(Axis)
+ITERATIONS = (Axis.ITERATIONS,)
+Curves = tuple[tuple[Axis, ...], Scalars]  # scalars, and the axes that they are drawn over
+
+
 @dataclass(frozen=True)
 class ScalarNames:
     """Named scalars, as far as they were measured and the `--log-*-to-tensorboard` flags ask."""
@@ -52,8 +58,34 @@ class ScalarNames:
     config: LogConfig
     world_size: int
 
-    def iteration(self, it: Iteration) -> Scalars:
-        """Scalars of every iteration, for all three axes."""
+    def iteration(self, it: Iteration) -> Iterator[Curves]:
+        """All that is known after one iteration."""
+        yield ALL_AXES, self._always(it)
+        yield ITERATIONS, self._memory(it)
+        yield ITERATIONS, timer_scalars(it)
+        yield (Axis.ITERATIONS, Axis.TOKENS), optimizer_scalars(it)
+
+    def interval(self, interval: Interval) -> Iterator[Curves]:
+        """All that is known once per log interval."""
+        if self.config.log_timers_to_tensorboard:
+            yield ALL_AXES, {"iteration-time/iteration-time": interval.seconds_per_iteration}
+        if self.config.log_throughput:
+            throughput = {
+                "throughput": interval.model_tflops,
+                "share-of-measured-matmul-rate": interval.share_of_measured_rate,
+                "mfu": interval.mfu,
+            }
+            yield ITERATIONS, without_none(throughput)
+        yield ITERATIONS, communication_scalars(interval.last.communication)
+
+    def validation(self, validation: Validation) -> Iterator[Curves]:
+        """The held-out loss and, if asked for, its perplexity."""
+        name = f"lm-loss-validation/lm loss {validation.split}"
+        yield ALL_AXES, {name: validation.loss}
+        if self.config.log_validation_ppl_to_tensorboard:
+            yield ALL_AXES, {f"{name} ppl": validation.perplexity}
+
+    def _always(self, it: Iteration) -> Scalars:
         config = self.config
         scalars = {
             "learning-rate/learning-rate": it.learning_rate,
@@ -82,8 +114,8 @@ class ScalarNames:
             Axis.TOKENS: {"steps-vs-tokens/y=steps,x=tokens": it.iteration},
         }
 
-    def memory(self, it: Iteration) -> Scalars:
-        """Bytes held by this rank, over iterations only."""
+    def _memory(self, it: Iteration) -> Scalars:
+        """Bytes held by this rank."""
         if it.memory is None or not self.config.log_memory_to_tensorboard:
             return {}
         return without_none(
@@ -94,35 +126,9 @@ class ScalarNames:
             }
         )
 
-    def interval(self, interval: Interval) -> Scalars:
-        """Seconds per iteration, for all three axes."""
-        if not self.config.log_timers_to_tensorboard:
-            return {}
-        return {"iteration-time/iteration-time": interval.seconds_per_iteration}
-
-    def throughput(self, interval: Interval) -> Scalars:
-        """Model TFLOP/s per rank and its shares of two rates, over iterations only."""
-        if not self.config.log_throughput:
-            return {}
-        return without_none(
-            {
-                "throughput": interval.model_tflops,
-                "share-of-measured-matmul-rate": interval.share_of_measured_rate,
-                "mfu": interval.mfu,
-            }
-        )
-
-    def validation(self, validation: Validation) -> Scalars:
-        """The held-out loss and, if asked for, its perplexity, for all three axes."""
-        name = f"lm-loss-validation/lm loss {validation.split}"
-        scalars = {name: validation.loss}
-        if self.config.log_validation_ppl_to_tensorboard:
-            scalars[f"{name} ppl"] = validation.perplexity
-        return scalars
-
 
 def timer_scalars(it: Iteration) -> Scalars:
-    """Seconds, over iterations only."""
+    """Seconds of the parts of an iteration."""
     return without_none(
         {
             "forward-backward-time": it.forward_backward_seconds,
@@ -132,12 +138,12 @@ def timer_scalars(it: Iteration) -> Scalars:
 
 
 def optimizer_scalars(it: Iteration) -> Scalars:
-    """Norms of weights and moments, for iterations and tokens, e.g. "optimizer/variance_l2"."""
+    """Norms of weights and moments, e.g. "optimizer/variance_l2"."""
     return {f"optimizer/{kind}_{norm}": value for (kind, norm), value in it.optimizer_norms.items()}
 
 
 def communication_scalars(communication: Communication | None) -> Scalars:
-    """Bytes that a node sent per step, over iterations only, e.g. "comm/gradients_across_nodes"."""
+    """Bytes that a node sent per step, e.g. "comm/gradients_across_nodes"."""
     if communication is None:
         return {}
     keys = [(purpose, hop) for purpose in communication.purposes for hop in HOPS]

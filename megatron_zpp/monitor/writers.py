@@ -4,13 +4,16 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation, Writer
 from megatron_zpp.monitor.tensorboard import FILENAME_SUFFIX, TensorBoard
 from megatron_zpp.monitor.tensorboard_names import (
+    ITERATIONS,
     Axis,
+    Curves,
     Position,
     ScalarNames,
     communication_scalars,
@@ -123,17 +126,16 @@ class WeightsAndBiases(Writer):
 
     def iteration(self, iteration: Iteration) -> None:
         """Send everything known after one iteration."""
-        scalars = self._names.iteration(iteration) | self._names.memory(iteration)
-        scalars |= timer_scalars(iteration) | optimizer_scalars(iteration)
-        scalars["consumed-samples"] = iteration.consumed_samples
-        scalars["consumed-tokens"] = iteration.consumed_tokens
-        self._send(scalars, iteration.iteration)
+        consumed = {
+            "consumed-samples": iteration.consumed_samples,
+            "consumed-tokens": iteration.consumed_tokens,
+        }
+        curves = chain(self._names.iteration(iteration), [(ITERATIONS, consumed)])
+        self._send(curves, iteration.iteration)
 
     def interval(self, interval: Interval) -> None:
         """Send what is known once per log interval."""
-        scalars = self._names.interval(interval) | self._names.throughput(interval)
-        scalars |= communication_scalars(interval.last.communication)
-        self._send(scalars, interval.last.iteration)
+        self._send(self._names.interval(interval), interval.last.iteration)
 
     def validation(self, validation: Validation) -> None:
         """Send a held-out loss."""
@@ -143,7 +145,8 @@ class WeightsAndBiases(Writer):
         """Send the rest and end the run."""
         self._run.finish()
 
-    def _send(self, scalars: Mapping[str, float], iteration: int) -> None:
+    def _send(self, curves: Iterable[Curves], iteration: int) -> None:
+        scalars = {name: value for _, part in curves for name, value in part.items()}
         if scalars:
             self._run.log(scalars, step=iteration)
 
