@@ -21,12 +21,13 @@ Owners = tuple[tuple[nn.Module, str], ...]  # modules that hold a tensor, and it
 def replace_by_meta(model: nn.Module) -> Mapping[RecordedTensor, Owners]:
     """Replace recorded tensors by meta tensors; return the recorded ones and their owners."""
     owners_of = _tensors_where(model, lambda tensor: isinstance(tensor, RecordedTensor))
+    replaced: dict[RecordedTensor, Owners] = {}
     for recorded, owners in owners_of.items():
         meta = torch.empty_strided(
             recorded.size(), recorded.stride(), dtype=recorded.dtype, device="meta"
         )
-        _assign(_as_parameter_like(recorded, meta), owners)
-    return owners_of
+        replaced[_put(_as_parameter_like(recorded, meta), owners)] = owners
+    return replaced
 
 
 def materialize_shards(
@@ -39,7 +40,7 @@ def materialize_shards(
         whole = _broadcast_materialized(recorded, group, device)
         module, name = owners[0]
         shard = _shard_like(getattr(module, name), whole)
-        _assign(_as_parameter_like(recorded, shard), owners)
+        _put(_as_parameter_like(recorded, shard), owners)
 
 
 def allocate_meta_tensors(
@@ -48,7 +49,7 @@ def allocate_meta_tensors(
     """Replace meta tensors by uninitialized ones on the devices that `device_of` returns."""
     for tensor, owners in _tensors_where(model, lambda tensor: tensor.is_meta).items():
         empty = torch.empty_like(tensor, device=device_of(tensor))
-        _assign(_as_parameter_like(tensor, empty), owners)
+        _put(_as_parameter_like(tensor, empty), owners)
 
 
 def copy_from_first_rank(
@@ -121,9 +122,19 @@ def _as_parameter_like(original: torch.Tensor, tensor: torch.Tensor) -> torch.Te
     return parameter
 
 
-def _assign(tensor: torch.Tensor, owners: Owners) -> None:
-    for module, name in owners:
-        setattr(module, name, tensor)
+def _put(tensor: torch.Tensor, owners: Owners) -> torch.Tensor:
+    """Let modules hold a tensor in the place of another one; return what they held.
+
+    A buffer is swapped in place, so that it stays persistent or not.
+    """
+    module, name = owners[0]
+    if isinstance(tensor, nn.Parameter):
+        held = module.get_parameter(name)
+        for module, name in owners:
+            module.register_parameter(name, tensor)
+        return held
+    torch.utils.swap_tensors(module.get_buffer(name), tensor)
+    return tensor
 
 
 def _tensors_where(

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import zeropp
 from zeropp import InputError
+from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.recorded_tensor import RecordedTensor, recording
 
 COPIED = ("from_list", "norm.num_batches_tracked")  # made from numbers that are there already
@@ -147,3 +149,23 @@ def test_data_of_another_shape_and_dtype_is_recorded():
     assert weight.materialize().tolist() == [0, 1]
     assert layer.weight is kept and kept.dtype == torch.bfloat16 and kept.requires_grad
     assert torch.equal(kept.materialize(), plain.weight.detach())
+
+
+class WithBuffers(nn.Module):
+    """A buffer that is saved, one that is not, and one that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("saved", torch.arange(3.0))
+        self.register_buffer("unsaved", torch.arange(4.0), persistent=False)
+        self.layer.register_buffer("shared", self.saved)
+
+
+def test_buffers_stay_persistent_or_not_and_tied():
+    with recording():
+        model = WithBuffers()
+    zeropp.shard(model, None, ZeroConfig())
+    assert [*model.state_dict()] == [*WithBuffers().state_dict()]
+    assert model.layer.shared is model.saved and type(model.saved) is torch.Tensor
+    assert model.saved.tolist() == [0, 1, 2] and model.unsaved.tolist() == [0, 1, 2, 3]
