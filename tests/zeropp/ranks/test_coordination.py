@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -76,6 +77,10 @@ def test_ranks_that_do_not_have_the_same():
     lines = r"--lr is 0.1 on rank 0 and 0.2 on rank 1\n  PyTorch is absent on rank 0 and 2.13 on"
     with pytest.raises(InputError, match=f"^{lines} rank 1: Give the same$"):
         require_same(own, "Give the same")
+    hosts = r" \(rank 0 is node0, rank 1 is node1\): Give the same$"
+    host = f"node{dist.get_rank()}"
+    with mock.patch("socket.gethostname", lambda: host), pytest.raises(InputError, match=hosts):
+        require_same(own, "Give the same", caller="zeropp.shard")
 
 
 @pytest.mark.parametrize(
