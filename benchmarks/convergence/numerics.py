@@ -27,7 +27,7 @@ from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
 from zeropp.optim.step import local_part
 from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize
-from zeropp.quant.packing import BLOCK, RowLayout
+from zeropp.quant.packing import BLOCK, ROTATED_4, RowLayout
 from zeropp.ranks.topology import Environment
 
 BITS = (8, 4)  # INT3 is of rotated numbers, which no scheme here represents
@@ -129,6 +129,8 @@ def one_hop(bits: int, data: Mapping[str, Tensors]) -> list[dict]:
 def two_hops(bits: tuple[int, int], ranks: Sequence[Tensors]) -> dict:
     """Errors of the mean over the ranks after both hops, compared with their mean in fp64.
 
+    4 bits are those of gradients, rotated; the sizes of tensors are multiples of 32.
+
     `expected` is the error if the errors of all quantizations were independent: each hop's own
     error, times the norm of what it carried, over the norm of the sum.
     """
@@ -136,8 +138,9 @@ def two_hops(bits: tuple[int, int], ranks: Sequence[Tensors]) -> dict:
     wire = torch.bfloat16
     for values in zip(*ranks, strict=True):
         rows = torch.stack(values)
+        widths = [ROTATED_4 if width == 4 else width for width in bits]
         first, second = (
-            RowLayout(sizes=(rows.shape[1],), bits=(width,), wire=wire) for width in bits
+            RowLayout(sizes=(rows.shape[1],), bits=(width,), wire=wire) for width in widths
         )
         packed = quantize(rows, first).split(RANKS_PER_NODE)
         sums = [reduce_quantize(node, first, second, terms=RANKS_PER_NODE) for node in packed]
@@ -146,7 +149,7 @@ def two_hops(bits: tuple[int, int], ranks: Sequence[Tensors]) -> dict:
         results.append(total / len(ranks))
         exact.append(rows.double().mean(0))
         node_sums = rows.view(NODES, RANKS_PER_NODE, -1).sum(1)
-        for width, carried in zip(bits, (rows, node_sums), strict=True):
+        for width, carried in zip(widths, (rows, node_sums), strict=True):
             noise += sum(_squared_error(row, width, wire) for row in carried)
     size = sum(float(mean.square().sum()) for mean in exact) * len(ranks) ** 2
     return {

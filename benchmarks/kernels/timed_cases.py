@@ -15,7 +15,7 @@ from zeropp.quant import code_step_reference, reference
 from zeropp.quant.code_step_ops import StepBackend
 from zeropp.quant.code_steps import REACHES, StepLayout
 from zeropp.quant.ops import Backend
-from zeropp.quant.packing import RAW, RowLayout
+from zeropp.quant.packing import CODE_BITS, RAW, ROTATED_4, RowLayout, is_rotated
 
 ROWS = 8  # ranks that a gradient is cut for
 SEED = 7
@@ -74,8 +74,9 @@ def cases(backend: Backend, elements: int, device: torch.device) -> Iterator[Cas
     generator = torch.Generator(device).manual_seed(SEED)
     fp32 = torch.randn(ROWS, columns, generator=generator, device=device)
     bf16 = fp32.to(torch.bfloat16)
-    int8, int4, int3 = (
-        RowLayout(sizes=(columns,), bits=(bits,), wire=torch.bfloat16) for bits in (8, 4, 3)
+    int8, int4, rotated4, int3 = (
+        RowLayout(sizes=(columns,), bits=(bits,), wire=torch.bfloat16)
+        for bits in (8, 4, ROTATED_4, 3)
     )
     yield _quantize(backend, "bf16 -> INT8", bf16, int8)
     yield _quantize(backend, "bf16 -> INT8, 12 segments", bf16, block_layout(columns))
@@ -86,9 +87,12 @@ def cases(backend: Backend, elements: int, device: torch.device) -> Iterator[Cas
     for terms in (2, 4, 8):
         yield _reduce_quantize(backend, packed8, int8, int4, terms)
     yield _reduce_dequantize(backend, packed4, int4)
-    yield _quantize(backend, "fp32 -> rotated -> INT3", fp32, int3)
-    yield _reduce_quantize(backend, packed8, int8, int3, 4)
-    yield _reduce_dequantize(backend, _packed(backend, fp32, int3), int3)
+    for rotated, name in ((rotated4, "INT4"), (int3, "INT3")):
+        yield _quantize(backend, f"fp32 -> rotated -> {name}", fp32, rotated)
+        yield _reduce_quantize(backend, packed8, int8, rotated, 4)
+        yield _reduce_dequantize(backend, _packed(backend, fp32, rotated), rotated)
+    packed = _packed(backend, fp32, rotated4)
+    yield _reduce_quantize(backend, packed, rotated4, rotated4, 4)
 
 
 def code_step_cases(backend: StepBackend, elements: int, device: torch.device) -> Iterator[Case]:
@@ -128,7 +132,7 @@ def _packed(backend: Backend, rows: Tensor, layout: RowLayout) -> Tensor:
 
 def _quantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout, fold: int = 1) -> Case:
     packed = torch.ones(ROWS, layout.packed_bytes, dtype=torch.uint8, device=rows.device)
-    has_peers = len(layout.sizes) == 1 and layout.bits[0] != 3
+    has_peers = len(layout.sizes) == 1 and not is_rotated(layout.bits[0])
     peers = {"values": rows, "bits": layout.bits[0]} if has_peers else {}
     return _case(backend, reference, "quantize", name, (rows,), packed, layout.table, fold, **peers)
 
@@ -143,14 +147,19 @@ def _reduce_quantize(
     backend: Backend, packed: Tensor, layout: RowLayout, layout_out: RowLayout, terms: int
 ) -> Case:
     reduced = packed.new_ones(ROWS // terms, layout_out.packed_bytes)
-    name = f"{terms} x INT8 -> sum -> INT{layout_out.bits[0]}"
+    name = f"{terms} x {_format(layout)} -> sum -> {_format(layout_out)}"
     others = layout.table, layout_out.table, terms
     return _case(backend, reference, "reduce_quantize", name, (packed,), reduced, *others)
 
 
+def _format(layout: RowLayout) -> str:
+    bits = layout.bits[0]
+    return ("rotated " if is_rotated(bits) else "") + f"INT{CODE_BITS[bits]}"
+
+
 def _reduce_dequantize(backend: Backend, packed: Tensor, layout: RowLayout) -> Case:
     out = torch.ones(layout.elements, device=packed.device)
-    name = f"{ROWS} x INT{layout.bits[0]} -> sum -> fp32"
+    name = f"{ROWS} x {_format(layout)} -> sum -> fp32"
     return _case(backend, reference, "reduce_dequantize", name, (packed,), out, layout.table)
 
 

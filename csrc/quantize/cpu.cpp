@@ -32,7 +32,7 @@ struct Tile {
     const Segment* segment;
 
     uint8_t* codes(uint8_t* packed) const {
-        return packed + segment->data_at + first * segment->bits / 8;
+        return packed + segment->data_at + first * segment->code_bits() / 8;
     }
     uint8_t* scales(uint8_t* packed) const {
         return packed + segment->scales_at + first / segment->block() * 2;
@@ -106,8 +106,8 @@ void put(const QuantizeKernels& use, const Layout& layout, const Tile& tile, con
     }
 }
 
-// Fill sums with the sum of terms that are `stride` bytes apart, added in order. If `extremes` is not
-// null, fill it with those of the sums; raw and INT3 tiles have none.
+// Fill sums with the sum of terms that are `stride` bytes apart, added in order; rotated, if the
+// segment is. If `extremes` is not null, fill it with those of the sums; raw and INT3 tiles have none.
 void add_up(const QuantizeKernels& use, const Layout& layout, const Tile& tile, uint8_t* packed,
             int64_t stride, int64_t terms, float* sums, Extremes* extremes) {
     const Segment& segment = *tile.segment;
@@ -129,10 +129,9 @@ void add_up(const QuantizeKernels& use, const Layout& layout, const Tile& tile, 
         Extremes* of_batch = term + count == terms ? extremes : nullptr;
         use.sum[segment.width()](batch, count, term == 0, sums, tile.size, of_batch);
     }
-    if (segment.width() == INT3) use.unrotate(sums, tile.size);
 }
 
-// Whether a sum's extremes are found on the way: not for values that are sent as they are, or rotated.
+// Whether blocks are whole chunks, whose extremes are found while terms are added up.
 bool has_extremes(const Segment& segment) { return segment.bits != RAW && segment.width() != INT3; }
 
 // The row of values of a packed row: n*fold+r for packed row r*N+n, N = rows / fold.
@@ -187,12 +186,16 @@ void zpp_reduce_quantize(const Layout* layout, uint8_t* packed, const Layout* on
         const int64_t stride = count * layout->packed_bytes;
         Tile target = tile;
         target.segment = onto->segments() + (tile.segment - layout->segments());
-        if (!has_extremes(*tile.segment) || !has_extremes(*target.segment)) {
-            add_up(use, *layout, tile, first, stride, terms, sums, nullptr);
+        const bool rotated = is_rotated(tile.segment->bits);
+        const bool stays = rotated == is_rotated(target.segment->bits);
+        Extremes space;
+        Extremes* extremes = stays && has_extremes(*tile.segment) && has_extremes(*target.segment)
+                                 ? &space : nullptr;
+        add_up(use, *layout, tile, first, stride, terms, sums, extremes);
+        if (!stays && rotated) use.unrotate(sums, tile.size);
+        if (!stays || target.segment->bits == RAW) {
             return put(use, *onto, target, sums, FP32, out);
         }
-        Extremes extremes;
-        add_up(use, *layout, tile, first, stride, terms, sums, &extremes);
         if (target.is_first_of_row(*onto)) clear_gaps(*onto, out);
         use.quantize_sum[target.segment->width()](sums, extremes, target.codes(out),
                                                   target.scales(out), tile.size);
@@ -206,6 +209,7 @@ void zpp_reduce_dequantize(const Layout* layout, uint8_t* packed, uint8_t* out, 
     share(*layout, 1, bytes, threads, [=, &use](const Tile& tile) {
         alignas(64) float sums[TILE];
         add_up(use, *layout, tile, packed, layout->packed_bytes, terms, sums, nullptr);
+        if (is_rotated(tile.segment->bits)) use.unrotate(sums, tile.size);
         use.convert.from_to[FP32][type](sums, out + tile.element() * WORD_BYTES[type], tile.size);
     });
 }

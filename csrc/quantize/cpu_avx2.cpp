@@ -92,11 +92,9 @@ struct Avx2Codes : Avx2 {
         unit[3] = floats(_mm_srli_si128(last, 8));
     }
 
-    // Lanes of `x` that differ by a stride are beside each other in `swapped`: first + second in the
-    // first of each two, first - second in the other one, whose sign bit is in `second`.
-    static F butterfly(F x, F swapped, F second) {
-        return _mm256_add_ps(swapped, _mm256_xor_ps(x, second));
-    }
+    // Of each two lanes that are swapped: their sum in the first one, their difference in the other
+    // one, whose sign is -1. A product with a sign is exact, so that this rounds as an addition does.
+    static F butterfly(F x, F swapped, F signs) { return _mm256_fmadd_ps(x, signs, swapped); }
 
     static void across(F& first, F& second) {
         const F sum = _mm256_add_ps(first, second);
@@ -105,9 +103,9 @@ struct Avx2Codes : Avx2 {
     }
 
     static void rotate(F* unit) {
-        const F signs[3] = {_mm256_setr_ps(0, 0, 0, 0, -0.0f, -0.0f, -0.0f, -0.0f),
-                            _mm256_setr_ps(0, 0, -0.0f, -0.0f, 0, 0, -0.0f, -0.0f),
-                            _mm256_setr_ps(0, -0.0f, 0, -0.0f, 0, -0.0f, 0, -0.0f)};
+        const F signs[3] = {_mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1),
+                            _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1),
+                            _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1)};
         across(unit[0], unit[2]);
         across(unit[1], unit[3]);
         across(unit[0], unit[1]);

@@ -89,9 +89,12 @@ struct Avx512Codes : Avx512 {
         }
     }
 
-    // Of each two lanes that are swapped: their sum in the first one, their difference in `second`.
-    static F butterfly(F x, F swapped, __mmask16 second) {
-        return _mm512_mask_sub_ps(_mm512_add_ps(x, swapped), second, swapped, x);
+    // Of each two lanes that are swapped: their sum in the first one, their difference in the other
+    // one, whose sign is -1. A product with a sign is exact, so that this rounds as an addition does.
+    static F butterfly(F x, F swapped, F signs) { return _mm512_fmadd_ps(x, signs, swapped); }
+
+    static F signs(__mmask16 second) {
+        return _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), second, _mm512_set1_ps(-1.0f));
     }
 
     static void rotate(F* unit) {
@@ -100,11 +103,12 @@ struct Avx512Codes : Avx512 {
             unit[i] = _mm512_add_ps(first, second);
             unit[i + 1] = _mm512_sub_ps(first, second);
         }
+        const F by8 = signs(0xFF00), by4 = signs(0xF0F0), by2 = signs(0xCCCC), by1 = signs(0xAAAA);
         for (int i = 0; i < 4; ++i) {
-            unit[i] = butterfly(unit[i], _mm512_shuffle_f32x4(unit[i], unit[i], 0x4E), 0xFF00);
-            unit[i] = butterfly(unit[i], _mm512_shuffle_f32x4(unit[i], unit[i], 0xB1), 0xF0F0);
-            unit[i] = butterfly(unit[i], _mm512_permute_ps(unit[i], 0x4E), 0xCCCC);
-            unit[i] = butterfly(unit[i], _mm512_permute_ps(unit[i], 0xB1), 0xAAAA);
+            unit[i] = butterfly(unit[i], _mm512_shuffle_f32x4(unit[i], unit[i], 0x4E), by8);
+            unit[i] = butterfly(unit[i], _mm512_shuffle_f32x4(unit[i], unit[i], 0xB1), by4);
+            unit[i] = butterfly(unit[i], _mm512_permute_ps(unit[i], 0x4E), by2);
+            unit[i] = butterfly(unit[i], _mm512_permute_ps(unit[i], 0xB1), by1);
         }
     }
 

@@ -24,11 +24,12 @@ struct Extremes {
 
 using Quantize = void (*)(const void* values, uint8_t* codes, uint8_t* scales, int64_t size);
 using Dequantize = void (*)(Coded from, void* values, int64_t size);
-// sums = 0 if `fresh`; then add the terms one after another, at most MAX_TERMS of them: for INT3
-// those of rotated values. If `extremes` is not null, fill it with those of the sums, not for INT3.
+// sums = 0 if `fresh`; then add the terms one after another, at most MAX_TERMS of them: what codes
+// stand for, rotated or not. If `extremes` is not null, fill it with those of the sums, not for INT3.
 using Sum = void (*)(const Coded* terms, int count, bool fresh, float* sums, int64_t size,
                      Extremes* extremes);
-using QuantizeSum = void (*)(const float* sums, const Extremes& extremes, uint8_t* codes,
+// Of sums that are rotated if codes are to stand for rotated values. `extremes` may be null.
+using QuantizeSum = void (*)(const float* sums, const Extremes* extremes, uint8_t* codes,
                              uint8_t* scales, int64_t size);
 using SumRaw = void (*)(const void* values, float* sums, int64_t size);
 // Turns sums of rotated values into sums of values.
@@ -39,7 +40,7 @@ struct QuantizeKernels {
     Dequantize dequantize[NUM_WIDTHS][NUM_TYPES];
     Conversions convert;
     Sum sum[NUM_WIDTHS];
-    QuantizeSum quantize_sum[NUM_WIDTHS];  // none for INT3
+    QuantizeSum quantize_sum[NUM_WIDTHS];
     SumRaw sum_raw[NUM_TYPES];
     Unrotate unrotate;
 };

@@ -3,7 +3,8 @@
 // Besides what ../shared/convert.h needs, V has: put and get, which write and read the codes of a
 // unit (UNIT = 4 * WIDTH elements); rotate, which multiplies each ROTATED elements of a unit by the
 // Hadamard matrix; extremes of 16-bit numbers; and FloatExtremes, which collects the extremes of floats.
-// The remainder of a segment goes through a zeroed buffer of one unit; segments of INT3 have none.
+// The remainder of a segment goes through a zeroed buffer of one unit. Segments of rotated values
+// have whole groups of ROTATED elements, so that a unit's other groups are zeros.
 #pragma once
 
 #include "cpu_kernels.h"
@@ -80,7 +81,7 @@ template <class V, Type T, Width W> struct Block {
         V::template get<W>(codes, unit);
         const F scales = V::all(scale), zero = V::all(0.0f);
         for (int i = 0; i < 4; ++i) unit[i] = V::add_product(unit[i], scales, zero);
-        if constexpr (W == INT3) unrotate_unit<V>(unit);
+        if constexpr (Codes<W>::IS_ROTATED) unrotate_unit<V>(unit);
         V::template store<T>(unit, values);
     }
 
@@ -114,7 +115,7 @@ ZPP_INLINE void quantize_blocks(const typename Element<T>::Word* values, const u
     uint16_t scale[BLOCKS];
     float factors[BLOCKS];
     for (int64_t i = 0; i < BLOCKS; ++i) {  // of a whole tile: a constant count
-        const uint32_t bits = scale_of(to_float<T>(extreme_bits(high[i], low[i], SIGN)), BITS);
+        const uint32_t bits = scale_of(to_float<T>(extreme_bits(high[i], low[i], SIGN)), W);
         scale[i] = uint16_t(bits);
         factors[i] = steps_per_unit(bits);
     }
@@ -150,46 +151,79 @@ static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int
     quantize_blocks<V, T, W>(values, high, low, codes, scales, size);
 }
 
+// Rotate a block, or what there is of it, and find its extremes.
 template <class V, Type T>
+ZPP_INLINE void rotate_block(const typename Element<T>::Word* values, uint32_t* rotated,
+                             int64_t size, uint32_t* high, uint32_t* low) {
+    typename V::FloatExtremes tracker;
+    typename V::F unit[4];
+    const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
+    for (int64_t i = 0; i < whole; i += UNIT<V>) {
+        V::template load<T>(values + i, unit);
+        V::rotate(unit);
+        tracker.add(unit);
+        V::template store<FP32>(unit, rotated + i);
+    }
+    if (left) {
+        typename Element<T>::Word last[UNIT<V>] = {};
+        memcpy(last, values + whole, size_t(left) * sizeof(last[0]));
+        V::template load<T>(last, unit);
+        V::rotate(unit);
+        tracker.add(unit);
+        uint32_t words[UNIT<V>];
+        V::template store<FP32>(unit, words);
+        memcpy(rotated + whole, words, size_t(left) * 4);
+    }
+    tracker.end(high, low);
+}
+
+template <class V, Type T, Width W>
 static void quantize_rotated(const void* from, uint8_t* codes, uint8_t* scales, int64_t size) {
+    constexpr int64_t BLOCK = Codes<W>::BLOCK;
     const auto* values = static_cast<const typename Element<T>::Word*>(from);
     alignas(64) uint32_t rotated[TILE];
-    uint32_t high[TILE / BLOCK3] = {}, low[TILE / BLOCK3] = {};
-    for (int64_t first = 0; first < size; first += BLOCK3) {
-        typename V::FloatExtremes tracker;
-        for (int64_t i = first; i < first + BLOCK3; i += UNIT<V>) {
-            typename V::F unit[4];
-            V::template load<T>(values + i, unit);
-            V::rotate(unit);
-            tracker.add(unit);
-            V::template store<FP32>(unit, rotated + i);
-        }
-        tracker.end(high + first / BLOCK3, low + first / BLOCK3);
+    uint32_t high[TILE / BLOCK] = {}, low[TILE / BLOCK] = {};
+    const int64_t whole = size / BLOCK, left = size % BLOCK, rest = whole * BLOCK;
+    for (int64_t i = 0; i < whole; ++i) {
+        const int64_t at = i * BLOCK;
+        rotate_block<V, T>(values + at, rotated + at, BLOCK, high + i, low + i);
     }
-    quantize_blocks<V, FP32, INT3>(rotated, high, low, codes, scales, size);
+    if (left) rotate_block<V, T>(values + rest, rotated + rest, left, high + whole, low + whole);
+    quantize_blocks<V, FP32, W>(rotated, high, low, codes, scales, size);
 }
 
 template <class V> static void unrotate(float* sums, int64_t size) {
-    for (int64_t i = 0; i < size; i += UNIT<V>) {
-        typename V::F unit[4];
-        auto* words = reinterpret_cast<uint32_t*>(sums + i);
-        V::template load<FP32>(words, unit);
+    typename V::F unit[4];
+    auto* words = reinterpret_cast<uint32_t*>(sums);
+    const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
+    for (int64_t i = 0; i < whole; i += UNIT<V>) {
+        V::template load<FP32>(words + i, unit);
         unrotate_unit<V>(unit);
-        V::template store<FP32>(unit, words);
+        V::template store<FP32>(unit, words + i);
     }
+    if (!left) return;
+    uint32_t last[UNIT<V>] = {};
+    memcpy(last, words + whole, size_t(left) * 4);
+    V::template load<FP32>(last, unit);
+    unrotate_unit<V>(unit);
+    V::template store<FP32>(unit, last);
+    memcpy(words + whole, last, size_t(left) * 4);
 }
 
 template <class V, Width W>
-static void quantize_sum(const float* sums, const Extremes& extremes, uint8_t* codes,
+static void quantize_sum(const float* sums, const Extremes* extremes, uint8_t* codes,
                          uint8_t* scales, int64_t size) {
     constexpr int64_t BLOCK = Codes<W>::BLOCK, CHUNKS = BLOCK / CHUNK;
+    if (CHUNKS == 0 || extremes == nullptr) {
+        return quantize_tile<V, FP32, W>(sums, codes, scales, size);
+    }
     uint32_t high[TILE / BLOCK], low[TILE / BLOCK];
     for (int64_t i = 0; i < TILE / BLOCK; ++i) {
-        high[i] = extremes.high[i * CHUNKS];
-        low[i] = extremes.low[i * CHUNKS];
+        high[i] = extremes->high[i * CHUNKS];
+        low[i] = extremes->low[i * CHUNKS];
         for (int64_t j = i * CHUNKS + 1; j < (i + 1) * CHUNKS; ++j) {
-            if (int32_t(extremes.high[j]) > int32_t(high[i])) high[i] = extremes.high[j];
-            if (extremes.low[j] > low[i]) low[i] = extremes.low[j];
+            if (int32_t(extremes->high[j]) > int32_t(high[i])) high[i] = extremes->high[j];
+            if (extremes->low[j] > low[i]) low[i] = extremes->low[j];
         }
     }
     const auto* words = reinterpret_cast<const uint32_t*>(sums);
@@ -321,18 +355,24 @@ static void sum_raw_tile(const void* from, float* sums, int64_t size) {
 
 template <class V> constexpr QuantizeKernels quantize_kernels() {
     return {
-        {{quantize_tile<V, BF16, INT8>, quantize_tile<V, BF16, INT4>, quantize_rotated<V, BF16>},
-         {quantize_tile<V, FP16, INT8>, quantize_tile<V, FP16, INT4>, quantize_rotated<V, FP16>},
-         {quantize_tile<V, FP32, INT8>, quantize_tile<V, FP32, INT4>, quantize_rotated<V, FP32>}},
+        {{quantize_tile<V, BF16, INT8>, quantize_tile<V, BF16, INT4>,
+          quantize_rotated<V, BF16, INT3>, quantize_rotated<V, BF16, ROTATED4>},
+         {quantize_tile<V, FP16, INT8>, quantize_tile<V, FP16, INT4>,
+          quantize_rotated<V, FP16, INT3>, quantize_rotated<V, FP16, ROTATED4>},
+         {quantize_tile<V, FP32, INT8>, quantize_tile<V, FP32, INT4>,
+          quantize_rotated<V, FP32, INT3>, quantize_rotated<V, FP32, ROTATED4>}},
         {{dequantize_tile<V, BF16, INT8>, dequantize_tile<V, FP16, INT8>,
           dequantize_tile<V, FP32, INT8>},
          {dequantize_tile<V, BF16, INT4>, dequantize_tile<V, FP16, INT4>,
           dequantize_tile<V, FP32, INT4>},
          {dequantize_tile<V, BF16, INT3>, dequantize_tile<V, FP16, INT3>,
-          dequantize_tile<V, FP32, INT3>}},
+          dequantize_tile<V, FP32, INT3>},
+         {dequantize_tile<V, BF16, ROTATED4>, dequantize_tile<V, FP16, ROTATED4>,
+          dequantize_tile<V, FP32, ROTATED4>}},
         conversions<V>(),
-        {sum_tile<V, INT8>, sum_tile<V, INT4>, sum_tile<V, INT3>},
-        {quantize_sum<V, INT8>, quantize_sum<V, INT4>, nullptr},
+        {sum_tile<V, INT8>, sum_tile<V, INT4>, sum_tile<V, INT3>, sum_tile<V, INT4>},
+        {quantize_sum<V, INT8>, quantize_sum<V, INT4>, quantize_sum<V, INT3>,
+         quantize_sum<V, ROTATED4>},
         {sum_raw_tile<V, BF16>, sum_raw_tile<V, FP16>, sum_raw_tile<V, FP32>},
         unrotate<V>,
     };

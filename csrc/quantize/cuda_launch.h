@@ -55,10 +55,10 @@ ZPP_DEVICE uint8_t* raw_at(const Place& place, int wire, const Tile& tile, uint8
     return packed + place.data_at + tile.first * word_bytes(wire);
 }
 ZPP_DEVICE uint8_t* codes_at(const Place& place, const Tile& tile, uint8_t* packed) {
-    return packed + place.data_at + tile.first * place.bits / 8;
+    return packed + place.data_at + tile.first * code_bits_of(width_of(place.bits)) / 8;
 }
 ZPP_DEVICE uint8_t* scales_at(const Place& place, const Tile& tile, uint8_t* packed) {
-    return packed + place.scales_at + tile.first / block_of(place.bits) * 2;
+    return packed + place.scales_at + tile.first / block_of(width_of(place.bits)) * 2;
 }
 
 // How the work is shared out: elements of a tile, tiles and threads of a thread block.

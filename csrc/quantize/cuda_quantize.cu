@@ -10,7 +10,15 @@ ZPP_DEVICE void pack(const uint8_t* values, const Place& place, int wire, const 
                      uint8_t* packed) {
     Held<VEC> held;
     read_numbers<T, VEC>(values, tile, &held);
-    put(held, place, wire, tile, packed);
+    put(held, false, place, wire, tile, packed);
+}
+
+template <Width W, int VEC>
+ZPP_DEVICE void read_and_add(const uint8_t* codes, const uint8_t* scales, const Tile& tile,
+                             Held<VEC>* held) {
+    Coded<W, VEC> read;
+    read_codes(codes, scales, tile, &read);
+    add_codes(read, tile, held);
 }
 
 template <Type T, int VEC>
@@ -23,18 +31,17 @@ ZPP_DEVICE void unpack(const Place& place, int wire, const Tile& tile, uint8_t* 
         clear(&held);
         const uint8_t* codes = codes_at(place, tile, packed);
         const uint8_t* scales = scales_at(place, tile, packed);
-        if (place.bits == 8) {
-            Coded<INT8, VEC> read;
-            read_codes(codes, scales, tile, &read);
-            add_codes(read, tile, &held);
-        } else if (place.bits == 4) {
-            Coded<INT4, VEC> read;
-            read_codes(codes, scales, tile, &read);
-            add_codes(read, tile, &held);
+        const Width width = width_of(place.bits);
+        if (width == INT8) {
+            read_and_add<INT8>(codes, scales, tile, &held);
+        } else if (width == INT4) {
+            read_and_add<INT4>(codes, scales, tile, &held);
         } else {
-            Coded<INT3, VEC> read;
-            read_codes(codes, scales, tile, &read);
-            add_codes(read, tile, &held);
+            if (width == ROTATED4) {
+                read_and_add<INT4>(codes, scales, tile, &held);
+            } else {
+                read_and_add<INT3>(codes, scales, tile, &held);
+            }
             unrotate(held.value, tile.lane);
         }
     }

@@ -39,6 +39,7 @@ ZPP_DEVICE void sum_raw(const Job& job, const Tile& tile, const uint8_t* from, H
     }
 }
 
+// The sums of what codes stand for, rotated or not.
 template <int VEC>
 ZPP_DEVICE void sum_terms(const Job& job, const Tile& tile, const Place& place, uint8_t* packed,
                           Held<VEC>* sums) {
@@ -48,13 +49,13 @@ ZPP_DEVICE void sum_terms(const Job& job, const Tile& tile, const Place& place, 
     }
     const uint8_t* codes = codes_at(place, tile, packed);
     const uint8_t* scales = scales_at(place, tile, packed);
-    if (place.bits == 8) {
+    const Width width = width_of(place.bits);
+    if (width == INT8) {
         sum_codes<INT8>(job, tile, codes, scales, sums);
-    } else if (place.bits == 4) {
+    } else if (width != INT3) {
         sum_codes<INT4>(job, tile, codes, scales, sums);
     } else if constexpr (VEC <= 8) {
         sum_codes<INT3>(job, tile, codes, scales, sums);
-        unrotate(sums->value, tile.lane);
     }
 }
 
@@ -64,7 +65,9 @@ ZPP_DEVICE void reduce(const Job& job, const Tile& tile, uint8_t* packed, uint8_
     Held<VEC> sums;
     sum_terms(job, tile, entry.packed, packed, &sums);
     clear_beyond(tile, &sums);
-    put(sums, entry.reduced, job.table.reduced_wire, tile, reduced);
+    const bool rotated = is_rotated(entry.packed.bits);
+    if (rotated && !is_rotated(entry.reduced.bits)) unrotate(sums.value, tile.lane);
+    put(sums, rotated, entry.reduced, job.table.reduced_wire, tile, reduced);
 }
 
 __global__ void __launch_bounds__(WARPS * LANES) reduce_rows(const __grid_constant__ Job job) {
@@ -75,8 +78,8 @@ __global__ void __launch_bounds__(WARPS * LANES) reduce_rows(const __grid_consta
     const bool raw = entry.packed.bits == RAW, raw_after = entry.reduced.bits == RAW;
     uint8_t* packed = job.from + job.row() * table.packed_bytes;
     uint8_t* reduced = job.to + job.row() * table.reduced_bytes;
-    const bool rotated = entry.packed.bits == 3 || entry.reduced.bits == 3;
-    if (!raw && !raw_after && !rotated) return reduce<16>(job, tile, packed, reduced);
+    const bool three_bits = entry.packed.bits == 3 || entry.reduced.bits == 3;
+    if (!raw && !raw_after && !three_bits) return reduce<16>(job, tile, packed, reduced);
     const uint8_t* from = raw_at(entry.packed, table.wire, tile, packed);
     const uint8_t* to = raw_at(entry.reduced, table.reduced_wire, tile, reduced);
     if ((!raw || wire_fits<8>(table.wire, from, tile.size)) &&
@@ -89,7 +92,9 @@ __global__ void __launch_bounds__(WARPS * LANES) reduce_rows(const __grid_consta
 template <Type T, int VEC>
 ZPP_DEVICE void sum_up(const Job& job, const Tile& tile, uint8_t* out) {
     Held<VEC> sums;
-    sum_terms(job, tile, job.table.entries[tile.entry].packed, job.from, &sums);
+    const Place& place = job.table.entries[tile.entry].packed;
+    sum_terms(job, tile, place, job.from, &sums);
+    if (is_rotated(place.bits)) unrotate(sums.value, tile.lane);
     write_numbers<T, VEC>(sums, tile, out);
 }
 

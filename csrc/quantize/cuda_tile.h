@@ -180,14 +180,15 @@ ZPP_DEVICE Words<Shape<W, VEC>::BYTES> coded(const float* values, float factor) 
     return words;
 }
 
-// `held` has zeros beyond the end. The bytes up to the next aligned offset are written too.
+// `held` has zeros beyond the end. The bytes up to the next aligned offset are written too. `scaled_as`
+// is W, or ROTATED4 for W = INT4.
 template <Width W, int VEC>
-ZPP_DEVICE void write_codes(const Held<VEC>& held, const Tile& tile, uint8_t* codes,
-                            uint8_t* scales) {
+ZPP_DEVICE void write_codes(const Held<VEC>& held, const Tile& tile, Width scaled_as,
+                            uint8_t* codes, uint8_t* scales) {
     using S = Shape<W, VEC>;
     // One division for all blocks: each lane computes the factor of the block with its number.
     const float extreme = float_of(bits_of_order(extreme_of<W, VEC>(held, tile.lane)));
-    const uint32_t scale = scale_of(extreme, S::BITS);
+    const uint32_t scale = scale_of(extreme, scaled_as);
     const float factors = steps_per_unit(scale);
     if (tile.lane * S::BLOCK < tile.size) {
         reinterpret_cast<uint16_t*>(scales)[tile.lane] = uint16_t(scale);
@@ -278,22 +279,28 @@ ZPP_DEVICE void put_raw(const Held<VEC>& held, const Place& place, int wire, con
     clear_gap(place, tile, to + tile.size * word_bytes(wire));
 }
 
-// Write `held`, which has zeros beyond the end, to its place in a packed row.
+// Write `held`, which has zeros beyond the end, to its place in a packed row. `rotated`: whether its
+// values are rotated already.
 template <int VEC>
-ZPP_DEVICE void put(const Held<VEC>& held, const Place& place, int wire, const Tile& tile,
-                    uint8_t* packed) {
+ZPP_DEVICE void put(const Held<VEC>& held, bool rotated, const Place& place, int wire,
+                    const Tile& tile, uint8_t* packed) {
     if (place.bits == RAW) return put_raw(held, place, wire, tile, packed);
-    const int block = block_of(place.bits);
+    const Width width = width_of(place.bits);
+    const int block = block_of(width);
     uint8_t* codes = codes_at(place, tile, packed);
     uint8_t* scales = scales_at(place, tile, packed);
-    if (place.bits == 8) {
-        write_codes<INT8, VEC>(held, tile, codes, scales);
-    } else if (place.bits == 4) {
-        write_codes<INT4, VEC>(held, tile, codes, scales);
-    } else if constexpr (VEC <= 8) {
-        Held<VEC> rotated = held;
-        rotate(rotated.value, tile.lane);
-        write_codes<INT3, VEC>(rotated, tile, codes, scales);
+    if (width == INT8) {
+        write_codes<INT8, VEC>(held, tile, width, codes, scales);
+    } else if (width == INT4) {
+        write_codes<INT4, VEC>(held, tile, width, codes, scales);
+    } else {
+        Held<VEC> turned = held;
+        if (!rotated) rotate(turned.value, tile.lane);
+        if (width == ROTATED4) {
+            write_codes<INT4, VEC>(turned, tile, width, codes, scales);
+        } else if constexpr (VEC <= 8) {
+            write_codes<INT3, VEC>(turned, tile, width, codes, scales);
+        }
     }
     clear_gap(place, tile, scales + (tile.size + block - 1) / block * 2);
 }

@@ -1,32 +1,32 @@
-// The arithmetic of INT8, INT4 and INT3 block quantization, shared by host and device. docs/numerics.md
-// explains it; zeropp/quant/reference.py is the same in PyTorch.
+// The arithmetic of block quantization, shared by host and device. docs/numerics.md explains it;
+// zeropp/quant/reference.py is the same in PyTorch.
 #pragma once
 
 #include "../shared/numbers.h"
 
 namespace zpp {
 
-enum Width { INT8 = 0, INT4 = 1, INT3 = 2, NUM_WIDTHS = 3 };
+// Codes of INT3 and ROTATED4 stand for rotated elements. Those of ROTATED4 are packed as those of INT4.
+enum Width { INT8 = 0, INT4 = 1, INT3 = 2, ROTATED4 = 3, NUM_WIDTHS = 4 };
 
 // Elements that share a scale; BLOCK in zeropp/quant/packing.py.
 constexpr int BLOCK8 = 256;
 constexpr int BLOCK4 = 128;
 constexpr int BLOCK3 = 64;
 
-// Elements that are rotated together before they become 3-bit codes.
+// Elements that are rotated together.
 constexpr int ROTATED = 32;
 
-template <Width W> struct Codes {
-    static constexpr int BITS = 8, BLOCK = BLOCK8;
-};
-template <> struct Codes<INT4> {
-    static constexpr int BITS = 4, BLOCK = BLOCK4;
-};
-template <> struct Codes<INT3> {
-    static constexpr int BITS = 3, BLOCK = BLOCK3;
-};
+ZPP_HD constexpr int code_bits_of(Width width) { return width == INT8 ? 8 : width == INT3 ? 3 : 4; }
+ZPP_HD constexpr int block_of(Width width) {
+    return width == INT8 ? BLOCK8 : width == INT3 ? BLOCK3 : BLOCK4;
+}
+ZPP_HD constexpr bool is_rotated(Width width) { return width >= INT3; }
 
-ZPP_HD int block_of(int bits) { return bits == 8 ? BLOCK8 : bits == 4 ? BLOCK4 : BLOCK3; }
+template <Width W> struct Codes {
+    static constexpr int BITS = code_bits_of(W), BLOCK = block_of(W);
+    static constexpr bool IS_ROTATED = is_rotated(W);
+};
 
 // A block with no element of at least this magnitude (2^-94) becomes zeros. Scales, reciprocals,
 // products and their sums are then never subnormal, so flush-to-zero modes change nothing.
@@ -45,11 +45,15 @@ ZPP_HD uint32_t extreme_bits(uint32_t high, uint32_t low, uint32_t sign) {
 
 // The bf16 scale of a block: -extreme / 2^(bits-1), truncated to 8 significant bits, so that the
 // extreme gets the code -2^(bits-1) and no code times its scale exceeds the extreme. 0 for a block
-// of zeros or below TINY, NaN for a block that is not finite. With 3 bits, 9/64 of the magnitude.
-ZPP_HD uint32_t scale_of(float extreme, int bits) {
+// of zeros or below TINY, NaN for a block that is not finite. Of rotated elements, 1/7 of the
+// magnitude, or with 3 bits 9/64.
+ZPP_HD uint32_t scale_of(float extreme, Width width) {
     const uint32_t magnitude = bits_of(extreme) & 0x7FFFFFFFu;
-    const float from = bits == 3 ? float_of(magnitude) : extreme;
-    const float factor = bits == 8 ? -0.0078125f : bits == 4 ? -0.125f : 0.140625f;
+    const float from = is_rotated(width) ? float_of(magnitude) : extreme;
+    const float factor = width == INT8   ? -0.0078125f
+                         : width == INT4 ? -0.125f
+                         : width == INT3 ? 0.140625f
+                                         : 0.14285714924335479736328125f;  // 9586981 / 2^26
     const uint32_t scale = bits_of(from * factor) >> 16;
     const uint32_t finite = mask_of(magnitude < INFINITY_BITS);
     return (scale & finite & mask_of(magnitude >= bits_of(TINY))) | (BF16_NAN & ~finite);

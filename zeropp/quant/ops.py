@@ -1,7 +1,7 @@
 """Block quantization of rows of parameters or gradients, as ops of PyTorch.
 
 A row holds the parts of several parameters, one after another; a `RowLayout` says which of them
-become INT8 or INT4 codes and which are sent unchanged. docs/numerics.md defines the numbers,
+become codes of 8, 4 or 3 bits and which are sent unchanged. docs/numerics.md defines the numbers,
 zeropp/quant/packing.py their places in a packed row. Shapes: K rows, C elements of a row, P bytes
 of a packed row, T terms of a sum.
 

@@ -5,8 +5,10 @@
 A segment is one parameter's part of the row. Quantized segments are cut into blocks of
 `BLOCK[bits]` elements; the last block is shorter if the segment is not a multiple, and no block
 crosses a segment. A block has one bf16 scale and its codes: one int8 per element, two int4 per
-byte, or eight int3 in three bytes, the first one in the lowest bits. A segment of int3 is a
-multiple of its block. The codes of each segment start at a multiple of 16 bytes.
+byte, or eight int3 in three bytes, the first one in the lowest bits. Codes of `ROTATED_4` and of 3
+bits stand for the elements after a rotation of each 32 of them, so that their segments are a
+multiple of 32, or, with 3 bits, of their block. The codes of each segment start at a multiple of
+16 bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +19,13 @@ from typing import NamedTuple
 
 import torch
 
-BLOCK = MappingProxyType({8: 256, 4: 128, 3: 64})  # elements that share a scale; docs/numerics.md
+ROTATED = 32  # elements that are rotated together
+ROTATED_4 = ROTATED + 4  # the "bits" of a segment of 4-bit codes of rotated elements
 RAW = 16  # the "bits" of a segment that is not quantized
+CODE_BITS = MappingProxyType({8: 8, 4: 4, ROTATED_4: 4, 3: 3})  # by the bits of a segment
+# By bits, elements that share a scale; docs/numerics.md says why.
+BLOCK = MappingProxyType({8: 256, 4: 128, ROTATED_4: 128, 3: 64})
+MULTIPLE = MappingProxyType({ROTATED_4: ROTATED, 3: BLOCK[3]})  # of elements, in such a segment
 ALIGN = 16  # bytes
 SCALE_BYTES = 2
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # in the order of csrc/shared/numbers.h
@@ -30,18 +37,24 @@ class Segment(NamedTuple):
 
     start: int  # elements
     size: int  # elements
-    bits: int  # 3, 4, 8 or RAW
+    bits: int  # 3, 4, 8, ROTATED_4 or RAW
     scales_at: int  # bytes; 0 for a raw segment
     data_at: int  # bytes; of the codes, or of the raw values
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether its codes stand for rotated elements."""
+        return is_rotated(self.bits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
     """How a row of C elements is laid out in P bytes.
 
-    sizes: elements of each segment, in order; 0 is allowed. bits: 8, 4 or 3 for a segment that is
-    block-quantized (with 3, a multiple of 64 elements), 16 for one that is sent unchanged, in the
-    type `wire` (bf16, fp16 or fp32). Raises ValueError or TypeError for anything else.
+    sizes: elements of each segment, in order; 0 is allowed. bits: 8, 4, `ROTATED_4` or 3 for a
+    segment that is block-quantized (with `ROTATED_4` a multiple of 32 elements, with 3 of 64), 16
+    for one that is sent unchanged, in the type `wire` (bf16, fp16 or fp32). Raises ValueError or
+    TypeError for anything else.
     """
 
     sizes: tuple[int, ...]
@@ -55,9 +68,15 @@ class RowLayout:
             if size < 0:
                 raise ValueError(f"a segment of {size} elements")
             if bits not in BLOCK and bits != RAW:
-                raise ValueError(f"bits {bits}: a segment has 3, 4, 8 or {RAW} (not quantized)")
-            if bits == 3 and size % BLOCK[3]:
-                raise ValueError(f"{size} elements of 3 bits: give a multiple of {BLOCK[3]}")
+                raise ValueError(
+                    f"bits {bits}: a segment has 3, 4, 8, {ROTATED_4} (4, rotated) or {RAW} (not "
+                    "quantized)"
+                )
+            if size % MULTIPLE.get(bits, 1):
+                raise ValueError(
+                    f"{size} elements of {CODE_BITS[bits]} bits, rotated: give a multiple of "
+                    f"{MULTIPLE[bits]}"
+                )
         if self.wire not in FLOATS:
             raise TypeError(f"wire {self.wire}: give torch.bfloat16, float16 or float32")
 
@@ -72,7 +91,7 @@ class RowLayout:
 
         P = up(w * sum of n over raw segments) + up(2 * sum of ceil(n / BLOCK[b]))
           + sum of up(ceil(n * b / 8)), the last two over quantized segments of n elements and b
-        bits; w is the size of `wire` in bytes, and up() rounds up to a multiple of 16.
+        bits of a code; w is the size of `wire` in bytes, and up() rounds up to a multiple of 16.
         """
         return self._parts[2] + sum(
             _up(_code_bytes(size, bits)) for size, bits in self._pairs if bits != RAW
@@ -136,8 +155,13 @@ def num_blocks(size: int, bits: int) -> int:
     return -(-size // BLOCK[bits])
 
 
+def is_rotated(bits: int) -> bool:
+    """Whether codes of a segment of these `bits` stand for rotated elements."""
+    return bits in (ROTATED_4, 3)
+
+
 def _code_bytes(size: int, bits: int) -> int:
-    return -(-size * bits // 8)
+    return -(-size * CODE_BITS[bits] // 8)
 
 
 def _up(count: int) -> int:

@@ -5,7 +5,7 @@ that of csrc/quantize/math.h; docs/numerics.md explains it. Shapes: K rows, C el
 P bytes of a packed row, T terms of a sum.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
@@ -14,20 +14,25 @@ from torch.nn.functional import pad
 
 from zeropp.quant.packing import (
     BLOCK,
+    CODE_BITS,
     ELEMENTS,
     FLOATS,
     PACKED_BYTES,
     RAW,
+    ROTATED,
+    ROTATED_4,
     SCALE_BYTES,
     WIRE,
     Segment,
+    is_rotated,
     num_blocks,
     segments_in,
 )
 
 TINY = 2.0**-94  # a block with no element this large becomes zeros
-ROTATED = 32  # elements that are rotated together before they become 3-bit codes
-PER_EXTREME = MappingProxyType({8: -1 / 128, 4: -1 / 8, 3: 9 / 64})  # the scale, not truncated
+PER_EXTREME = MappingProxyType(  # by bits, the scale before it is truncated; 1/7 in fp32
+    {8: -1 / 128, 4: -1 / 8, ROTATED_4: 9586981 / 2**26, 3: 9 / 64}
+)
 
 
 def quantize(rows: Tensor, packed: Tensor, layout: Sequence[int], fold: int) -> None:
@@ -37,6 +42,7 @@ def quantize(rows: Tensor, packed: Tensor, layout: Sequence[int], fold: int) -> 
     packed.zero_()
     for segment in segments_in(layout):
         values = reordered[:, segment.start : segment.start + segment.size]
+        values = rotate(values.float()) if segment.is_rotated else values
         _pack(values, segment, packed, FLOATS[layout[WIRE]])
 
 
@@ -44,7 +50,8 @@ def dequantize(packed: Tensor, out: Tensor, layout: Sequence[int], fold: int) ->
     """packed (K, P) -> out (K, C); packed row r*N+n becomes row n*fold+r, N = K // fold."""
     rows = out.view(len(out) // fold, fold, layout[ELEMENTS]).transpose(0, 1)
     for segment in segments_in(layout):
-        values = _restored(_unpack(packed, segment, FLOATS[layout[WIRE]]), segment).to(out.dtype)
+        values = _unpack(packed, segment, FLOATS[layout[WIRE]])
+        values = (unrotate(values) if segment.is_rotated else values).to(out.dtype)
         part = rows[:, :, segment.start : segment.start + segment.size]
         part.copy_(values.view(part.shape))
 
@@ -52,18 +59,24 @@ def dequantize(packed: Tensor, out: Tensor, layout: Sequence[int], fold: int) ->
 def reduce_quantize(
     packed: Tensor, reduced: Tensor, layout: Sequence[int], layout_out: Sequence[int], terms: int
 ) -> None:
-    """packed (T*K, P1), T outermost -> the quantized sums, reduced (K, P2)."""
+    """packed (T*K, P1), T outermost -> the quantized sums, reduced (K, P2).
+
+    Sums of rotated elements stay rotated if their codes, too, stand for rotated ones.
+    """
     stacked = packed.view(terms, len(packed) // terms, layout[PACKED_BYTES])
     reduced.zero_()
-    sums = _sums(stacked, layout)
-    for total, segment in zip(sums, segments_in(layout_out), strict=True):
-        _pack(total, segment, reduced, FLOATS[layout_out[WIRE]])
+    for source, target in zip(segments_in(layout), segments_in(layout_out), strict=True):
+        total = _sum(stacked, source, FLOATS[layout[WIRE]])
+        if source.is_rotated != target.is_rotated:
+            total = unrotate(total) if source.is_rotated else rotate(total)
+        _pack(total, target, reduced, FLOATS[layout_out[WIRE]])
 
 
 def reduce_dequantize(packed: Tensor, out: Tensor, layout: Sequence[int]) -> None:
     """packed (T, P) -> the sums over T, out (C,)."""
-    sums = _sums(packed[:, None], layout)
-    for total, segment in zip(sums, segments_in(layout), strict=True):
+    for segment in segments_in(layout):
+        total = _sum(packed[:, None], segment, FLOATS[layout[WIRE]])
+        total = unrotate(total) if segment.is_rotated else total
         out[segment.start : segment.start + segment.size].copy_(total[0])
 
 
@@ -80,9 +93,9 @@ def rotate(values: Tensor) -> Tensor:
     return rotated.reshape(values.shape)
 
 
-def _restored(values: Tensor, segment: Segment) -> Tensor:
-    """Values (K, n) of a segment, or their sums, from what its codes stand for."""
-    return rotate(values) * (1.0 / ROTATED) if segment.bits == 3 else values
+def unrotate(values: Tensor) -> Tensor:
+    """Undo `rotate`, for fp32 `values` (K, n)."""
+    return rotate(values) * (1.0 / ROTATED)
 
 
 def _unpack(packed: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
@@ -93,11 +106,12 @@ def _unpack(packed: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
     block, blocks = BLOCK[segment.bits], num_blocks(segment.size, segment.bits)
     stop = segment.scales_at + SCALE_BYTES * blocks
     scales = packed[:, segment.scales_at : stop].contiguous().view(torch.bfloat16).float()
-    stop = segment.data_at - (-segment.size * segment.bits // 8)
+    width = CODE_BITS[segment.bits]
+    stop = segment.data_at - (-segment.size * width // 8)
     codes = packed[:, segment.data_at : stop].contiguous().view(torch.int8)
-    if segment.bits == 4:
+    if width == 4:
         codes = torch.stack(((codes << 4) >> 4, codes >> 4), dim=-1).flatten(1)
-    elif segment.bits == 3:
+    elif width == 3:
         codes = 2 * _split_in_eight(codes) - 7
     padded = pad(codes[:, : segment.size].float(), (0, blocks * block - segment.size))
     values = padded.view(-1, blocks, block) * scales[..., None] + 0.0  # exact; never -0
@@ -105,19 +119,19 @@ def _unpack(packed: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
 
 
 def _pack(values: Tensor, segment: Segment, packed: Tensor, wire: torch.dtype) -> None:
-    """Write a segment's values (K, n) to its place in the packed rows."""
+    """Write a segment's values (K, n), or rotated values, to its place in the packed rows."""
     if not len(values):
         return
     if segment.bits == RAW:
         put(packed, segment.data_at, values.to(wire))
         return
-    values = values.float()
-    codes, scales = _quantized(rotate(values) if segment.bits == 3 else values, segment.bits)
+    codes, scales = _quantized(values.float(), segment.bits)
     put(packed, segment.scales_at, scales)
-    if segment.bits == 4:
+    width = CODE_BITS[segment.bits]
+    if width == 4:
         codes = pad(codes, (0, segment.size % 2))
         codes = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
-    elif segment.bits == 3:
+    elif width == 3:
         codes = _eight_in_three_bytes(codes)
     put(packed, segment.data_at, codes)
 
@@ -132,14 +146,15 @@ def _quantized(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """fp32 (K, n) -> codes int8 (K, n) and the bits of the bf16 scales, int16 (K, blocks).
 
     A code of 8 or 4 bits stands for code * scale; one of 3 bits, 0 ... 7, for (2 code - 7) * scale.
+    The scales of rotated values are positive, and their 4-bit codes -7 ... 7.
     """
     rows, size = values.shape
-    block, blocks, top = BLOCK[bits], num_blocks(size, bits), 1 << (bits - 1)
+    block, blocks, top = BLOCK[bits], num_blocks(size, bits), 1 << (CODE_BITS[bits] - 1)
     by_block = pad(values, (0, blocks * block - size)).view(rows, blocks, block)
     high, low = by_block.amax(-1), by_block.amin(-1)
     extreme = torch.where(high >= -low, high, low)
     usable = extreme.isfinite() & (extreme.abs() >= TINY)
-    exact = ((extreme.abs() if bits == 3 else extreme) * PER_EXTREME[bits]).view(torch.int32)
+    exact = ((extreme.abs() if is_rotated(bits) else extreme) * PER_EXTREME[bits]).view(torch.int32)
     scale = torch.where(usable, (exact >> 16 << 16).view(torch.float32), 1.0)
     steps = by_block * (1.0 / scale)[..., None]
     if bits == 3:
@@ -151,13 +166,12 @@ def _quantized(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, :size], (stored.view(torch.int32) >> 16).to(torch.int16)
 
 
-def _sums(stacked: Tensor, layout: Sequence[int]) -> Iterator[Tensor]:
-    """packed (T, K, P) -> for each segment the fp32 sums (K, n), added in the order of T."""
-    for segment in segments_in(layout):
-        total = stacked.new_zeros((stacked.shape[1], segment.size), dtype=torch.float32)
-        for term in stacked:
-            total += _unpack(term, segment, FLOATS[layout[WIRE]])
-        yield _restored(total, segment)
+def _sum(stacked: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
+    """packed (T, K, P) -> fp32 sums (K, n) of what codes stand for, added in the order of T."""
+    total = stacked.new_zeros((stacked.shape[1], segment.size), dtype=torch.float32)
+    for term in stacked:
+        total += _unpack(term, segment, wire)
+    return total
 
 
 def _eight_in_three_bytes(codes: Tensor) -> Tensor:

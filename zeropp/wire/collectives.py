@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
-from zeropp.quant.packing import BLOCK, RowLayout, row_layout
+from zeropp.quant.packing import MULTIPLE, ROTATED_4, RowLayout, row_layout
 from zeropp.wire.communicator import Communicator
 from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.gradient_use import GradientUse
@@ -269,10 +269,12 @@ def gradient_layouts(
 ) -> tuple[RowLayout, RowLayout]:
     """Return the layouts of one rank's slice of a unit's gradients in the inner and outer hop.
 
-    No block of 3 bits may span two rows, as it has no code for 0: rows without a gradient, those of
-    tokens that did not occur, would not stay 0. Matrices whose rows are no whole blocks get 4 bits.
+    Gradients of 3 and 4 bits are rotated. No 32 elements that are rotated together may span two
+    rows, nor may a block of 3 bits, as it has no code for 0: rows without a gradient, those of
+    tokens that did not occur, would not stay 0. Matrices whose rows are no multiple of 64 elements
+    get 4 bits for 3, and those whose rows are no multiple of 32 get 8.
     """
-    inner, outer = route.bits
+    inner, outer = (ROTATED_4 if bits == 4 else bits for bits in route.bits)
     return _layout(specs, inner, wire_dtype), _layout(specs, outer, wire_dtype)
 
 
@@ -284,4 +286,7 @@ def _layout(specs: Sequence[fsdp.ShardSpec], bits: int, wire: torch.dtype) -> Ro
 def _width(spec: fsdp.ShardSpec, bits: int) -> int:
     if spec.ndim < 2:
         return UNQUANTIZED
-    return 4 if bits == 3 and spec.row % BLOCK[3] else bits
+    for narrow, wider in ((3, ROTATED_4), (ROTATED_4, 8)):
+        if bits == narrow and spec.row % MULTIPLE[narrow]:
+            bits = wider
+    return bits

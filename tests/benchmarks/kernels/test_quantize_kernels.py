@@ -20,8 +20,10 @@ CPU = torch.device("cpu")
 NAMES = [
     "bf16 -> INT8", "bf16 -> INT8, 12 segments", "INT8 -> bf16", "fp32 -> INT4, reordered",
     "INT4 -> bf16", "2 x INT8 -> sum -> INT4", "4 x INT8 -> sum -> INT4",
-    "8 x INT8 -> sum -> INT4", "8 x INT4 -> sum -> fp32", "fp32 -> rotated -> INT3",
-    "4 x INT8 -> sum -> INT3", "8 x INT3 -> sum -> fp32",
+    "8 x INT8 -> sum -> INT4", "8 x INT4 -> sum -> fp32", "fp32 -> rotated -> INT4",
+    "4 x INT8 -> sum -> rotated INT4", "8 x rotated INT4 -> sum -> fp32",
+    "fp32 -> rotated -> INT3", "4 x INT8 -> sum -> rotated INT3",
+    "8 x rotated INT3 -> sum -> fp32", "4 x rotated INT4 -> sum -> rotated INT4",
     *(
         name
         for reach in (1, 2, 4)

@@ -7,7 +7,16 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from zeropp.quant.packing import BLOCK, FLOATS, RAW, RowLayout, Segment, num_blocks
+from zeropp.quant.packing import (
+    BLOCK,
+    FLOATS,
+    MULTIPLE,
+    RAW,
+    ROTATED_4,
+    RowLayout,
+    Segment,
+    num_blocks,
+)
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 EDGES = (0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 511, 513)
@@ -19,11 +28,12 @@ RAGGED = (  # elements and bits of each segment
     ((2049, 31, 0, 383, 2047), (8, 4, 8, 4, 16)),
     ((4101, 17, 2305), (4, 8, 8)),
     ((64, 5, 192, 0, 2048 + 576), (3, 16, 3, 3, 3)),
+    ((32, 5, 2048 + 96, 160, 0, 2048 + 64), (ROTATED_4, 16, ROTATED_4, 8, ROTATED_4, ROTATED_4)),
 )
 KEPT = 512  # rows of tests that are run for several instruction sets
 SPECIAL = (0.0, -0.0, 2.0**-94, -(2.0**-94), 2.0**-95, 1e-40, -1e-45)
 
-widths = st.sampled_from((3, 4, 8, RAW))
+widths = st.sampled_from((3, 4, ROTATED_4, 8, RAW))
 dtypes = st.sampled_from(FLOATS)
 segment_sizes = st.one_of(st.sampled_from(EDGES), st.integers(0, 700))
 seeds = st.integers(0, 2**32)
@@ -39,8 +49,8 @@ def layouts(draw, bits=widths) -> RowLayout:
 
 
 def fitting_width(size: int, bits: int) -> int:
-    """`bits`, or 4 for 3 if the segment is not whole blocks."""
-    return 4 if bits == 3 and size % BLOCK[3] else bits
+    """`bits`, or 4 if the segment cannot be rotated, or is not whole blocks of 3 bits."""
+    return 4 if size % MULTIPLE.get(bits, 1) else bits
 
 
 def ragged_layouts(wire: torch.dtype) -> list[RowLayout]:

@@ -9,7 +9,7 @@ import torch
 
 from tests.zeropp.quant.layout_ops import LayoutOps, reference
 from tests.zeropp.quant.packed_bytes import Bits, bits_of, bytes_of
-from zeropp.quant.packing import BLOCK, FLOATS, RowLayout, num_blocks
+from zeropp.quant.packing import BLOCK, CODE_BITS, FLOATS, ROTATED, ROTATED_4, RowLayout, num_blocks
 
 KEPT = 1024  # results of the reference, most of them a few KB
 UNTOUCHED = 0xCD  # in memory that a kernel must fill, including its gaps
@@ -90,15 +90,16 @@ def other_bits(layout: RowLayout) -> RowLayout:
 
 
 def _other_width(size: int, bits: int) -> int:
-    of_8_bits = 4 if size % BLOCK[3] else 3
-    return {8: of_8_bits, 4: 16, 3: 4, 16: 8}[bits]
+    of_8_bits = 3 if size % BLOCK[3] == 0 else ROTATED_4 if size % ROTATED == 0 else 4
+    return {8: of_8_bits, 4: 16, 3: ROTATED_4, ROTATED_4: 8, 16: 8}[bits]
 
 
 def many_segments(count: int, wire: torch.dtype) -> RowLayout:
     """Segments of all widths, as many as may take several launches of a GPU's kernels."""
-    sizes = (7, 0, 256, 1025, 16, 129, 1000, 64, 1)
+    sizes = (7, 0, 256, 1025, 16, 129, 1000, 64, 1, 96)
     chosen = [sizes[i % len(sizes)] for i in range(count)]
-    widths = [3 if size == 64 else (8, 16, 4, 4, 8)[i % 5] for i, size in enumerate(chosen)]
+    rotated = {64: 3, 96: ROTATED_4}
+    widths = [rotated.get(size, (8, 16, 4, 4, 8)[i % 5]) for i, size in enumerate(chosen)]
     return RowLayout(sizes=tuple(chosen), bits=tuple(widths), wire=wire)
 
 
@@ -112,7 +113,8 @@ def with_dirty_gaps(packed: torch.Tensor, layout: RowLayout) -> torch.Tensor:
             continue
         blocks = num_blocks(segment.size, segment.bits)
         holds[segment.scales_at : segment.scales_at + 2 * blocks] = 0xFF
-        holds[segment.data_at : segment.data_at + segment.size * segment.bits // 8] = 0xFF
-        if segment.size * segment.bits % 8:
+        bits = segment.size * CODE_BITS[segment.bits]
+        holds[segment.data_at : segment.data_at + bits // 8] = 0xFF
+        if bits % 8:
             holds[segment.data_at + segment.size // 2] = 0x0F
     return packed & holds | 0xA5 & ~holds

@@ -30,7 +30,8 @@ from zeropp.native.kernels import ISAS
 from zeropp.quant import cpu
 from zeropp.quant.cpu import CpuKernels
 from zeropp.quant.ops import dequantize, quantize
-from zeropp.quant.packing import FLOATS, RowLayout
+from zeropp.quant.packing import FLOATS, ROTATED, ROTATED_4, RowLayout, is_rotated
+from zeropp.quant.reference import rotate
 
 THREADS = 3
 MANY_BYTES = 3 << 20  # enough for several threads
@@ -133,10 +134,22 @@ def test_steps_at_and_beside_every_tie(of_isa, bits):
         check_rows(of_isa, block[None], layout, 1)
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8, 16])
+@pytest.mark.parametrize(("bits", "largest", "step"), [(3, 64, 9), (ROTATED_4, 7, 0.5)])
+def test_rotated_values_at_every_code_and_tie(of_isa, bits, largest, step):
+    """Small integers times a number, which the rotation gives exactly; scales are 9, and 1."""
+    values = torch.zeros(2, 128)
+    steps = torch.arange(-7, 8) * step if bits == 3 else torch.arange(-13, 14) * step
+    values[0, : len(steps)], values[1, : len(steps)] = steps, -steps
+    values[:, 31::32] = largest
+    rows = rotate(values) / ROTATED
+    assert torch.equal(rotate(rows), values)
+    check_rows(of_isa, rows, RowLayout(sizes=(128,), bits=(bits,), wire=torch.float32), 1)
+
+
+@pytest.mark.parametrize("bits", [3, 4, ROTATED_4, 8, 16])
 def test_threads_share_the_work_and_change_nothing(of_isa, threads, bits):
     sizes = (MANY_BYTES // 8 + 77, 33, MANY_BYTES // 8 - 1)
-    if bits == 3:
+    if is_rotated(bits):
         sizes = (MANY_BYTES // 8 + 64, 33, MANY_BYTES // 8 - 64)
     layout = RowLayout(sizes=sizes, bits=(bits, 16, bits), wire=torch.bfloat16)
     packed = check_rows(of_isa, any_rows(2, layout.elements, torch.float32, bits), layout, 2)

@@ -10,8 +10,10 @@ from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import (
     ALIGN,
     BLOCK,
+    CODE_BITS,
     FLOATS,
     RAW,
+    ROTATED_4,
     SCALE_BYTES,
     RowLayout,
     num_blocks,
@@ -30,7 +32,7 @@ def byte_ranges(layout: RowLayout) -> list[tuple[int, int]]:
             continue
         scales = SCALE_BYTES * num_blocks(segment.size, bits)
         places.append((segment.scales_at, segment.scales_at + scales))
-        places.append((start, start + (segment.size * bits + 7) // 8))
+        places.append((start, start + (segment.size * CODE_BITS[bits] + 7) // 8))
     return sorted(places)
 
 
@@ -47,6 +49,7 @@ def test_the_size_of_a_row_counted_by_hand():
     [
         (8, torch.float32, 1 + 2 / 256),
         (4, torch.float32, 0.5 + 2 / 128),
+        (ROTATED_4, torch.float32, 0.5 + 2 / 128),
         (16, torch.float32, 4),
         (16, torch.float16, 2),
     ],
@@ -126,7 +129,7 @@ def test_the_same_arguments_give_the_same_layout():
     [
         ({"sizes": (3,)}, ValueError, "1 sizes, 2 bits"),
         ({"sizes": (3, -1)}, ValueError, "-1 elements"),
-        ({"bits": (8, 5)}, ValueError, "bits 5: a segment has 3, 4, 8 or 16"),
+        ({"bits": (8, 5)}, ValueError, "bits 5: a segment has 3, 4, 8, 36 .* or 16"),
         ({"wire": torch.float64}, TypeError, "torch.float64: give"),
         ({"wire": torch.int8}, TypeError, "torch.int8: give"),
     ],

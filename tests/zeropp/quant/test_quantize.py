@@ -207,7 +207,7 @@ def test_terms_are_added_in_their_order_in_fp32(order):
 @FEW
 @given(layouts(st.sampled_from((4, 8, RAW))), dtypes, seeds, st.integers(1, 9))
 def test_sums_are_those_of_the_dequantized_rows(layout, dtype, seed, terms):
-    """With 3 bits sums are rotated back once, as tests/zeropp/quant/test_three_bits.py shows."""
+    """Those of rotated elements are rotated back once: tests/zeropp/quant/test_rotated.py."""
     rows = finite_rows(terms * 2, layout.elements, dtype, seed)
     packed, values = quantize(rows, layout), there_and_back(rows, layout)
     expected = torch.zeros(2, layout.elements)

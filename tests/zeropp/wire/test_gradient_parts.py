@@ -24,11 +24,12 @@ from tests.zeropp.prescribed_gradients import (
 )
 from zeropp import InputError, Sharding, optimizer_step, shard
 
-SHAPES = [[(102, 51), (51,), (7, 5), (64, 33)], [(33, 20), (1, 257), (9,)], [(130, 9)]]
+SHAPES = [[(102, 96), (51,), (7, 5), (64, 33)], [(33, 20), (1, 257), (9,)], [(130, 9)]]
 FLAT = [shape for unit in SHAPES for shape in unit]
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 EXACT = 1e-6  # relative to the tensor's norm: sums of 4 fp32 terms in another order
-# INT8 then INT4 on Gaussian gradients is 0.115; a tensor of 9 blocks may be a little farther off.
+# INT8 then INT4 on Gaussian gradients is 0.118, and INT8 twice, where rows are no multiple of 32,
+# is 0.01; a tensor of a few blocks may be a little farther off.
 QUANTIZED_ERROR = 0.15
 
 
@@ -173,7 +174,8 @@ def test_one_hop_is_quantized_too_and_keeps_the_gain(stage, ranks_per_node, widt
         squares += expected.numel()
         errors += (actual - expected).square().sum().item() * expected.numel()
     assert products / squares == pytest.approx(1, abs=0.005)
-    # One quantization of Gaussian blocks: 0.0075 at INT8, 0.12 at INT4; small blocks have less.
+    # One quantization of Gaussian blocks: 0.0075 at INT8, 0.12 at INT4; small blocks have less. Of
+    # 14,000 elements in matrices 9,792 have rows that are a multiple of 32; the others keep INT8.
     assert 0.3 < math.sqrt(errors / squares) / {8: 0.0075, 4: 0.12}[width] < 1.2
     assert sharding.traffic.sent == sharding.expected_traffic()
 
