@@ -32,8 +32,8 @@ from zeropp.optim.step import local_part
 from zeropp.wire.frozen_weights import stored_bytes
 
 OURS = (
-    "zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once", "code-steps-5",
-    "code-steps-5-int3", "no-hpz", "zero3-once", "zero1",
+    "zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once", "code-steps",
+    "code-steps-int3", "no-hpz", "zero3-once", "zero1",
 )  # fmt: skip
 AXES = MappingProxyType(
     {

@@ -37,8 +37,6 @@ COMPONENTS = {
     "hpZ": "hpz",
     "qgZ": "qgz",
     "all three": "zeropp",
-    "steps of 5 levels": "code-steps-5",
-    "steps of 5 levels, INT3": "code-steps-5-int3",
 }
 PURPOSES = {
     "weights_forward": "weights, forward",

@@ -25,8 +25,8 @@ class Row:
     """A variant beside the baseline; differences are relative, within a seed.
 
     error: the standard error of the difference; 0 for one seed. bump: the largest difference of the
-    smoothed training loss, averaged over seeds, and where. levels: the share of codes whose steps
-    were sent in each number of levels.
+    smoothed training loss, averaged over seeds, and where. bits: of a weight and of a gradient in
+    coded messages between nodes.
     """
 
     variant: str
@@ -41,7 +41,7 @@ class Row:
     bump_at: int  # iteration
     node_bytes: float  # sent by a node to other nodes per training step
     of_model: float  # the same in M, the bytes of the model in 16 bit
-    levels: dict[str, float]
+    bits: dict[str, float]
     step_seconds: float
 
 
@@ -90,14 +90,13 @@ def verdict(rows: Sequence[Row]) -> str | None:
     return None
 
 
-def levels_lines(rows: Sequence[Row]) -> list[str]:
-    """For each variant with steps of codes, the levels in which they were sent."""
+def bits_lines(rows: Sequence[Row]) -> list[str]:
+    """For each variant with coded messages, the bits that their numbers took."""
     return [
         f"{row.variant}: "
-        + ", ".join(f"{100 * share:.1f}% of the codes in {key}" for key, share in levels)
-        + " levels"
+        + ", ".join(f"{bits:.2f} bits a {name}" for name, bits in row.bits.items())
         for row in rows
-        if (levels := row.levels.items())
+        if row.bits
     ]
 
 
@@ -150,15 +149,15 @@ def _row(variant: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict
         bump_at=bump_at,
         node_bytes=across,
         of_model=across / (2 * any_run["parameters"]),
-        levels=_mean_levels(of_seeds.values()),
+        bits=_mean_bits(of_seeds.values()),
         step_seconds=statistics.median(run["step_seconds"] for run in of_seeds.values()),
     )
 
 
-def _mean_levels(runs: Iterable[dict]) -> dict[str, float]:
-    shares = [run.get("step_levels", {}) for run in runs]
-    keys = sorted({key for share in shares for key in share}, key=int)
-    return {key: statistics.fmean(share.get(key, 0.0) for share in shares) for key in keys}
+def _mean_bits(runs: Iterable[dict]) -> dict[str, float]:
+    of_runs = [run.get("bits", {}) for run in runs]
+    names = dict.fromkeys(name for bits in of_runs for name in bits)
+    return {name: statistics.fmean(bits[name] for bits in of_runs) for name in names}
 
 
 def _curves(variant: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Curves:

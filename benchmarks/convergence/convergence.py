@@ -25,9 +25,9 @@ from benchmarks.convergence import convergence_chart
 from benchmarks.convergence.comparison import (
     Row,
     Runs,
+    bits_lines,
     compare,
     curves,
-    levels_lines,
     table,
     verdict,
 )
@@ -198,7 +198,7 @@ def show(result: dict) -> str:
         "seeds. Bytes are those a node sends in a training step, by its ranks' traffic ledgers; M "
         "is the model in 16 bit. Times are medians on a shared machine."
     )
-    lists = ["\n".join(f"- {line}" for line in lines) for lines in (facts, levels_lines(rows))]
+    lists = ["\n".join(f"- {line}" for line in lines) for lines in (facts, bits_lines(rows))]
     seeds = f"Seed by seed, held-out loss at the end:\n\n{seed_table(result)}"
     parts = [lists[0], table(rows), verdict(rows), meaning, lists[1], seeds]
     return "\n\n".join(filter(None, parts))

@@ -3,8 +3,7 @@
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from benchmarks.convergence.variants import EVAL_MICRO_BATCH, SPIKE, SPIKE_FACTOR, Recipe
@@ -13,6 +12,7 @@ from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.schedule import is_due
 from megatron_zpp.train.run import Run
 from zeropp.ranks.topology import Environment
+from zeropp.wire.traffic import CodedMessages
 
 
 def train_as_ordered(variant: str, seed: int, recipe: dict, zero: dict) -> dict:
@@ -45,21 +45,17 @@ def train(run: Run, recipe: Recipe) -> dict:
     """All training losses, held-out losses at intervals, times, and bytes of the traffic ledger.
 
     `node_bytes` are those a node sends per training step, by "purpose/hop", without evaluations.
-    `step_levels` is the share of codes whose steps were sent in each number of levels.
+    `bits` are those of a weight and of a gradient in coded messages between nodes.
     """
     replicas = run.ranks.num_replicas
     rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * replicas)
     batches, seconds, training = training_batches(run), [], []
-    levels: Counter[int] = Counter()
-    copies = [root.copies for root in run.trainer.sharding.roots if root.copies]
     held_out = [(0, held_out_loss(run, EVAL_MICRO_BATCH, rounds))]
     for iteration in range(1, recipe.steps + 1):
         started = time.perf_counter()
         measured = run_step(run, batches)
         seconds.append(time.perf_counter() - started)
         training.append(measured.loss)
-        for steps in (each.steps for each in copies if each.steps):
-            levels.update(steps.codes_by_levels())
         if is_due(iteration, recipe.eval_interval) or iteration == recipe.steps:
             held_out.append((iteration, held_out_loss(run, EVAL_MICRO_BATCH, rounds)))
             report(run, iteration, training[-1], held_out[-1][1])
@@ -76,8 +72,16 @@ def train(run: Run, recipe: Recipe) -> dict:
             "/".join(key): num_bytes / communication.steps
             for key, num_bytes in communication.sent.items()
         },
-        "step_levels": {str(key): levels[key] / levels.total() for key in sorted(levels)},
+        "bits": dict(bits_of(communication.coded)),
     }
+
+
+def bits_of(coded: CodedMessages) -> Iterator[tuple[str, float]]:
+    """What a weight and a gradient took, where their messages were coded."""
+    if coded.weights:
+        yield "weight", 8 * coded.weight_bytes / coded.weights
+    if coded.gradients:
+        yield "gradient", 8 * coded.gradient_bytes / coded.gradients
 
 
 def report(run: Run, iteration: int, training: float, held_out: float) -> None:

@@ -36,10 +36,8 @@ VARIANTS: Mapping[str, str] = MappingProxyType(
         "qgz": "gradients in INT8 then INT4",
         "zeropp": "all three",
         "zeropp-4-4": "all three, gradients in INT4 in both hops",
-        "code-steps": "all three, weights as steps of their codes",
-        "code-steps-5": "all three, weights as steps of their codes of 5 levels",
-        "code-steps-int3": "weights as steps of their codes, gradients in INT8 then INT3",
-        "code-steps-5-int3": "the same, steps of 5 levels",
+        "code-steps": "all three, weights as changes of their codes, all coded",
+        "code-steps-int3": "the same, gradients in INT8 then INT3",
     }
 )
 

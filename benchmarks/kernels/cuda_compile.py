@@ -26,7 +26,7 @@ from zeropp.errors import InputError
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = ("sm_80", "sm_90")
 SOURCES = tuple(sorted((ROOT / "csrc").glob("*/*.cu")))
-THREADS, STEP_THREADS = 256, 128  # of a thread block; for steps of codes
+THREADS = 256  # of a thread block
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor of sm_80 and sm_90
 _KERNEL = re.compile(
     r"Function properties for (?P<name>\S+)\s+(?P<stack>\d+) bytes stack frame, "
@@ -77,11 +77,10 @@ def compiled(nvcc: str, source: Path, gpu: str) -> Iterator[Compiled]:
     if process.returncode:
         sys.stderr.write(process.stderr)
         process.check_returncode()
-    threads = STEP_THREADS if source.parent.name == "code_steps" else THREADS
     for match in _KERNEL.finditer(process.stderr):
         shared = re.search(r"(\d+) bytes smem", match["rest"])
         yield Compiled(
-            name=_readable(match["name"]), gpu=gpu, threads=threads,
+            name=_readable(match["name"]), gpu=gpu, threads=THREADS,
             registers=int(match["registers"]),
             shared=int(shared.group(1)) if shared else 0, stack=int(match["stack"]),
             spilled=int(match["stores"]) + int(match["loads"]),

@@ -27,7 +27,7 @@ from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_cases, adam_peers
 from benchmarks.kernels.instruction_sets import use_isa
 from benchmarks.kernels.other_libraries import Peer
-from benchmarks.kernels.timed_cases import ROWS, Case, cases, code_step_cases
+from benchmarks.kernels.timed_cases import ROWS, Case, cases, requantize_cases
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import interleaved, ratio_summary
 from benchmarks.shared.table import RATIOS, Column, table
@@ -137,7 +137,7 @@ def all_cases(place: Place, elements: int, only: str) -> Iterator[Case]:
     """All kernels at one size whose names contain `only`."""
     found = (
         cases(place.kernels, elements, place.device),
-        code_step_cases(place.kernels, elements, place.device),
+        requantize_cases(place.kernels, elements, place.device),
         adam_cases(elements, place.device),
     )
     yield from (case for case in itertools.chain(*found) if only in case.name)

@@ -6,14 +6,12 @@ K = `ROWS` rows of weights or gradients, C = elements / K.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from zeropp.quant import code_step_reference, reference
-from zeropp.quant.code_step_ops import StepBackend
-from zeropp.quant.code_steps import REACHES, StepLayout
+from zeropp.quant import reference
 from zeropp.quant.ops import Backend
 from zeropp.quant.packing import CODE_BITS, RAW, ROTATED_4, RowLayout, is_rotated
 
@@ -95,20 +93,22 @@ def cases(backend: Backend, elements: int, device: torch.device) -> Iterator[Cas
     yield _reduce_quantize(backend, packed, rotated4, rotated4, 4)
 
 
-def code_step_cases(backend: StepBackend, elements: int, device: torch.device) -> Iterator[Case]:
-    """Finding the steps of codes of weights in bf16 and fp32, and applying them."""
+def requantize_cases(backend: Backend, elements: int, device: torch.device) -> Iterator[Case]:
+    """Weights in bf16 and fp32 after a step, by the scales of the codes that are held of them."""
     columns = elements // ROWS
     generator = torch.Generator(device).manual_seed(SEED)
     weights, change = torch.randn(2, ROWS, columns, generator=generator, device=device)
     layout = RowLayout(sizes=(columns,), bits=(8,), wire=torch.bfloat16)
-    packed = torch.empty(ROWS, layout.packed_bytes, dtype=torch.uint8, device=device)
-    reference.quantize(weights, packed, layout.table, 1)
-    moved = weights + MOVED * change
-    for reach in REACHES:
-        message = StepLayout(rows=layout, reach=reach)
-        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-            yield _code_steps(backend, name, moved.to(dtype), packed, message)
-        yield _apply_code_steps(backend, moved, packed, message)
+    held = torch.empty(ROWS, layout.packed_bytes, dtype=torch.uint8, device=device)
+    reference.quantize(weights, held, layout.table, 1)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        rows = (weights + MOVED * change).to(dtype)
+        case = _case(
+            backend, reference, "requantize", f"{name} -> INT8 by scales that stay",
+            (rows, held), torch.empty_like(held), layout.table,
+        )  # fmt: skip
+        scales = ROWS * layout.segments[0].data_at  # all that is read of what is held
+        yield replace(case, num_bytes=rows.nbytes + held.nbytes + scales)
 
 
 def block_layout(columns: int) -> RowLayout:
@@ -161,33 +161,3 @@ def _reduce_dequantize(backend: Backend, packed: Tensor, layout: RowLayout) -> C
     out = torch.ones(layout.elements, device=packed.device)
     name = f"{ROWS} x {_format(layout)} -> sum -> fp32"
     return _case(backend, reference, "reduce_dequantize", name, (packed,), out, layout.table)
-
-
-def _code_steps(
-    backend: StepBackend, name: str, rows: Tensor, packed: Tensor, message: StepLayout
-) -> Case:
-    messages = packed.new_ones(ROWS, message.num_bytes)
-    name = f"{name}, INT8 -> steps, reach {message.reach}"
-    inputs = rows, packed
-    return _case(backend, code_step_reference, "code_steps", name, inputs, messages, message.table)
-
-
-def _apply_code_steps(
-    backend: StepBackend, rows: Tensor, packed: Tensor, message: StepLayout
-) -> Case:
-    """Applied again and again, the codes go on and wrap around, in the same time."""
-    messages = packed.new_empty(ROWS, message.num_bytes)
-    backend.code_steps(rows, packed, messages, message.table)
-    moved = packed.clone()
-
-    def expected(messages: Tensor, packed: Tensor) -> tuple[Tensor, ...]:
-        result = packed.clone()
-        code_step_reference.apply_code_steps(messages, result, message.table)
-        return (result,)
-
-    return Case(
-        name=f"steps, reach {message.reach} -> INT8", op="apply_code_steps",
-        inputs=(messages, packed), outputs=(moved,), expected=expected,
-        run=lambda: backend.apply_code_steps(messages, moved, message.table),
-        num_bytes=messages.nbytes + 2 * packed.nbytes,
-    )  # fmt: skip

@@ -48,8 +48,6 @@ SANITIZED_TESTS = (  # all kernels, ragged and misaligned; a minute under comput
     "tests/zeropp/quant/test_cuda.py::test_rows_of_ragged_segments[dtype2-wire0-1]",
     "tests/zeropp/quant/test_cuda.py::test_sums_of_ragged_segments[3]",
     "tests/zeropp/quant/test_cuda.py::test_more_segments_than_a_launch_takes[57]",
-    "tests/zeropp/quant/test_cuda_code_steps.py::test_ragged_segments[2-dtype0-wire1-1]",
-    "tests/zeropp/quant/test_cuda_code_steps.py::test_segments_that_only_wide_accesses_touch[4-dtype2]",
     "tests/zeropp/optim/test_cuda_adam.py::test_ragged_and_wide_tensors[dtype0-copy_type1-shifts1]",
 )
 OUR_KERNELS = ("--kernel-name", "kns=zpp", "--error-exitcode", "9")  # checks our namespace only

@@ -9,10 +9,8 @@
 | `zeropp`            | INT8; across nodes once          | as `qgz`                          |
 | `zeropp-4-4`        | as `zeropp`                      | INT4 on both hops                 |
 | `zeropp-once`       | as `zeropp`, the root once       | as `qgz`, once per step           |
-| `code-steps`        | steps of codes, levels as needed | as `qgz`                          |
-| `code-steps-5`      | the same, always of 5 levels     | as `qgz`                          |
-| `code-steps-int3`   | as `code-steps`                  | INT8 in a node, INT3 across nodes |
-| `code-steps-5-int3` | as `code-steps-5`                | INT8 in a node, INT3 across nodes |
+| `code-steps`        | changes of codes, coded          | as `qgz`, coded                   |
+| `code-steps-int3`   | as `code-steps`                  | INT8 in a node, INT3 across, coded |
 | `no-hpz`            | INT8                             | as `qgz`                          |
 | `zero3-once`        | bf16, the root once              | as `zero3`, once per step         |
 | `zero1`             | bf16, once per step              | as `zero3`, once per step         |
@@ -36,9 +34,7 @@ COMPONENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "zeropp-4-4": ("qwz", "hpz", "qgz-4-4"),
         "zeropp-once": ("qwz", "hpz", "qgz", "once"),
         "code-steps": ("qwz", "hpz", "qgz", "steps"),
-        "code-steps-5": ("qwz", "hpz", "qgz", "steps-5"),
         "code-steps-int3": ("qwz", "hpz", "qgz-8-3", "steps"),
-        "code-steps-5-int3": ("qwz", "hpz", "qgz-8-3", "steps-5"),
         "no-hpz": ("qwz", "qgz"),
         "zero3-once": ("once",),
         "zero1": ("stage-1",),
@@ -62,13 +58,12 @@ def zero_json(name: str, ranks_per_node: int) -> dict:
     }
     own_keys = {
         "once": {"reduce_gradients_once": True},
-        "steps": {"weight_steps": True},
-        "steps-5": {"weight_steps": True, "weight_step_levels": 5},
+        "steps": {"weight_steps": True, "code_messages": True},
     }
     # Within a node, across nodes.
     gradient_bits = {"qgz": [8, 4], "qgz-4-4": [4, 4], "qgz-8-3": [8, 3]}
     zero: dict = {"stage": 3}
-    zeropp: dict = {"ranks_per_node": ranks_per_node}
+    zeropp: dict = {"ranks_per_node": ranks_per_node, "code_messages": False}
     for component in COMPONENTS[name]:
         zero |= keys.get(component, {})
         zeropp |= own_keys.get(component, {})

@@ -156,6 +156,22 @@ void zpp_quantize(const Layout* layout, const uint8_t* rows, int64_t type, uint8
     });
 }
 
+// All segments are INT8 or raw.
+void zpp_requantize(const Layout* layout, const uint8_t* rows, int64_t type, uint8_t* held,
+                    uint8_t* packed, int64_t count, int64_t threads) {
+    const QuantizeKernels& use = kernels();
+    const int64_t row_bytes = layout->elements * WORD_BYTES[type];
+    const int64_t bytes = count * (row_bytes + layout->packed_bytes);
+    share(*layout, count, bytes, threads, [=, &use](const Tile& tile) {
+        const uint8_t* values = rows + tile.row * row_bytes + tile.element() * WORD_BYTES[type];
+        uint8_t* to = packed + tile.row * layout->packed_bytes;
+        if (tile.segment->bits == RAW) return put(use, *layout, tile, values, int(type), to);
+        if (tile.is_first_of_row(*layout)) clear_gaps(*layout, to);
+        use.requantize[type](values, tile.scales(held + tile.row * layout->packed_bytes),
+                             tile.codes(to), tile.scales(to), tile.size);
+    });
+}
+
 void zpp_dequantize(const Layout* layout, uint8_t* packed, uint8_t* rows, int64_t type,
                     int64_t count, int64_t fold, int64_t threads) {
     const QuantizeKernels& use = kernels();

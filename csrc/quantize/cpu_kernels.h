@@ -23,6 +23,9 @@ struct Extremes {
 };
 
 using Quantize = void (*)(const void* values, uint8_t* codes, uint8_t* scales, int64_t size);
+// Quantize a tile of INT8 by the scales that are held, where they fit: see scale_after.
+using Requantize = void (*)(const void* values, const uint8_t* held_scales, uint8_t* codes,
+                            uint8_t* scales, int64_t size);
 using Dequantize = void (*)(Coded from, void* values, int64_t size);
 // sums = 0 if `fresh`; then add the terms one after another, at most MAX_TERMS of them: what codes
 // stand for, rotated or not. If `extremes` is not null, fill it with those of the sums, not for INT3.
@@ -37,6 +40,7 @@ using Unrotate = void (*)(float* sums, int64_t size);
 
 struct QuantizeKernels {
     Quantize quantize[NUM_TYPES][NUM_WIDTHS];
+    Requantize requantize[NUM_TYPES];
     Dequantize dequantize[NUM_WIDTHS][NUM_TYPES];
     Conversions convert;
     Sum sum[NUM_WIDTHS];

@@ -101,12 +101,12 @@ template <class V, Type T, Width W> struct Block {
     }
 };
 
-// Quantize a tile, given the extremes of its blocks. All scales are computed first, so that the
-// compiler can vectorize over blocks.
+// Quantize a tile, given the extremes of its blocks, and for INT8 maybe the scales that are held. All
+// scales are computed first, so that the compiler can vectorize over blocks.
 template <class V, Type T, Width W>
 ZPP_INLINE void quantize_blocks(const typename Element<T>::Word* values, const uint32_t* high,
-                                const uint32_t* low, uint8_t* codes, uint8_t* scales,
-                                int64_t size) {
+                                const uint32_t* low, uint8_t* codes, uint8_t* scales, int64_t size,
+                                const uint8_t* held_scales = nullptr) {
     using B = Block<V, T, W>;
     constexpr int64_t BLOCK = Codes<W>::BLOCK, BITS = Codes<W>::BITS;
     constexpr int64_t BLOCKS = TILE / BLOCK;
@@ -114,8 +114,11 @@ ZPP_INLINE void quantize_blocks(const typename Element<T>::Word* values, const u
     const int64_t whole = size / BLOCK, left = size % BLOCK, blocks = whole + (left != 0);
     uint16_t scale[BLOCKS];
     float factors[BLOCKS];
+    uint16_t held[BLOCKS] = {};
+    if (held_scales) memcpy(held, held_scales, size_t(blocks) * 2);
     for (int64_t i = 0; i < BLOCKS; ++i) {  // of a whole tile: a constant count
-        const uint32_t bits = scale_of(to_float<T>(extreme_bits(high[i], low[i], SIGN)), W);
+        const float extreme = to_float<T>(extreme_bits(high[i], low[i], SIGN));
+        const uint32_t bits = held_scales ? scale_after(extreme, held[i]) : scale_of(extreme, W);
         scale[i] = uint16_t(bits);
         factors[i] = steps_per_unit(bits);
     }
@@ -138,7 +141,8 @@ ZPP_INLINE void quantize_blocks(const typename Element<T>::Word* values, const u
 }
 
 template <class V, Type T, Width W>
-static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int64_t size) {
+ZPP_INLINE void quantize_whole(const void* from, const uint8_t* held_scales, uint8_t* codes,
+                               uint8_t* scales, int64_t size) {
     using B = Block<V, T, W>;
     constexpr int64_t BLOCK = Codes<W>::BLOCK;
     const auto* values = static_cast<const typename B::Word*>(from);
@@ -148,7 +152,18 @@ static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int
         B::extremes(values + i * BLOCK, BLOCK, high + i, low + i);
     }
     if (left) B::extremes(values + whole * BLOCK, left, high + whole, low + whole);
-    quantize_blocks<V, T, W>(values, high, low, codes, scales, size);
+    quantize_blocks<V, T, W>(values, high, low, codes, scales, size, held_scales);
+}
+
+template <class V, Type T, Width W>
+static void quantize_tile(const void* from, uint8_t* codes, uint8_t* scales, int64_t size) {
+    quantize_whole<V, T, W>(from, nullptr, codes, scales, size);
+}
+
+template <class V, Type T>
+static void requantize_tile(const void* from, const uint8_t* held_scales, uint8_t* codes,
+                            uint8_t* scales, int64_t size) {
+    quantize_whole<V, T, INT8>(from, held_scales, codes, scales, size);
 }
 
 // Rotate a block, or what there is of it, and find its extremes.
@@ -361,6 +376,7 @@ template <class V> constexpr QuantizeKernels quantize_kernels() {
           quantize_rotated<V, FP16, INT3>, quantize_rotated<V, FP16, ROTATED4>},
          {quantize_tile<V, FP32, INT8>, quantize_tile<V, FP32, INT4>,
           quantize_rotated<V, FP32, INT3>, quantize_rotated<V, FP32, ROTATED4>}},
+        {requantize_tile<V, BF16>, requantize_tile<V, FP16>, requantize_tile<V, FP32>},
         {{dequantize_tile<V, BF16, INT8>, dequantize_tile<V, FP16, INT8>,
           dequantize_tile<V, FP32, INT8>},
          {dequantize_tile<V, BF16, INT4>, dequantize_tile<V, FP16, INT4>,

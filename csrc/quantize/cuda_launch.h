@@ -21,7 +21,7 @@ struct Place {
 
 struct Entry {
     int64_t start, size;
-    Place packed, reduced;  // `reduced`: for reduce_quantize; for steps of codes, in a message
+    Place packed, reduced;  // `reduced`: for reduce_quantize
 };
 
 struct Table {
@@ -39,8 +39,7 @@ struct Job {
     uint8_t *from, *to;
     int64_t slices, parts, first_slice, first_part;
     int64_t terms, stride;  // of a sum; `stride`: bytes from one term to the next
-    const uint8_t* packed;  // for steps of codes: the rows that a message moves
-    int64_t reach;          // for steps of codes
+    const uint8_t* held;    // the packed rows whose scales stay, for requantize
 
     __device__ __forceinline__ int64_t slice() const { return first_slice + blockIdx.y; }
     __device__ __forceinline__ int64_t part() const { return first_part + blockIdx.z; }
@@ -61,13 +60,6 @@ ZPP_DEVICE uint8_t* scales_at(const Place& place, const Tile& tile, uint8_t* pac
     return packed + place.scales_at + tile.first / block_of(width_of(place.bits)) * 2;
 }
 
-// How the work is shared out: elements of a tile, tiles and threads of a thread block.
-struct Tiling {
-    int64_t size;
-    unsigned tiles, threads;
-};
-constexpr Tiling TILE_PER_WARP = {WARP_TILE, WARPS, WARPS * LANES};
-
 static inline Place place_of(const Layout& layout, int64_t index) {
     const Segment& segment = layout.segments()[index];
     const bool raw = segment.bits == RAW;
@@ -82,7 +74,7 @@ static inline Place place_of(const Layout& layout, int64_t index) {
 
 // Fill the table with the segments from `first` on, as many as fit. `reduced` may be the same layout.
 static inline void fill(const Layout& packed, const Layout& reduced, int64_t first,
-                        const Tiling& tiling, Table* table) {
+                        Table* table) {
     const int64_t left = packed.count - first;
     table->elements = packed.elements;
     table->packed_bytes = packed.packed_bytes;
@@ -96,17 +88,16 @@ static inline void fill(const Layout& packed, const Layout& reduced, int64_t fir
         table->first_tile[i] = table->tiles;
         table->entries[i] = Entry{segment.start, segment.size,
                                   place_of(packed, first + i), place_of(reduced, first + i)};
-        table->tiles += uint32_t((segment.size + tiling.size - 1) / tiling.size);
+        table->tiles += uint32_t((segment.size + WARP_TILE - 1) / WARP_TILE);
     }
 }
 
 using Kernel = void(Job);
 
 // Launch a kernel for the segments of the job's table in all rows.
-static inline cudaError_t launch_table(Kernel* kernel, Job* job, const Tiling& tiling,
-                                       cudaStream_t stream) {
+static inline cudaError_t launch_table(Kernel* kernel, Job* job, cudaStream_t stream) {
     cudaError_t error = cudaSuccess;
-    const unsigned blocks = (job->table.tiles + tiling.tiles - 1) / tiling.tiles;
+    const unsigned blocks = (job->table.tiles + WARPS - 1) / WARPS;
     for (job->first_part = 0; job->first_part < job->parts; job->first_part += MAX_GRID) {
         const int64_t parts = job->parts - job->first_part;
         for (job->first_slice = 0; job->first_slice < job->slices; job->first_slice += MAX_GRID) {
@@ -114,7 +105,7 @@ static inline cudaError_t launch_table(Kernel* kernel, Job* job, const Tiling& t
             const dim3 grid(blocks, unsigned(slices < MAX_GRID ? slices : MAX_GRID),
                             unsigned(parts < MAX_GRID ? parts : MAX_GRID));
             void* parameters[] = {job};
-            error = cudaLaunchKernel(kernel, grid, dim3(tiling.threads), parameters, 0, stream);
+            error = cudaLaunchKernel(kernel, grid, dim3(WARPS * LANES), parameters, 0, stream);
             if (error) return error;
         }
     }
@@ -124,12 +115,11 @@ static inline cudaError_t launch_table(Kernel* kernel, Job* job, const Tiling& t
 // Launch a kernel for all segments of all rows on the device's `stream`, without waiting. `job` has
 // everything but the table.
 static inline int64_t launch(Kernel* kernel, Job* job, const Layout& packed, const Layout& reduced,
-                             int64_t device, void* stream,
-                             const Tiling& tiling = TILE_PER_WARP) {
+                             int64_t device, void* stream) {
     cudaError_t error = cudaSetDevice(int(device));
     for (int64_t first = 0; first < packed.count && !error; first += MAX_SEGMENTS) {
-        fill(packed, reduced, first, tiling, &job->table);
-        error = launch_table(kernel, job, tiling, static_cast<cudaStream_t>(stream));
+        fill(packed, reduced, first, &job->table);
+        error = launch_table(kernel, job, static_cast<cudaStream_t>(stream));
     }
     if (error) cudaGetLastError();  // the error is returned, not left behind
     return int64_t(error);

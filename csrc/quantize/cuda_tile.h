@@ -181,18 +181,20 @@ ZPP_DEVICE Words<Shape<W, VEC>::BYTES> coded(const float* values, float factor) 
 }
 
 // `held` has zeros beyond the end. The bytes up to the next aligned offset are written too. `scaled_as`
-// is W, or ROTATED4 for W = INT4.
+// is W, or ROTATED4 for W = INT4. Scales of INT8 may follow those that blocks had, `before`.
 template <Width W, int VEC>
 ZPP_DEVICE void write_codes(const Held<VEC>& held, const Tile& tile, Width scaled_as,
-                            uint8_t* codes, uint8_t* scales) {
+                            uint8_t* codes, uint8_t* scales, const uint8_t* before = nullptr) {
     using S = Shape<W, VEC>;
     // One division for all blocks: each lane computes the factor of the block with its number.
     const float extreme = float_of(bits_of_order(extreme_of<W, VEC>(held, tile.lane)));
-    const uint32_t scale = scale_of(extreme, scaled_as);
+    const bool has_block = tile.lane * S::BLOCK < tile.size;
+    const uint32_t scale =
+        before && has_block
+            ? scale_after(extreme, reinterpret_cast<const uint16_t*>(before)[tile.lane])
+            : scale_of(extreme, scaled_as);
     const float factors = steps_per_unit(scale);
-    if (tile.lane * S::BLOCK < tile.size) {
-        reinterpret_cast<uint16_t*>(scales)[tile.lane] = uint16_t(scale);
-    }
+    if (has_block) reinterpret_cast<uint16_t*>(scales)[tile.lane] = uint16_t(scale);
     if constexpr (W == INT3) {
         const int end = (tile.size / 8 * 3 + int(ALIGN) - 1) / int(ALIGN) * int(ALIGN);
 #pragma unroll

@@ -59,6 +59,23 @@ ZPP_HD uint32_t scale_of(float extreme, Width width) {
     return (scale & finite & mask_of(magnitude >= bits_of(TINY))) | (BF16_NAN & ~finite);
 }
 
+constexpr float MOST_CODES = 129.0f;  // that the largest element may need: a truncated scale has them
+constexpr float FEW_CODES = 58.0f;    // 45% of what there are: a block that needs fewer doubles them
+constexpr float GROWN = float(1.25 / 127);  // of the largest element: the scale of a block that grows
+
+// The bf16 scale with which a block of INT8 codes goes on whose scale was `held`: the same one while it
+// fits, so that few codes change from step to step. Without one, as that of a block which grows.
+ZPP_HD uint32_t scale_after(float extreme, uint32_t held) {
+    const uint32_t fresh = scale_of(extreme, INT8);
+    if (fresh == 0 || fresh == BF16_NAN) return fresh;
+    const float largest = float_of(bits_of(extreme) & 0x7FFFFFFFu);
+    const float size = float_of((held & 0x7FFFu) << 16);
+    const bool has_scale = size > 0.0f && (held & 0x7F80u) != 0x7F80u;
+    const uint32_t sign = has_scale ? held & 0x8000u : 0u;
+    if (!has_scale || largest > MOST_CODES * size) return bits_of(largest * GROWN) >> 16 | sign;
+    return largest < FEW_CODES * size ? bits_of(size * 0.5f) >> 16 | sign : held;
+}
+
 // The factor that turns elements into steps; 0 for a block whose codes are all 0.
 ZPP_HD float steps_per_unit(uint32_t scale) {
     const uint32_t factor = bits_of(1.0f / float_of(scale << 16));

@@ -5,10 +5,9 @@
 
 namespace zpp {
 
-cudaError_t load_quantize();    // quantize/cuda_quantize.cu
-cudaError_t load_reduce();      // quantize/cuda_reduce.cu
-cudaError_t load_code_steps();  // code_steps/cuda.cu
-cudaError_t load_adam();        // adam/cuda.cu
+cudaError_t load_quantize();  // quantize/cuda_quantize.cu
+cudaError_t load_reduce();    // quantize/cuda_reduce.cu
+cudaError_t load_adam();      // adam/cuda.cu
 
 }  // namespace zpp
 
@@ -19,7 +18,6 @@ int64_t zpp_ready(int64_t device) {
     cudaError_t error = cudaSetDevice(int(device));
     if (!error) error = zpp::load_quantize();
     if (!error) error = zpp::load_reduce();
-    if (!error) error = zpp::load_code_steps();
     if (!error) error = zpp::load_adam();
     if (error) cudaGetLastError();
     return int64_t(error);

@@ -1,5 +1,5 @@
 // How kernels cut a table of tensors or segments into tiles. A tile is a piece of one entry of the
-// table, WARP_TILE elements or what is left of it, and one warp's work; csrc/code_steps/ has larger ones.
+// table, WARP_TILE elements or what is left of it, and one warp's work.
 //
 // Tables travel in a kernel's parameters, so that a launch copies nothing to the device and can be
 // captured in a CUDA graph. Tables with more entries than fit take several launches.
@@ -31,9 +31,9 @@ struct Tile {
     }
 };
 
-// Find a tile of SIZE elements in a table whose entries have a `size`; returns false if there is none.
-template <int SIZE, class T>
-ZPP_DEVICE bool find_tile(const T& table, uint32_t index, Tile* tile) {
+// Find the tile of this warp in a table whose entries have a `size`; returns false if there is none.
+template <class T> ZPP_DEVICE bool find_tile(const T& table, Tile* tile) {
+    const uint32_t index = blockIdx.x * WARPS + threadIdx.x / LANES;
     if (index >= table.tiles) return false;
     uint32_t low = 0, high = table.count;  // low: the last entry known to start early enough
     while (high - low > 1) {
@@ -44,19 +44,14 @@ ZPP_DEVICE bool find_tile(const T& table, uint32_t index, Tile* tile) {
             high = middle;
         }
     }
-    const int64_t first = int64_t(index - table.first_tile[low]) * SIZE;
+    const int64_t first = int64_t(index - table.first_tile[low]) * WARP_TILE;
     const int64_t left = table.entries[low].size - first;
     tile->first = first;
     tile->entry = int(low);
-    tile->is_last = left <= SIZE;
-    tile->size = tile->is_last ? int(left) : SIZE;
+    tile->is_last = left <= WARP_TILE;
+    tile->size = tile->is_last ? int(left) : WARP_TILE;
     tile->lane = int(threadIdx.x % LANES);
     return true;
-}
-
-// Find the tile of this warp.
-template <class T> ZPP_DEVICE bool find_tile(const T& table, Tile* tile) {
-    return find_tile<WARP_TILE>(table, blockIdx.x * WARPS + threadIdx.x / LANES, tile);
 }
 
 // Load kernels, so that their first launch can be one that is captured.

@@ -14,8 +14,7 @@ from megatron_zpp.parallel.peers import AXES
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
-from zeropp.wire.traffic import HOPS, PURPOSES
-from zeropp.wire.weight_steps import StepCounts
+from zeropp.wire.traffic import HOPS, PURPOSES, CodedMessages
 
 ALL_PURPOSES = (*PURPOSES, *AXES)
 KEYS = tuple((purpose, hop) for purpose in ALL_PURPOSES for hop in HOPS)
@@ -28,15 +27,15 @@ class Communication:
     """Bytes sent in `steps` steps, by (purpose, hop): by a rank, or by a node, the mean of all.
 
     `expected` is what the formula says for these steps, `plain` what the same ZeRO stage would have
-    sent without ZeRO++, on rings over all ranks. `weight_steps` is what the last messages of all
-    ranks held that moved codes.
+    sent without ZeRO++, on rings over all ranks. `coded` is what coded messages of all ranks
+    held.
     """
 
     steps: int = 0
     sent: Counter = field(default_factory=Counter)
     expected: Counter = field(default_factory=Counter)
     plain: Counter = field(default_factory=Counter)
-    weight_steps: StepCounts = StepCounts()
+    coded: CodedMessages = CodedMessages()
 
     def __add__(self, other: "Communication") -> "Communication":
         return Communication(
@@ -44,7 +43,7 @@ class Communication:
             sent=self.sent + other.sent,
             expected=self.expected + other.expected,
             plain=self.plain + other.plain,
-            weight_steps=other.weight_steps,
+            coded=self.coded.plus(other.coded),
         )
 
     @property
@@ -65,10 +64,14 @@ class Communication:
         return " comm per node and step (MiB) |" + "".join(fields)
 
     def _with_formula(self, sent: float, expected: float) -> str:
-        """MiB per step, and the formula's where the two differ by more than rounding."""
+        """MiB per step, and the formula's where the two differ by more than rounding.
+
+        Of coded messages it counts what they are before.
+        """
         measured = f"{sent / self.steps / MIB:.2f}"
         formula = f"{expected / self.steps / MIB:.2f}"
-        return measured if measured == formula else f"{measured} (formula: {formula})"
+        name = "uncoded" if self.coded.num_bytes else "formula"
+        return measured if measured == formula else f"{measured} ({name}: {formula})"
 
 
 class CommunicationMeter:
@@ -97,7 +100,13 @@ class CommunicationMeter:
             return
         sent = Counter(self._sharding.traffic.take())
         sent.update(self._ranks.activations.take())
-        self._rank_interval += Communication(steps=1, sent=sent, expected=expected, plain=plain)
+        self._rank_interval += Communication(
+            steps=1,
+            sent=sent,
+            expected=expected,
+            plain=plain,
+            coded=self._sharding.traffic.take_coded(),  # those of evaluations, too
+        )
 
     def expected_on_node(self, num_micro_batches: int) -> Counter:
         """Return what a node will send per step, the mean of all; a collective."""
@@ -112,13 +121,13 @@ class CommunicationMeter:
         if not interval.steps:
             return None
         columns = interval.sent, interval.expected, interval.plain
-        (sent, expected, plain), counts = self._on_node(columns, self._sharding.last_weight_steps())
+        (sent, expected, plain), counts = self._on_node(columns, interval.coded)
         node_interval = Communication(
             steps=interval.steps,
             sent=sent,
             expected=expected,
             plain=plain,
-            weight_steps=StepCounts(*counts),
+            coded=CodedMessages(*counts),
         )
         self._node_total += node_interval
         return node_interval

@@ -13,8 +13,7 @@ from typing import Protocol
 from megatron_zpp.monitor.communication import ACROSS_NODES, Communication, sum_over
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
 from megatron_zpp.settings.config import LogConfig
-from zeropp.wire.traffic import HOPS
-from zeropp.wire.weight_steps import StepCounts
+from zeropp.wire.traffic import HOPS, CodedMessages
 
 Scalars = dict[str, float]
 
@@ -151,18 +150,17 @@ def communication_scalars(communication: Communication | None) -> Scalars:
     num_bytes |= {f"comm/{hop}": sum_over(communication.sent, hop) for hop in HOPS}
     num_bytes["comm/expected_across_nodes"] = sum_over(communication.expected, ACROSS_NODES)
     means = {name: total / communication.steps for name, total in num_bytes.items()}
-    return means | _weight_step_scalars(communication.weight_steps)
+    return means | _coded_scalars(communication.coded)
 
 
-def _weight_step_scalars(counts: StepCounts) -> Scalars:
-    """Shares of codes and of their blocks, where weights cross nodes as steps of codes."""
-    if not counts.codes:
-        return {}
-    return {
-        "comm/weight_codes_moved": counts.moved / counts.codes,
-        "comm/weight_codes_capped": counts.capped / counts.codes,
-        "comm/weight_blocks_rescaled": counts.rescaled / counts.blocks,
-    }
+def _coded_scalars(coded: CodedMessages) -> Scalars:
+    """Bits that a weight and a gradient take in coded messages, scales included."""
+    scalars = {}
+    if coded.weights:
+        scalars["comm/bits_per_weight"] = 8 * coded.weight_bytes / coded.weights
+    if coded.gradients:
+        scalars["comm/bits_per_gradient"] = 8 * coded.gradient_bytes / coded.gradients
+    return scalars
 
 
 def without_none(scalars: dict[str, float | None]) -> Scalars:

@@ -153,7 +153,7 @@ def _with_hpz(ranks_per_node: int) -> list[ZeroSettings]:
     qwz, qgz = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
     hpz = {"stage": 3, "zero_hpz_partition_size": ranks_per_node}
     every, once = hpz | qwz | qgz, {"reduce_gradients_once": True}
-    steps = {"weight_steps": True, "weight_step_levels": 5}
+    steps = {"weight_steps": True, "code_messages": True}
     rows = (
         ("hpZ", 0, hpz, {}),
         ("hpZ, gradients once", 0, hpz, once),
@@ -242,7 +242,7 @@ def _with_settings(
     }
     plain_zeropp = {
         "weight_steps": False,
-        "weight_step_levels": None,
+        "code_messages": None,
         "weight_bits": 8,
         "gradient_bits": (8, 4),
         "reduce_gradients_once": False,

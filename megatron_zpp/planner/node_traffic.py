@@ -28,7 +28,7 @@ def node_of(run: PlannedRun) -> Sent:
     """Return what a node of ranks at this place of a pipeline sends in a step."""
     sent: Counter[tuple[str, str]] = Counter()
     if run.num_ranks > 1:
-        sent.update(node_bytes(run.plan, run.num_micro_batches))
+        sent.update(node_bytes(run.plan, run.num_micro_batches, typical=True))
     forecast = axis_forecast(run)
     for stage in run.stages:
         for move in forecast.moves(stage):

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_zpp.tokenizer.base import load_package
 from zeropp.errors import InputError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 GZIP, ZSTANDARD = ".gz", (".zst", ".zstd")
 
@@ -24,7 +28,6 @@ class TextFile:
         if suffix == GZIP:
             self._text = gzip.GzipFile(fileobj=self._raw, mode="rb")
         elif suffix in ZSTANDARD and path.stat().st_size:
-            zstd = _load_zstd(path)
             self._errors += (zstd.ZstdError,)
             self._text = zstd.ZstdFile(self._raw)
 
@@ -71,9 +74,3 @@ class TextFile:
             yield
         except self._errors as error:
             raise InputError(f"{self.path}: damaged or cut off ({error})") from error
-
-
-def _load_zstd(path: Path) -> object:
-    """Return the module of the standard library from Python 3.14 on, or its backport."""
-    package = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    return load_package(package, f"the file {path}")

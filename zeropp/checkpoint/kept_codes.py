@@ -5,8 +5,7 @@
 
 A run that resumes from them takes the same steps as one that was not interrupted. They cannot be
 used if shards or the format of numbers differ: then the whole codes of all units cross the nodes
-once more, on all ranks. If ranks were moved to other nodes, the codes are still valid, but other
-ranks exchange messages, and agree anew on how far codes may move.
+once more, on all ranks.
 """
 
 import hashlib
@@ -35,15 +34,15 @@ class _Record(NamedTuple):
     """Identifies the shards that a rank's codes of a unit represent, and their state."""
 
     shards: int  # a digest of the shards of its weights, and of how the row holds them
-    members: int  # a digest of the ranks that exchange messages
+    members: int  # of earlier versions, whose ranks agreed on how far codes may move; else 0
     is_outdated: bool  # whether weights have been stepped since
-    message: list[int]  # `WeightSteps.state`: the same for all members
+    levels: list[int]  # of earlier versions, likewise; else empty
     content: int = 0  # a digest of the codes and of all of the above
 
     @classmethod
     def read(cls, numbers: Tensor) -> "_Record":
-        content, shards, members, is_outdated, *message = numbers.tolist()
-        return cls(shards, members, bool(is_outdated), message, content)
+        content, shards, members, is_outdated, *levels = numbers.tolist()
+        return cls(shards, members, bool(is_outdated), levels, content)
 
     def of(self, row: Tensor) -> "_Record":
         """Return this record with the digest of `row` (P,), the codes that belong to it."""
@@ -51,7 +50,7 @@ class _Record(NamedTuple):
         return self._replace(content=_digest((codes, *self[:4])))
 
     def tensor(self) -> Tensor:
-        return torch.tensor([self.content, *self[:3], *self.message], dtype=torch.int64)
+        return torch.tensor([self.content, *self[:3], *self.levels], dtype=torch.int64)
 
 
 class _Unit(NamedTuple):
@@ -70,9 +69,9 @@ class _Unit(NamedTuple):
         ]
         return _Record(
             shards=_digest((layout.table, shards)),
-            members=_digest(_numbers(dist.get_process_group_ranks(self.gather.outer.group))),
+            members=0,
             is_outdated=is_outdated,
-            message=self.gather.copies.steps.state(self.module),
+            levels=[],
         )
 
 
@@ -100,9 +99,7 @@ class SavedCodes:
             self.obstacle = "are damaged"
         elif any(saved[name].shards != own[name].shards for name in saved):
             self.obstacle = "are of other shards or numbers than this run's"
-        same_members = all(saved[name].members == own[name].members for name in saved)
-        obstacles, same = zip(*gather_objects((self.obstacle, same_members)), strict=True)
-        if reasons := [each for each in obstacles if each is not None]:
+        if reasons := [each for each in gather_objects(self.obstacle) if each is not None]:
             if rank() == 0:
                 log.info(
                     "the checkpoint's codes of weights %s: whole codes cross the nodes once again",
@@ -111,7 +108,6 @@ class SavedCodes:
             return
         for name, (module, gather) in self.units.items():
             gather.kept.restore(module, OwnRow(rows[name], saved[name].is_outdated))
-            gather.copies.steps.restore(module, saved[name].message if all(same) else [])
 
 
 def codes_to_save(model: nn.Module) -> dict[str, Tensor]:
@@ -176,7 +172,7 @@ def _units(model: nn.Module) -> dict[str, _Unit]:
         for name, module in root.named_modules(prefix=prefix):
             if isinstance(module, fsdp.FSDPModule) and fsdp.own_specs(module):
                 gather = fsdp.collectives_of(module).all_gather
-                if isinstance(gather, WeightGather) and gather.copies and gather.copies.steps:
+                if isinstance(gather, WeightGather) and gather.copies and gather.copies.updates:
                     units[name] = _Unit(module, gather)
     return units
 

@@ -23,18 +23,29 @@ FUNCTIONS = MappingProxyType(
     {
         # layout, rows, type of the rows, packed, number of rows, fold
         "zpp_quantize": (ADDRESS, ADDRESS, INT, ADDRESS, INT, INT),
+        # layout, rows, type of the rows, packed rows that are held, packed, number of rows
+        "zpp_requantize": (ADDRESS, ADDRESS, INT, ADDRESS, ADDRESS, INT),
         # layout, packed, out, type of out, number of rows, fold
         "zpp_dequantize": (ADDRESS, ADDRESS, ADDRESS, INT, INT, INT),
         # layout, packed, layout of the sums, packed sums, number of sums, terms
         "zpp_reduce_quantize": (ADDRESS, ADDRESS, ADDRESS, ADDRESS, INT, INT),
         # layout, packed, out, type of out, terms
         "zpp_reduce_dequantize": (ADDRESS, ADDRESS, ADDRESS, INT, INT),
-        # layout, rows, type of the rows, packed, messages, number of rows
-        "zpp_code_steps": (ADDRESS, ADDRESS, INT, ADDRESS, ADDRESS, INT),
-        # layout, messages, packed, number of rows
-        "zpp_apply_code_steps": (ADDRESS, ADDRESS, ADDRESS, INT),
         # an AdamCall, see csrc/adam/call.h
         "zpp_adam": (ADDRESS,),
+    }
+)
+CPU_FUNCTIONS = MappingProxyType(
+    {
+        "zpp_set_isa": (INT,),
+        # messages are coded on the host: row, held, a quarter of their bytes, symbols, others
+        "zpp_differences": (ADDRESS, ADDRESS, INT, ADDRESS, ADDRESS),
+        # symbols, others, number of others, a quarter of the row's bytes, row
+        "zpp_add_differences": (ADDRESS, ADDRESS, INT, INT, ADDRESS),
+        # three bytes each, how many, four bytes each
+        "zpp_spread_threes": (ADDRESS, INT, ADDRESS),
+        # four bytes each, how many, three bytes each
+        "zpp_join_threes": (ADDRESS, INT, ADDRESS),
     }
 )
 
@@ -43,7 +54,9 @@ FUNCTIONS = MappingProxyType(
 def cpu_library() -> ctypes.CDLL:
     """The kernels for CPUs. Raises LibraryError if there are none to use."""
     functions = {name: (*types, INT) for name, types in FUNCTIONS.items()}
-    return load(FOLDER, "_cpu", functions | {"zpp_set_isa": (INT,)})
+    library = load(FOLDER, "_cpu", functions | CPU_FUNCTIONS)
+    library.zpp_differences.restype = library.zpp_add_differences.restype = INT
+    return library
 
 
 @dataclass(frozen=True)

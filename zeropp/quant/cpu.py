@@ -31,10 +31,9 @@ def backend() -> "CpuKernels | ModuleType":
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The same functions as those of the two references, on as many threads as PyTorch uses.
+    """The same functions as the reference's, on as many threads as PyTorch uses.
 
-    Tensors must be contiguous and of the layout's shapes, which zeropp/quant/ops.py and
-    zeropp/quant/code_step_ops.py check.
+    Tensors must be contiguous and of the layout's shapes, which zeropp/quant/ops.py checks.
     """
 
     library: ctypes.CDLL
@@ -44,6 +43,13 @@ class CpuKernels:
         self.library.zpp_quantize(
             table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype), packed.data_ptr(),
             rows.shape[0], fold, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def requantize(self, rows: Tensor, held: Tensor, packed: Tensor, layout: Sequence[int]) -> None:
+        table = array("q", layout)
+        self.library.zpp_requantize(
+            table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype), held.data_ptr(),
+            packed.data_ptr(), rows.shape[0], torch.get_num_threads(),
         )  # fmt: skip
 
     def dequantize(self, packed: Tensor, out: Tensor, layout: Sequence[int], fold: int) -> None:
@@ -68,20 +74,4 @@ class CpuKernels:
         self.library.zpp_reduce_dequantize(
             table.buffer_info()[0], packed.data_ptr(), out.data_ptr(), FLOATS.index(out.dtype),
             packed.shape[0], torch.get_num_threads(),
-        )  # fmt: skip
-
-    def code_steps(
-        self, rows: Tensor, packed: Tensor, messages: Tensor, layout: Sequence[int]
-    ) -> None:
-        table = array("q", layout)
-        self.library.zpp_code_steps(
-            table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype), packed.data_ptr(),
-            messages.data_ptr(), rows.shape[0], torch.get_num_threads(),
-        )  # fmt: skip
-
-    def apply_code_steps(self, messages: Tensor, packed: Tensor, layout: Sequence[int]) -> None:
-        table = array("q", layout)
-        self.library.zpp_apply_code_steps(
-            table.buffer_info()[0], messages.data_ptr(), packed.data_ptr(), packed.shape[0],
-            torch.get_num_threads(),
         )  # fmt: skip

@@ -32,11 +32,11 @@ def backend() -> "CudaKernels | ModuleType":
 
 @dataclass(frozen=True)
 class CudaKernels:
-    """The same functions as zeropp/quant/reference.py and zeropp/quant/code_step_reference.py.
+    """The same functions as zeropp/quant/reference.py.
 
-    Tensors must be contiguous and of the layout's shapes, which zeropp/quant/ops.py and
-    zeropp/quant/code_step_ops.py check. Raises ValueError for packed rows and messages that do not
-    start at a multiple of 16 bytes, RuntimeError with CUDA's own message if a launch fails.
+    Tensors must be contiguous and of the layout's shapes, which zeropp/quant/ops.py checks. Raises
+    ValueError for packed rows that do not start at a multiple of 16 bytes, RuntimeError with CUDA's
+    own message if a launch fails.
     """
 
     library: CudaLibrary
@@ -47,6 +47,15 @@ class CudaKernels:
             self.library.zpp_quantize(
                 table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype),
                 aligned_address(packed), rows.shape[0], fold,
+                rows.device.index, torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
+
+    def requantize(self, rows: Tensor, held: Tensor, packed: Tensor, layout: Sequence[int]) -> None:
+        table = array("q", layout)
+        with torch.cuda.device(rows.device):
+            self.library.zpp_requantize(
+                table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype),
+                aligned_address(held), aligned_address(packed), rows.shape[0],
                 rows.device.index, torch.cuda.current_stream().cuda_stream,
             )  # fmt: skip
 
@@ -80,33 +89,13 @@ class CudaKernels:
                 out.device.index, torch.cuda.current_stream().cuda_stream,
             )  # fmt: skip
 
-    def code_steps(
-        self, rows: Tensor, packed: Tensor, messages: Tensor, layout: Sequence[int]
-    ) -> None:
-        table = array("q", layout)
-        with torch.cuda.device(rows.device):
-            self.library.zpp_code_steps(
-                table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype),
-                aligned_address(packed), aligned_address(messages, "messages"), rows.shape[0],
-                rows.device.index, torch.cuda.current_stream().cuda_stream,
-            )  # fmt: skip
 
-    def apply_code_steps(self, messages: Tensor, packed: Tensor, layout: Sequence[int]) -> None:
-        table = array("q", layout)
-        with torch.cuda.device(packed.device):
-            self.library.zpp_apply_code_steps(
-                table.buffer_info()[0], aligned_address(messages, "messages"),
-                aligned_address(packed), packed.shape[0],
-                packed.device.index, torch.cuda.current_stream().cuda_stream,
-            )  # fmt: skip
-
-
-def aligned_address(rows: Tensor, name: str = "packed") -> int:
-    """The address of rows of bytes; raises ValueError unless it is a multiple of `ALIGN`."""
-    address = rows.data_ptr()
+def aligned_address(packed: Tensor) -> int:
+    """The address of packed rows; raises ValueError unless it is a multiple of `ALIGN`."""
+    address = packed.data_ptr()
     if address % ALIGN:
         raise ValueError(
-            f"{name} begins {address % ALIGN} bytes after a multiple of {ALIGN}; "
+            f"packed begins {address % ALIGN} bytes after a multiple of {ALIGN}; "
             "give it as the op returned it, or whole rows of it"
         )
     return address

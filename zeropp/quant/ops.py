@@ -5,7 +5,7 @@ become codes of 8, 4 or 3 bits and which are sent unchanged. docs/numerics.md de
 zeropp/quant/packing.py their places in a packed row. Shapes: K rows, C elements of a row, P bytes
 of a packed row, T terms of a sum.
 
-`quantize` and its three companions call `torch.ops.zeropp.quantize` and so on, which take a layout
+`quantize` and its companions call `torch.ops.zeropp.quantize` and so on, which take a layout
 as its `table`. Each device has a backend: zeropp/quant/cpu.py, zeropp/quant/cuda.py, and on all
 others zeropp/quant/reference.py. No function is differentiable.
 """
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from zeropp.quant import cpu, cuda, reference
-from zeropp.quant.packing import ELEMENTS, FLOATS, PACKED_BYTES, RowLayout
+from zeropp.quant.packing import ELEMENTS, FLOATS, PACKED_BYTES, RAW, RowLayout, segments_in
 
 NAMESPACE = "zeropp"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 SCHEMAS = (
     "quantize(Tensor rows, int[] layout, int fold) -> Tensor",
+    "requantize(Tensor rows, Tensor held, int[] layout) -> Tensor",
     "dequantize(Tensor packed, Tensor(a!) out, int[] layout, int fold) -> ()",
     "reduce_quantize(Tensor packed, int[] layout, int[] layout_out, int terms) -> Tensor",
     "reduce_dequantize(Tensor packed, Tensor(a!) out, int[] layout) -> ()",
@@ -39,6 +40,16 @@ def quantize(rows: Tensor, layout: RowLayout, *, fold: int = 1) -> Tensor:
     fold that does not divide K.
     """
     return torch.ops.zeropp.quantize.default(rows, layout.table, fold)
+
+
+def requantize(rows: Tensor, held: Tensor, layout: RowLayout) -> Tensor:
+    """Quantize `rows` (K, C) as `quantize` does, but by the scales of packed rows `held` (K, P).
+
+    What has changed a little since these were made then has nearly the same codes. A block takes
+    another scale only where its own no longer fits (docs/numerics.md). Raises as `quantize` does,
+    and ValueError for a layout with other codes than INT8.
+    """
+    return torch.ops.zeropp.requantize.default(rows, held, layout.table)
 
 
 def dequantize(packed: Tensor, out: Tensor, layout: RowLayout, *, fold: int = 1) -> None:
@@ -71,9 +82,10 @@ def reduce_dequantize(packed: Tensor, out: Tensor, layout: RowLayout) -> None:
 
 
 class Backend(Protocol):
-    """Runs the four ops on tensors that have been checked; fills memory that it is given."""
+    """Runs the ops on tensors that have been checked; fills memory that it is given."""
 
     def quantize(self, rows: Tensor, packed: Tensor, layout: Table, fold: int) -> None: ...
+    def requantize(self, rows: Tensor, held: Tensor, packed: Tensor, layout: Table) -> None: ...
     def dequantize(self, packed: Tensor, out: Tensor, layout: Table, fold: int) -> None: ...
     def reduce_quantize(
         self, packed: Tensor, reduced: Tensor, layout: Table, layout_out: Table, terms: int
@@ -87,16 +99,25 @@ class FakeBackend:
     def quantize(self, *arguments: object) -> None:
         """Do nothing."""
 
-    dequantize = reduce_quantize = reduce_dequantize = quantize
+    requantize = dequantize = reduce_quantize = reduce_dequantize = quantize
 
 
 def implementations(backend: Callable[[], Backend]) -> dict[str, Callable]:
-    """The four ops by name: check the arguments, allocate the result, call the backend."""
+    """The ops by name: check the arguments, allocate the result, call the backend."""
 
     def quantize(rows: Tensor, layout: Table, fold: int) -> Tensor:
         _check(("rows", rows, (None, layout[ELEMENTS])), divisor=("fold", fold))
         packed = rows.new_empty((rows.shape[0], layout[PACKED_BYTES]), dtype=torch.uint8)
         backend().quantize(rows, packed, layout, fold)
+        return packed
+
+    def requantize(rows: Tensor, held: Tensor, layout: Table) -> Tensor:
+        shape = (rows.shape[0], layout[PACKED_BYTES])
+        _check(("rows", rows, (None, layout[ELEMENTS])), ("held", held, shape))
+        if not {8, RAW}.issuperset(segment.bits for segment in segments_in(layout)):
+            raise ValueError("a layout with other codes than INT8: only those keep their scales")
+        packed = torch.empty_like(held)
+        backend().requantize(rows, held, packed, layout)
         return packed
 
     def dequantize(packed: Tensor, out: Tensor, layout: Table, fold: int) -> None:
@@ -120,7 +141,7 @@ def implementations(backend: Callable[[], Backend]) -> dict[str, Callable]:
         else:
             out.zero_()  # the sum of no terms
 
-    functions = (quantize, dequantize, reduce_quantize, reduce_dequantize)
+    functions = (quantize, requantize, dequantize, reduce_quantize, reduce_dequantize)
     return {function.__name__: function for function in functions}
 
 
@@ -133,7 +154,7 @@ def _check(
     """
     first = tensors[0][1]
     for name, tensor, shape in tensors:
-        is_packed = name == "packed"
+        is_packed = name in ("packed", "held")
         if tensor.dtype not in ((torch.uint8,) if is_packed else FLOATS):
             valid = "uint8, as quantize returns it" if is_packed else "bfloat16, float16 or float32"
             raise TypeError(f"{name} is {tensor.dtype}; give {valid}")

@@ -30,6 +30,9 @@ from zeropp.quant.packing import (
 )
 
 TINY = 2.0**-94  # a block with no element this large becomes zeros
+MOST_CODES = 129  # that the largest element may need: a truncated scale begins with up to these
+FEW_CODES = 58  # 45% of what there are: a block that needs fewer doubles them
+GROWN = 1.25 / 127  # of the largest element: the scale of a block that outgrew its own, or had none
 PER_EXTREME = MappingProxyType(  # by bits, the scale before it is truncated; 1/7 in fp32
     {8: -1 / 128, 4: -1 / 8, ROTATED_4: 9586981 / 2**26, 3: 9 / 64}
 )
@@ -44,6 +47,25 @@ def quantize(rows: Tensor, packed: Tensor, layout: Sequence[int], fold: int) -> 
         values = reordered[:, segment.start : segment.start + segment.size]
         values = rotate(values.float()) if segment.is_rotated else values
         _pack(values, segment, packed, FLOATS[layout[WIRE]])
+
+
+def requantize(rows: Tensor, held: Tensor, packed: Tensor, layout: Sequence[int]) -> None:
+    """rows (K, C) and packed rows that are held (K, P) -> packed (K, P), by the same scales.
+
+    A block of INT8 keeps its scale while it fits: until its largest element needs more codes than
+    there are, or so few that twice as many would do.
+    """
+    packed.zero_()
+    for segment in segments_in(layout):
+        values = rows[:, segment.start : segment.start + segment.size]
+        if segment.bits == RAW:
+            _pack(values, segment, packed, FLOATS[layout[WIRE]])
+            continue
+        stop = segment.scales_at + SCALE_BYTES * num_blocks(segment.size, 8)
+        scales = held[:, segment.scales_at : stop].contiguous().view(torch.bfloat16).float()
+        codes, kept = _quantized(values.float(), 8, scales)
+        put(packed, segment.scales_at, kept)
+        put(packed, segment.data_at, codes)
 
 
 def dequantize(packed: Tensor, out: Tensor, layout: Sequence[int], fold: int) -> None:
@@ -142,8 +164,10 @@ def put(packed: Tensor, offset: int, values: Tensor) -> None:
     packed[:, offset : offset + data.shape[1]].copy_(data)
 
 
-def _quantized(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _quantized(values: Tensor, bits: int, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """fp32 (K, n) -> codes int8 (K, n) and the bits of the bf16 scales, int16 (K, blocks).
+
+    Blocks of INT8 may go on with scales that are `held`, fp32 (K, blocks).
 
     A code of 8 or 4 bits stands for code * scale; one of 3 bits, 0 ... 7, for (2 code - 7) * scale.
     The scales of rotated values are positive, and their 4-bit codes -7 ... 7.
@@ -156,6 +180,8 @@ def _quantized(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     usable = extreme.isfinite() & (extreme.abs() >= TINY)
     exact = ((extreme.abs() if is_rotated(bits) else extreme) * PER_EXTREME[bits]).view(torch.int32)
     scale = torch.where(usable, (exact >> 16 << 16).view(torch.float32), 1.0)
+    if held is not None:
+        scale = torch.where(usable, _scale_after(extreme.abs(), held), 1.0)
     steps = by_block * (1.0 / scale)[..., None]
     if bits == 3:
         codes = torch.round(steps * 0.5 - 0.5).clamp(-top, top - 1) + top
@@ -164,6 +190,16 @@ def _quantized(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     codes = torch.where(usable[..., None], codes, 0.0).to(torch.int8)
     stored = torch.where(usable, scale, torch.where(extreme.isfinite(), 0.0, torch.nan))
     return codes.flatten(1)[:, :size], (stored.view(torch.int32) >> 16).to(torch.int16)
+
+
+def _scale_after(largest: Tensor, held: Tensor) -> Tensor:
+    """The scales (K, blocks) with which blocks go on, by the magnitudes of their extremes."""
+    size = held.abs()
+    has_scale = (size > 0) & size.isfinite()
+    grown = (largest * GROWN).view(torch.int32) >> 16 << 16
+    grown = torch.where(has_scale, held.sign(), 1.0) * grown.view(torch.float32)
+    fitting = torch.where(largest < FEW_CODES * size, held * 0.5, held)
+    return torch.where(has_scale & (largest <= MOST_CODES * size), fitting, grown)
 
 
 def _sum(stacked: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:

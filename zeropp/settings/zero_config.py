@@ -172,7 +172,7 @@ class ZeroConfig(JsonSection):
             dotted
             for dotted, entry in all_keys(ZeroConfig).items()
             if dotted in self.auto_keys
-            and dotted not in BATCH_KEYS
+            and dotted not in (*BATCH_KEYS, "zeropp.code_messages")
             and not entry.why_no_effect(self)
         )
 

@@ -56,7 +56,7 @@ HONOURED = frozenset(
         "zeropp.weight_bits",
         "zeropp.gradient_bits",
         "zeropp.weight_steps",
-        "zeropp.weight_step_levels",
+        "zeropp.code_messages",
         "zeropp.weight_step_check_interval",
         "zeropp.secondary_in_evaluation",
     }
@@ -165,6 +165,8 @@ class Attached:
         """Set the collectives; `attach` does it."""
         units = [*self.units.values()]
         self._kept = KeptWeights(self.model, self.copies, self.group)
+        if self.plan.axis.nodes.machines > 1:
+            self.plan = self.plan.with_coding(fsdp.device_of(units[0]))
         use = GradientUse(self.group, fsdp.device_of(units[0]))
         self._wiring = Wiring(self.traffic, use, self._kept, divides=False)
         if self.group.size() > 1:

@@ -107,7 +107,8 @@ def find_nodes(mesh: DeviceMesh, config: ZeroConfig, data: DeviceMesh | None = N
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     per_node = _ranks_per_node(groups, mesh.device_type, config)
-    return nodes_of_grid(ranks_of(mesh), _lines(mesh, data or mesh), per_node)
+    nodes = nodes_of_grid(ranks_of(mesh), _lines(mesh, data or mesh), per_node)
+    return replace(nodes, machines=Environment.read().machines)
 
 
 def find_nodes_of(group: dist.ProcessGroup, config: ZeroConfig) -> Nodes:
@@ -118,7 +119,8 @@ def find_nodes_of(group: dist.ProcessGroup, config: ZeroConfig) -> Nodes:
     """
     per_node = own_ranks_per_node(config)
     nodes = Nodes.of(dist.get_process_group_ranks(group), per_node)
-    return replace(nodes, parts=max(1, per_node // nodes.ranks_per_node))
+    parts = max(1, per_node // nodes.ranks_per_node)
+    return replace(nodes, parts=parts, machines=Environment.read().machines)
 
 
 def own_ranks_per_node(config: ZeroConfig) -> int:

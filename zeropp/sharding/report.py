@@ -28,7 +28,11 @@ def describe(plan: Plan, num_micro_batches: int = 1, sent: Sent | None = None) -
         rows = [("gradients", f"all-reduce, {width}")]
     else:
         rows = [("weights", _gathers(plan)), ("gradients", _means(plan))]
-    table = _table(sent or node_bytes(plan, num_micro_batches))
+    table = _table(sent or node_bytes(plan, num_micro_batches, typical=True))
+    if sent is None and any(unit.axis.is_coded for unit in plan.units):
+        most = node_bytes(plan, num_micro_batches)
+        total = sum(most[purpose, "across_nodes"] for purpose, _ in most) / MIB / len(COLUMNS)
+        table += f"\nacross nodes as typical runs send it, coded; uncoded it is {total:.2f}"
     size = nodes.ranks_per_node * nodes.parts
     return (("nodes", f"{nodes.count} of {size} ranks"), *rows, ("sends", table))
 
@@ -40,9 +44,8 @@ def _gathers(plan: Plan) -> str:
         lines.append("frozen matrices as they are stored, as codes")
     if route.keeps:
         lines.append("kept in each node until the weights change (hpZ)")
-    if route.step_reach:
-        levels = "3, 5 or 9" if route.reach_follows else 2 * route.step_reach + 1
-        lines.append(f"then across nodes as steps of the codes, {levels} levels")
+    if route.updates:
+        lines.append("then brought up to date by what changes in the codes")
     return "\n".join(lines)
 
 

@@ -89,6 +89,8 @@ def shard(
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
     plan = _make_plan(model, mesh, data, config, units, cast_forward_inputs, keeps_root)
+    if plan.axis is not None and plan.axis.nodes.machines > 1:
+        plan = plan.with_coding(_device_of(data))
     sharding = _carry_out(model, plan, mesh, data, config, in_turn=keeps_root)
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)

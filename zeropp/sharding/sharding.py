@@ -19,7 +19,6 @@ from zeropp.sharding.root import Root
 from zeropp.wire.frozen_weights import require_frozen
 from zeropp.wire.gradients import Gradients
 from zeropp.wire.traffic import JoinedTraffic, Sent
-from zeropp.wire.weight_steps import StepCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +175,6 @@ class Sharding:
     def plain_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
         """Return `expected_traffic` of the same stage under plain FSDP2, to compare with."""
         return rank_bytes(self.plan.plain(), num_micro_batches) if self.num_ranks > 1 else {}
-
-    def last_weight_steps(self) -> StepCounts:
-        """Return what the last messages that moved codes held; zeros without such messages."""
-        stepping = [root.copies.steps for root in self.roots if root.copies and root.copies.steps]
-        return StepCounts(*map(sum, zip(*(each.last_counts() for each in stepping), strict=True)))
 
     def describe(self, num_micro_batches: int = 1, sent: Sent | None = None) -> Rows:
         """Return table rows (name, text): the collectives as they run, and the bytes a node sends.

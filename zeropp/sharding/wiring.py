@@ -89,8 +89,14 @@ class Wiring:
         """Connect this rank to its inner and its outer hop, once."""
         if (axis, purpose) not in self._communicators:
             place = axis.position
-            hops = route.inner_hop(place), route.outer_hop(place)
-            self._communicators[axis, purpose] = tuple(
-                connect(hop, axis.ranks, place, self._traffic, purpose) for hop in hops
+            inner = connect(route.inner_hop(place), axis.ranks, place, self._traffic, purpose)
+            outer = connect(
+                route.outer_hop(place),
+                axis.ranks,
+                place,
+                self._traffic,
+                purpose,
+                is_coded=bool(route.is_coded),
             )
+            self._communicators[axis, purpose] = inner, outer
         return self._communicators[axis, purpose]

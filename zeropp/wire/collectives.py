@@ -16,7 +16,7 @@ n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a pac
 Units with quantized frozen weights (zeropp/wire/frozen_weights.py) are sent as bytes: those weights
 as they are stored, the others as numbers. Such a gather neither quantizes nor dequantizes.
 *) hpZ's secondary copy (zeropp/wire/secondary_copies.py). A gather that uses it begins below here.
-   One that is out of date is brought up to date by steps (zeropp/wire/weight_steps.py).
+   One that is out of date is brought up to date by what has changed in the codes.
 +) Divided by R here, rather than at the end, if sums are sent in fp16, where they could overflow.
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
 """
@@ -29,15 +29,21 @@ import torch
 import torch.distributed as dist
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
+from zeropp.quant.ops import (
+    dequantize,
+    quantize,
+    reduce_dequantize,
+    reduce_quantize,
+    requantize,
+)
 from zeropp.quant.packing import MULTIPLE, ROTATED_4, RowLayout, row_layout
+from zeropp.wire.coded_collectives import exchange_rows, gather_changes, is_same_on_all_nodes
 from zeropp.wire.communicator import Communicator
 from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Gathering, Hops, InFlightTensor, Reductions, run
 from zeropp.wire.kept_weights import KeptWeights
 from zeropp.wire.route import UNQUANTIZED, Route
-from zeropp.wire.weight_steps import is_same_on_all_nodes
 
 log = logging.getLogger("zeropp")
 
@@ -111,12 +117,7 @@ class WeightGather(fsdp.AllGather):
             row, is_outdated = self._own_row(shard, layout)
             rows = yield from self._gathered(row, purpose, async_op=async_op)
         if is_outdated:
-            yield from self.copies.steps.hops(
-                self.unit, shard, rows, layout, self.outer, purpose,
-                async_op=async_op,
-            )  # fmt: skip
-            if self.copies.steps.check_is_due(self.unit):
-                rows = yield from self._checked(rows, shard, layout, purpose, async_op=async_op)
+            rows = yield from self._updated(rows, shard, layout, purpose, async_op=async_op)
         if self.copies:
             self.copies.keep(self.unit, rows, version)
         return rows
@@ -131,20 +132,29 @@ class WeightGather(fsdp.AllGather):
         yield self.outer.all_gather(arrived, row, purpose, unit=self.unit, async_op=async_op)
         return arrived
 
-    def _checked(
-        self, rows: torch.Tensor, shard: torch.Tensor, layout: RowLayout, purpose: str, *,
+    def _updated(
+        self,
+        rows: torch.Tensor,
+        shard: torch.Tensor,
+        layout: RowLayout,
+        purpose: str,
+        *,
         async_op: bool,
-    ) -> Generator[dist.Work | None, None, torch.Tensor]:  # fmt: skip
-        """Return `rows` if they are the same on all nodes, else whole codes, sent again."""
-        is_same = yield from is_same_on_all_nodes(
-            rows, self.outer, purpose, self.unit, async_op=async_op
-        )
-        if is_same:
+    ) -> Generator[dist.Work | None, None, torch.Tensor]:
+        """Return `rows` (N, P), in place, with the codes that the members' shards have now."""
+        outer, unit = self.outer, self.unit
+        row = requantize(shard.view(1, -1), rows[outer.place : outer.place + 1], layout)
+        if not outer.is_coded:
+            yield outer.all_gather(rows, row, purpose, unit=unit, async_op=async_op)
+            return rows
+        yield from gather_changes(outer, row, rows, layout, purpose, unit=unit, async_op=async_op)
+        if not self.copies.check_is_due(unit):
+            return rows
+        if (yield from is_same_on_all_nodes(rows, outer, purpose, unit, async_op=async_op)):
             return rows
         log.warning(
-            "the nodes' copies of %s differ; whole codes are sent again", fsdp.name_of(self.unit)
+            "the nodes' copies of %s differ; whole codes are sent again", fsdp.name_of(unit)
         )
-        row = quantize(shard.view(1, -1), layout)
         return (yield from self._gathered(row, purpose, async_op=async_op))
 
     def _own_row(self, shard: torch.Tensor, layout: RowLayout | None) -> tuple[torch.Tensor, bool]:
@@ -249,14 +259,24 @@ class GradientMean(fsdp.ReduceScatter):
                 rows = reduce_quantize(rows, inner, outer, terms=self.route.inner)
             else:
                 rows = quantize(rows, outer)
-            received = torch.empty_like(rows)
-            yield self.outer.all_to_all(
-                received, rows, "gradients", unit=self.unit, async_op=async_op
-            )
-            rows = received
+            rows = yield from self._exchanged(rows, outer, async_op=async_op)
         reduce_dequantize(rows, mean, layout)
         if self.divisor > 1:
             mean.div_(self.route.outer if self.divides_first else self.divisor)
+
+    def _exchanged(
+        self, rows: torch.Tensor, layout: RowLayout, *, async_op: bool
+    ) -> Generator[dist.Work | None, None, torch.Tensor]:
+        """Return the rows (N, P') that the members of the outer hop have for this rank."""
+        if self.outer.is_coded:
+            return (
+                yield from exchange_rows(
+                    self.outer, rows, layout, "gradients", unit=self.unit, async_op=async_op
+                )
+            )
+        received = torch.empty_like(rows)
+        yield self.outer.all_to_all(received, rows, "gradients", unit=self.unit, async_op=async_op)
+        return received
 
 
 def weight_layout(specs: Sequence[fsdp.ShardSpec], route: Route, dtype: torch.dtype) -> RowLayout:

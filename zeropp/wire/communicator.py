@@ -4,6 +4,7 @@ Every byte is entered in the ledger here, where the collective is called, and a 
 collective by the name that it gets here.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,7 @@ class Communicator:
     group: dist.ProcessGroup
     traffic: Traffic
     is_gloo: bool = False
+    is_coded: bool = False  # whether its messages are coded to their entropy
 
     @property
     def size(self) -> int:
@@ -79,6 +81,39 @@ class Communicator:
             work = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
             return self._named(work, f"the all-to-all of {purpose}", unit, async_op=async_op)
 
+    def exchange(
+        self,
+        messages: Sequence[torch.Tensor],
+        room: int,
+        purpose: str,
+        *,
+        numbers: int,
+        unit: fsdp.FSDPModule,
+        async_op: bool = False,
+    ) -> tuple[dist.Work | None, Mapping[int, torch.Tensor]]:
+        """Send each member its message, of up to `room` bytes and so many `numbers`; return what
+        will hold theirs.
+
+        uint8, on the host. Nobody is told how long messages are: gloo receives one that is shorter
+        than the memory for it, at its beginning, so that lengths cost no round trip. What comes
+        must say itself where it ends.
+        """
+        own, group = self.place, self.group
+        others = [member for member in range(self.size) if member != own]
+        rooms = [room if member != own else 0 for member in range(self.size)]
+        lengths = [len(message) for message in messages]
+        for member in others:
+            place = self.hop.members[member]
+            self.traffic.add(purpose, self.hop.message_bytes(self.position, place, lengths[member]))
+        self.traffic.add_coded(purpose, numbers * len(others), sum(lengths))
+        received = torch.empty(sum(rooms), dtype=torch.uint8)
+        with traced("exchange", purpose, self.hop):
+            work = dist.all_to_all_single(
+                received, torch.cat([*messages]), rooms, lengths, group=group, async_op=True
+            )
+            work = self._named(work, f"the exchange of {purpose}", unit, async_op=async_op)
+        return work, dict(zip(others, received.view(-1, room), strict=True))
+
     def _is_named(self, tensor: torch.Tensor) -> bool:
         """Whether a failed wait can name the ranks that did not come: the host waits, for gloo."""
         return self.is_gloo and tensor.device.type == "cpu"
@@ -98,18 +133,31 @@ class Communicator:
 
 
 def connect(
-    hop: Hop, ranks: tuple[int, ...], position: int, traffic: Traffic, purpose: str
+    hop: Hop,
+    ranks: tuple[int, ...],
+    position: int,
+    traffic: Traffic,
+    purpose: str,
+    *,
+    is_coded: bool = False,
 ) -> Communicator | None:
     """Connect this rank to its hop; return None for a hop of one rank.
 
     `ranks` are the global ranks of the data axis. Only the hop's members need to call it. Models on
     the same ranks share the process group of a hop and a `purpose`, as with FSDP2 they share the
     mesh's. Gathers and reductions overlap, so that on one communicator they would wait for each
-    other: they have different purposes.
+    other: they have different purposes. `is_coded` says whether messages are coded, which
+    are lost on a group that has no gloo: there they are not.
     """
     if hop.size == 1:
         return None
     group = shared_group(purpose, [ranks[member] for member in hop.members], ranks)
+    is_gloo = uses_gloo(group)
     return Communicator(
-        hop=hop, position=position, group=group, traffic=traffic, is_gloo=uses_gloo(group)
+        hop=hop,
+        position=position,
+        group=group,
+        traffic=traffic,
+        is_gloo=is_gloo,
+        is_coded=is_coded and is_gloo,
     )

@@ -8,7 +8,7 @@ forecast of the bytes they send.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -18,7 +18,6 @@ from zeropp.settings.zero_config import ZeroConfig
 log = logging.getLogger("zeropp")
 
 UNQUANTIZED = 16
-MOST_LEVELS = 9  # of the steps of codes, where their number follows what is needed
 _NO_COPY = "a copy split over all ranks would be the shards themselves, so none is kept"
 
 
@@ -27,12 +26,14 @@ class Nodes:
     """The nodes of the data axis: each has `ranks_per_node` consecutive positions.
 
     `parts` is how many ranks of a node there are for each of these: more than 1 where other axes,
-    as tensor parallelism, split the model among them.
+    as tensor parallelism, split the model among them. Nodes may be parts of one machine, which is
+    then all of `machines`.
     """
 
     num_ranks: int
     ranks_per_node: int
     parts: int = 1
+    machines: int = field(default=1, compare=False)
 
     @classmethod
     def of(cls, ranks: Sequence[int], ranks_per_node: int) -> "Nodes":
@@ -94,23 +95,28 @@ class Hop:
         far = self.size - 1 - near
         return {"in_node": near * num_bytes, "across_nodes": far * num_bytes}
 
+    def message_bytes(self, position: int, other: int, num_bytes: int) -> dict[str, int]:
+        """Return what a message of `num_bytes` from one member to another one counts as."""
+        hop = "in_node" if self.nodes.same(position, other) else "across_nodes"
+        return {hop: num_bytes}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
     """Two hops over all ranks: one among `inner` ranks, one among `outer` = ranks / inner.
 
     `bits` is (inner hop, outer hop); 16 means unquantized. With `keeps`, what arrives by the outer
-    hop is kept for later gathers: hpZ's secondary copy. With `step_reach`, its codes then move by
-    at most that many in a step, and what crosses nodes is by how many (0: whole codes cross). It
-    may be less where the reach follows what is needed.
+    hop is kept for later gathers: hpZ's secondary copy. With `updates`, what is kept is brought up
+    to date after an optimizer's step: scales stay, so that codes change little. `is_coded` says
+    whether messages of the outer hop are coded to their entropy; None: not, until that is measured.
     """
 
     nodes: Nodes
     inner: int
     bits: tuple[int, int] = (UNQUANTIZED, UNQUANTIZED)
     keeps: bool = False
-    step_reach: int = 0
-    reach_follows: bool = False
+    updates: bool = False
+    is_coded: bool | None = False
 
     @property
     def outer(self) -> int:
@@ -164,8 +170,7 @@ def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
     route = Route(nodes=nodes, inner=inner, bits=(bits, bits), keeps=keeps)
     if not (keeps and config.zeropp.weight_steps):
         return route
-    levels = config.zeropp.weight_step_levels
-    return replace(route, step_reach=(levels or MOST_LEVELS) // 2, reach_follows=not levels)
+    return replace(route, updates=True, is_coded=config.zeropp.code_messages)
 
 
 def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:
@@ -178,7 +183,10 @@ def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:
         )  # fmt: skip
     quantized = config.zero_optimization.zero_quantized_gradients
     bits = config.zeropp.gradient_bits if quantized else (UNQUANTIZED, UNQUANTIZED)
-    return Route(nodes=nodes, inner=nodes.ranks_per_node, bits=bits)
+    route = Route(nodes=nodes, inner=nodes.ranks_per_node, bits=bits)
+    if bits[1] == UNQUANTIZED:
+        return route
+    return replace(route, is_coded=config.zeropp.code_messages)
 
 
 def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int | None:

@@ -3,6 +3,7 @@
 Source: ZeRO++ (Wang et al. 2023), section 3.2.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,7 +13,6 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.cross_stream import CrossStreamTensor
 from zeropp.wire.route import Route
-from zeropp.wire.weight_steps import WeightSteps
 
 
 class OwnRow(NamedTuple):
@@ -26,13 +26,18 @@ class SecondaryCopies:
     """hpZ's secondary copies: each unit's rows after the outer hop, until the weights change.
 
     The choice between a copy and a new gather follows from calls that every rank makes, never from
-    a tensor's state: ranks that chose differently would wait for each other forever. With `steps`,
-    copies of weights that an optimizer may have stepped are brought up to date instead of dropped.
+    a tensor's state: ranks that chose differently would wait for each other forever. With `updates`
+    copies of weights that an optimizer may have stepped are brought up to date instead of dropped,
+    and compared after every `check_interval` updates of a unit, or never if that is 0.
     """
 
-    def __init__(self, *, in_evaluation: bool, steps: WeightSteps | None = None) -> None:
-        self.in_evaluation, self.steps = in_evaluation, steps
+    def __init__(
+        self, *, in_evaluation: bool, updates: bool = False, check_interval: int = 0
+    ) -> None:
+        self.in_evaluation, self.updates = in_evaluation, updates
         self.version = 0
+        self._check_interval = check_interval
+        self._num_updates: Counter[nn.Module] = Counter()
         self._rows: dict[nn.Module, CrossStreamTensor] = {}
         self._outdated: set[nn.Module] = set()
         self._trained: set[nn.Module] = set()
@@ -113,10 +118,18 @@ class SecondaryCopies:
                 self._loaded[unit] = self._loaded[unit]._replace(is_outdated=True)
             if unit not in self._trained or unit not in self._rows:
                 continue
-            if self.steps is not None:
+            if self.updates:
                 self._outdated.add(unit)
             else:
                 del self._rows[unit]
+
+    def check_is_due(self, unit: nn.Module) -> bool:
+        """Note that the unit's copies were brought up to date, and return whether to compare them.
+
+        They are brought up to date by the same calls on all ranks.
+        """
+        self._num_updates[unit] += 1
+        return self._check_interval > 0 and self._num_updates[unit] % self._check_interval == 0
 
     def drop_of(self, unit: nn.Module) -> None:
         """Drop the copy of one unit."""
@@ -153,8 +166,8 @@ def copies_of(route: Route, config: ZeroConfig) -> SecondaryCopies | None:
     """Return what keeps the copies of weights that take this route; None if none are kept."""
     if not route.keeps:
         return None
-    steps = None
-    if config.zeropp.weight_steps:
-        levels = config.zeropp.weight_step_levels
-        steps = WeightSteps(levels and levels // 2, config.zeropp.weight_step_check_interval)
-    return SecondaryCopies(in_evaluation=config.zeropp.secondary_in_evaluation, steps=steps)
+    return SecondaryCopies(
+        in_evaluation=config.zeropp.secondary_in_evaluation,
+        updates=route.updates,
+        check_interval=config.zeropp.weight_step_check_interval,
+    )

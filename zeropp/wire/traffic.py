@@ -7,11 +7,30 @@ direct messages between its members.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import reduce
+from typing import NamedTuple
 
 PURPOSES = ("weights_forward", "weights_backward", "gradients")
 HOPS = ("in_node", "across_nodes")
 
 Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes
+
+
+class CodedMessages(NamedTuple):
+    """What coded messages held, weights and gradients, and the bytes that they took."""
+
+    weights: int = 0
+    weight_bytes: int = 0
+    gradients: int = 0
+    gradient_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight_bytes + self.gradient_bytes
+
+    def plus(self, other: "CodedMessages") -> "CodedMessages":
+        """Return both together."""
+        return CodedMessages(*map(sum, zip(self, other, strict=True)))
 
 
 class Traffic:
@@ -20,6 +39,7 @@ class Traffic:
     def __init__(self, purposes: tuple[str, ...] = PURPOSES) -> None:
         self._purposes = purposes
         self._sent: Counter[tuple[str, str]] = Counter()
+        self._coded = CodedMessages()
 
     @property
     def sent(self) -> dict[tuple[str, str], int]:
@@ -32,6 +52,17 @@ class Traffic:
         assert purpose in self._purposes, purpose
         for hop, num_bytes in by_hop.items():
             self._sent[purpose, hop] += num_bytes
+
+    def add_coded(self, purpose: str, numbers: int, num_bytes: int) -> None:
+        """Note what coded messages hold, whose bytes `add` has entered."""
+        is_gradient = purpose == "gradients"
+        added = (0, 0, numbers, num_bytes) if is_gradient else (numbers, num_bytes, 0, 0)
+        self._coded = self._coded.plus(CodedMessages(*added))
+
+    def take_coded(self) -> CodedMessages:
+        """Return what coded messages held since this was last called."""
+        coded, self._coded = self._coded, CodedMessages()
+        return coded
 
     def take(self) -> dict[tuple[str, str], int]:
         """Return `sent` and reset the counts to zero."""
@@ -54,6 +85,11 @@ class JoinedTraffic:
     def take(self) -> dict[tuple[str, str], int]:
         """Return `sent` and reset the counts to zero."""
         return _total([each.take() for each in self._ledgers])
+
+    def take_coded(self) -> CodedMessages:
+        """Return what coded messages held since this was last called."""
+        each = (ledger.take_coded() for ledger in self._ledgers)
+        return reduce(CodedMessages.plus, each, CodedMessages())
 
 
 def _total(ledgers: Iterable[Sent]) -> dict[tuple[str, str], int]:

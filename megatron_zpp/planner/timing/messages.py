@@ -35,7 +35,7 @@ class UnitMessages:
 def unit_messages(plan: Plan, subunits: tuple[UnitPlan, ...]) -> UnitMessages:
     """Return the messages of a unit that consists of `subunits` of the plan."""
     of_unit = replace(plan, units=subunits)
-    one, two = node_bytes(of_unit, 1), node_bytes(of_unit, 2)
+    one, two = (node_bytes(of_unit, count, typical=True) for count in (1, 2))
     more = {key: two[key] - one[key] for key in one}
     weights, gradients = subunits[0].axis.weights, subunits[0].axis.gradients
     return UnitMessages(

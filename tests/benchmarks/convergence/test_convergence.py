@@ -11,9 +11,9 @@ import pytest
 from benchmarks.convergence import convergence
 from benchmarks.convergence.comparison import (
     WINDOW,
+    bits_lines,
     compare,
     curves,
-    levels_lines,
     smoothed,
     table,
     verdict,
@@ -106,18 +106,11 @@ def test_the_table_has_every_variant_and_its_numbers():
     assert " ".join(line.split()) == expected
 
 
-def test_levels_are_averaged_over_the_seeds():
-    half, none = (
-        {**result_of(5.0), "step_levels": levels} for levels in ({"3": 0.5, "9": 0.5}, {})
-    )
-    runs = {
-        BASELINE: {1: none, 2: none},
-        "code-steps": {1: half, 2: {**none, "step_levels": {"9": 1}}},
-    }
-    rows = compare(runs)
-    assert levels_lines(rows) == [
-        "code-steps: 25.0% of the codes in 3, 75.0% of the codes in 9 levels"
-    ]
+def test_bits_are_averaged_over_the_seeds():
+    none = result_of(5.0)
+    coded = [{**none, "bits": {"weight": bits, "gradient": 3.0}} for bits in (0.5, 1.0)]
+    rows = compare({BASELINE: {1: none, 2: none}, "code-steps": dict(enumerate(coded, 1))})
+    assert bits_lines(rows) == ["code-steps: 0.75 bits a weight, 3.00 bits a gradient"]
 
 
 def test_curves_are_drawn(tmp_path):
@@ -146,17 +139,18 @@ def test_variants_differ_in_zeropp_alone():
     assert on == {
         "baseline": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 2, False),
         "qgz": (False, 1, True), "zeropp": (True, 2, True), "zeropp-4-4": (True, 2, True),
-        "code-steps": (True, 2, True), "code-steps-5": (True, 2, True),
-        "code-steps-int3": (True, 2, True), "code-steps-5-int3": (True, 2, True),
+        "code-steps": (True, 2, True), "code-steps-int3": (True, 2, True),
     }  # fmt: skip
     assert configs["zeropp"].zero.zeropp.gradient_bits == (8, 4)
     assert configs["zeropp-4-4"].zero.zeropp.gradient_bits == (4, 4)
     steps = {variant: config.zero.zeropp.weight_steps for variant, config in configs.items()}
     assert [variant for variant, has_steps in steps.items() if has_steps] == [
-        "code-steps", "code-steps-5", "code-steps-int3", "code-steps-5-int3"
+        "code-steps", "code-steps-int3"
     ]  # fmt: skip
-    assert configs["code-steps-5"].zero.zeropp.weight_step_levels == 5
-    assert configs["code-steps-5-int3"].zero.zeropp.gradient_bits == (8, 3)
+    assert [configs[name].zero.zeropp.code_messages for name in ("zeropp", "code-steps")] == [
+        False, True
+    ]  # fmt: skip
+    assert configs["code-steps-int3"].zero.zeropp.gradient_bits == (8, 3)
 
 
 def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):

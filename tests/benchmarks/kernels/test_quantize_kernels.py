@@ -11,7 +11,7 @@ import torch
 from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_case
 from benchmarks.kernels.quantize_kernels import is_right, on_cpu, time_case, working_peers
-from benchmarks.kernels.timed_cases import ROWS, block_layout, cases, code_step_cases
+from benchmarks.kernels.timed_cases import ROWS, block_layout, cases, requantize_cases
 from tests.benchmarks.started import run_benchmark
 from zeropp.quant import reference
 from zeropp.quant.cpu import backend
@@ -24,14 +24,7 @@ NAMES = [
     "4 x INT8 -> sum -> rotated INT4", "8 x rotated INT4 -> sum -> fp32",
     "fp32 -> rotated -> INT3", "4 x INT8 -> sum -> rotated INT3",
     "8 x rotated INT3 -> sum -> fp32", "4 x rotated INT4 -> sum -> rotated INT4",
-    *(
-        name
-        for reach in (1, 2, 4)
-        for name in (
-            f"bf16, INT8 -> steps, reach {reach}", f"fp32, INT8 -> steps, reach {reach}",
-            f"steps, reach {reach} -> INT8",
-        )
-    ),
+    "bf16 -> INT8 by scales that stay", "fp32 -> INT8 by scales that stay",
 ]  # fmt: skip
 pytestmark = pytest.mark.skipif(backend() is reference, reason="csrc/ was not built here")
 
@@ -67,14 +60,12 @@ def test_bytes_are_those_of_what_is_read_and_written() -> None:
     assert by_name["fp32 -> INT4, reordered"] == (4 << 14) + codes4
     assert by_name["4 x INT8 -> sum -> INT4"] == codes8 + codes4 // 4
     assert by_name["8 x INT4 -> sum -> fp32"] == codes4 + (4 << 14) // 8
-    steps = {case.name: case.num_bytes for case in code_step_cases(backend(), 1 << 14, CPU)}
-    message = 32 + 16 + 416  # per row: counts, scales of 8 blocks, 2048 steps in 410 bytes
-    assert steps["bf16, INT8 -> steps, reach 1"] == (2 << 14) + codes8 + ROWS * message
-    assert steps["steps, reach 1 -> INT8"] == 2 * codes8 + ROWS * message
+    steps = {case.name: case.num_bytes for case in requantize_cases(backend(), 1 << 14, CPU)}
+    assert steps["bf16 -> INT8 by scales that stay"] == (2 << 14) + codes8 + ROWS * 16
 
 
 def test_a_kernel_that_writes_something_else_is_seen() -> None:
-    all_cases = [*cases(backend(), 1 << 13, CPU), *code_step_cases(backend(), 1 << 13, CPU)]
+    all_cases = [*cases(backend(), 1 << 13, CPU), *requantize_cases(backend(), 1 << 13, CPU)]
     for case in all_cases:
         assert is_right(case, CPU), case.name
         last = case.outputs[0].view(torch.uint8).view(-1)[-1:]

@@ -19,7 +19,7 @@ WITHOUT_OPTIONAL_PACKAGES = """
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("orjson", "fastokens", "pyarrow") or name == "backports.zstd":
+        if name.split(".")[0] in ("orjson", "fastokens", "pyarrow"):
             raise ImportError(name)
 sys.meta_path.insert(0, Missing())
 """

@@ -12,7 +12,6 @@ from megatron_zpp.parallel.peers import AXES
 from megatron_zpp.settings.config import Config
 from zeropp.wire.route import Nodes
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
-from zeropp.wire.weight_steps import StepCounts
 
 MIB = 2**20
 FORWARD, GRADIENTS = ("weights_forward", "across_nodes"), ("gradients", "across_nodes")
@@ -35,7 +34,6 @@ def sharding(stage: int = 3, num_ranks: int = 4) -> SimpleNamespace:
         stage=stage,
         num_ranks=num_ranks,
         traffic=Traffic(),
-        last_weight_steps=lambda: StepCounts(codes=100, moved=30, capped=2, blocks=4, rescaled=1),
         compute_dtype=torch.bfloat16,
         plan=SimpleNamespace(units=(SimpleNamespace(wire_dtype=torch.bfloat16),)),
         expected_traffic=lambda num: {FORWARD: MIB, GRADIENTS: num * MIB, NEAR: 0},
@@ -60,15 +58,11 @@ def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
     taken = meter.take()
     scalars = communication_scalars(taken)
     assert scalars["comm/weights_forward_across_nodes"] == 1 * MIB  # 2 ranks, every other step
-    assert scalars["comm/weight_codes_moved"] == 0.3
-    assert scalars["comm/weight_codes_capped"] == 0.02
-    assert scalars["comm/weight_blocks_rescaled"] == 0.25
     assert scalars["comm/gradients_across_nodes"] == 4 * MIB
     assert scalars["comm/across_nodes"] == 5 * MIB and scalars["comm/in_node"] == 0
     assert scalars["comm/expected_across_nodes"] == 6 * MIB
     assert set(scalars) == {f"comm/{a}_{b}" for a in PURPOSES for b in HOPS} | {
         "comm/across_nodes", "comm/in_node", "comm/expected_across_nodes",
-        "comm/weight_codes_moved", "comm/weight_codes_capped", "comm/weight_blocks_rescaled",
     }  # fmt: skip
     assert taken.line() == (
         " comm per node and step (MiB) | across nodes: 5.00 (formula: 6.00) |"
@@ -76,6 +70,21 @@ def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
         " in node: 0.00 |"
     )
     assert meter.take() is None
+
+
+def test_bits_of_coded_messages_are_those_of_an_interval():
+    model = sharding()
+    meter = CommunicationMeter(Config(), model, TwoNodes())
+    for number in range(2):
+        meter.begin_step()
+        model.traffic.add("gradients", {"across_nodes": 1000})
+        model.traffic.add_coded("weights_forward", 8000, 1000 * (1 + 2 * number))
+        model.traffic.add_coded("gradients", 1000, 500)
+        meter.end_step(1)
+    taken = meter.take()
+    scalars = communication_scalars(taken)
+    assert scalars["comm/bits_per_weight"] == 2 and scalars["comm/bits_per_gradient"] == 4
+    assert "uncoded: " in taken.line()
 
 
 def test_what_is_sent_between_steps_is_in_no_number():

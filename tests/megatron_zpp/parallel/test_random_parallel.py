@@ -78,7 +78,8 @@ class Drawn:
             zero["zero_hpz_partition_size"] = per_node
         zeropp["reduce_gradients_once"] = draw.random() < 0.4
         if self.steps:
-            zero, zeropp = ALL_THREE, zeropp | {"ranks_per_node": 1, "weight_steps": True}
+            steps = {"weight_steps": True, "code_messages": draw.random() < 0.7}
+            zero, zeropp = ALL_THREE, zeropp | {"ranks_per_node": 1} | steps
         path = folder / "zeropp.json"
         path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
         words = [

@@ -100,7 +100,7 @@ def test_steps_of_codes_go_on_under_a_pipeline_to_the_last_digit(tmp_path):
         "zero_quantized_gradients": True,
     }  # fmt: skip
     path = tmp_path / f"{dist.get_rank()}.json"
-    zeropp = {"ranks_per_node": 1, "weight_steps": True}
+    zeropp = {"ranks_per_node": 1, "weight_steps": True, "code_messages": True}
     path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
     flags = f"{DEEP_GPT2} --lr 1e-2 --deepspeed_config {path} "
     stages = PP2 + TWO_STAGES

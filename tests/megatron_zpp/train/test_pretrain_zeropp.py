@@ -90,11 +90,11 @@ def test_a_stop_in_the_middle_changes_no_digit(case, tmp_path):
     assert field(first, "grad norm") + field(second, "grad norm") == field(straight, "grad norm")
 
 
-@pytest.mark.parametrize("levels", [None, 5])
+@pytest.mark.parametrize("coded", [True, False])
 @ranks(4, timeout=180)
-def test_steps_of_codes_go_on_after_a_stop_to_the_last_digit(levels, tmp_path):
+def test_steps_of_codes_go_on_after_a_stop_to_the_last_digit(coded, tmp_path):
     settings = json.loads(EXAMPLE.read_text())
-    settings["zeropp"] |= {"weight_steps": True, "weight_step_levels": levels}
+    settings["zeropp"] |= {"weight_steps": True, "code_messages": coded}
     flags = f"{BATCH} --train-iters 4 --lr-decay-style cosine --eval-iters 1 --eval-interval 2 "
     flags += f"--deepspeed_config {json.dumps(settings, separators=(',', ':'))} "
     straight = log_of(flags)

@@ -53,7 +53,7 @@ def engine_with(
     **zeropp: object,
 ) -> Engine:
     """An engine with steps of codes on nodes of two; `zeropp` may say otherwise."""
-    settings = {"ranks_per_node": 2, "weight_steps": steps, **zeropp}
+    settings = {"ranks_per_node": 2, "weight_steps": steps, "code_messages": True, **zeropp}
     hpz = 2 if settings["ranks_per_node"] == 2 else 16
     zero = ALL_THREE | {"zero_hpz_partition_size": hpz}
     return engine_of(model, zero_optimization=zero, zeropp=settings, optimizer=ADAMW, **precision)

@@ -12,7 +12,7 @@ from zeropp.quant.packing import RowLayout
 
 @dataclass(frozen=True)
 class LayoutOps:
-    """The four ops of a backend, called directly."""
+    """The ops of a backend, called directly."""
 
     backend: Backend
 
@@ -23,6 +23,11 @@ class LayoutOps:
 
     def quantize_into(self, rows: Tensor, packed: Tensor, layout: RowLayout, fold: int) -> None:
         self.backend.quantize(rows, packed, layout.table, fold)
+
+    def requantize_into(
+        self, rows: Tensor, held: Tensor, packed: Tensor, layout: RowLayout
+    ) -> None:
+        self.backend.requantize(rows, held, packed, layout.table)
 
     def dequantize(self, packed: Tensor, out: Tensor, layout: RowLayout, fold: int) -> None:
         self.backend.dequantize(packed, out, layout.table, fold)

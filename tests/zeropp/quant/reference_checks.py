@@ -41,6 +41,24 @@ def check_rows(
     return right
 
 
+def check_requantized(
+    kernels: LayoutOps, rows: torch.Tensor, layout: RowLayout, device: str = "cpu", shift: int = 0
+) -> None:
+    """Quantize by the scales that were held, again and again, as the numbers change."""
+    bits = tuple(16 if bits == 16 else 8 for bits in layout.bits)
+    layout = RowLayout(sizes=layout.sizes, bits=bits, wire=layout.wire)
+    held = reference.quantize(rows, layout, 1)
+    for factor in (1.004, 0.98, 0.3, 1.0, 0.01, 5.0, 0.0, 1.5, float("nan"), 1.0):
+        values = (rows.float().nan_to_num(0.0) * factor).clamp(-6e4, 6e4).to(rows.dtype)
+        right = torch.empty_like(held)
+        reference.requantize_into(values, held, right, layout)
+        packed = torch.empty_like(held, device=device).fill_(UNTOUCHED)
+        kernels.requantize_into(copied(values, device, shift), held.to(device), packed, layout)
+        if factor == factor:  # the bits of a NaN among raw values are not defined
+            assert_same_bytes(packed, right, layout)
+        held = right
+
+
 def check_sums(
     kernels: LayoutOps, packed: torch.Tensor, layout: RowLayout, onto: RowLayout, terms: int,
     device: str = "cpu", shift: int = 0,

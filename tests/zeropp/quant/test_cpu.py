@@ -24,7 +24,12 @@ from tests.zeropp.quant.packed_bytes import (
     seeds,
     widths,
 )
-from tests.zeropp.quant.reference_checks import check_rows, check_sums, other_bits
+from tests.zeropp.quant.reference_checks import (
+    check_requantized,
+    check_rows,
+    check_sums,
+    other_bits,
+)
 from zeropp.native import kernels as native_kernels
 from zeropp.native.kernels import ISAS
 from zeropp.quant import cpu
@@ -80,6 +85,7 @@ def test_rows_of_ragged_segments(of_isa, dtype, wire):
     for seed, layout in enumerate(ragged_layouts(wire)):
         for count, fold in ((1, 1), (6, 1), (6, 2), (6, 3), (4, 4)):
             check_rows(of_isa, any_rows(count, layout.elements, dtype, seed), layout, fold)
+        check_requantized(of_isa, any_rows(3, layout.elements, dtype, seed), layout)
 
 
 @pytest.mark.parametrize("terms", range(1, 10))

@@ -16,6 +16,7 @@ from tests.zeropp.quant.packed_bytes import (
 )
 from tests.zeropp.quant.reference_checks import (
     UNTOUCHED,
+    check_requantized,
     check_rows,
     check_sums,
     many_segments,
@@ -75,6 +76,7 @@ def test_segments_that_only_wide_accesses_touch(kernels, dtype, bits):
 def test_more_segments_than_a_launch_takes(kernels, count):
     layout = many_segments(count, FLOATS[count % 3])
     packed = check_rows(kernels, any_rows(2, layout.elements, torch.float32, 1), layout, 1, GPU)
+    check_requantized(kernels, any_rows(2, layout.elements, torch.float32, 1), layout, GPU)
     check_sums(kernels, packed, layout, other_bits(layout), 2, GPU)
 
 

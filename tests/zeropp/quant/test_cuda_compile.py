@@ -10,13 +10,11 @@ from setup import find_nvcc, gpus, torch_cuda
 NVCC = find_nvcc()
 KERNELS = {
     "adam/cuda.cu": 3,
-    "code_steps/cuda.cu": 4,
-    "quantize/cuda_quantize.cu": 6,
+    "quantize/cuda_quantize.cu": 9,
     "quantize/cuda_reduce.cu": 4,
     "shared/cuda_library.cu": 0,
 }
 MOST_REGISTERS = 128  # of 256 threads, so that two blocks fit
-SHARED = {"code_steps/cuda.cu": 4096 + 4 * 5 * 4}  # bytes at most: digits, and counts of 4 warps
 
 
 def name_of(source: Path) -> str:
@@ -35,7 +33,7 @@ def test_kernels_spill_no_registers_and_use_no_stack(source, gpu):
     assert len(kernels) == KERNELS[name_of(source)]
     for kernel in kernels:
         assert (kernel.stack, kernel.spilled) == (0, 0), kernel
-        assert kernel.shared <= SHARED.get(name_of(source), 0), kernel
+        assert kernel.shared == 0, kernel
         assert kernel.registers <= MOST_REGISTERS, kernel
 
 

@@ -13,6 +13,7 @@ from tests.zeropp.quant.emulated_kernels import EmulatedLibrary
 from tests.zeropp.quant.layout_ops import LayoutOps
 from tests.zeropp.quant.packed_bytes import RAGGED, any_rows, ragged_layouts
 from tests.zeropp.quant.reference_checks import (
+    check_requantized,
     check_rows,
     check_sums,
     many_segments,
@@ -37,6 +38,7 @@ def test_rows_of_ragged_segments(kernels, dtype, shift):
         rows = any_rows(6, layout.elements, dtype, seed)
         for fold in (2, 3):
             check_rows(kernels, rows, layout, fold, shift=shift)
+        check_requantized(kernels, rows, layout, shift=shift)
 
 
 @pytest.mark.parametrize("terms", [1, 2, 3, 4, 5, 9])
@@ -63,6 +65,7 @@ def test_segments_that_only_wide_accesses_touch(kernels, dtype, bits):
 def test_more_segments_than_a_launch_takes(kernels, count):
     layout = many_segments(count, FLOATS[count % 3])
     packed = check_rows(kernels, any_rows(2, layout.elements, torch.float32, count), layout, 1)
+    check_requantized(kernels, any_rows(2, layout.elements, torch.float32, count), layout)
     check_sums(kernels, packed, layout, other_bits(layout), 2)
 
 

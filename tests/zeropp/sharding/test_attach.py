@@ -107,6 +107,19 @@ def test_with_all_of_zeropp_it_sends_less_and_learns_the_same(policy):
     assert attached.skipped == {} and list(attached.units) == ["", *blocks]
 
 
+@ranks(4)
+def test_coding_messages_changes_no_digit():
+    runs = []
+    for coded in (False, True):
+        steps = {"ranks_per_node": 2, "weight_steps": True, "code_messages": coded}
+        model = sharded()
+        attached = zeropp.attach(model, ZEROPP | {"zeropp": steps})
+        runs.append(train(model, steps=4, micro_batches=2))
+        counted = attached.traffic.take_coded()
+        assert (min(counted) > 0) is coded
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize("factor", [None, 1.0, 7.0])
 @ranks(2)
 def test_the_owners_factor_divides(factor):

@@ -6,7 +6,6 @@ import torch
 from zeropp import InputError
 from zeropp.wire.cross_stream import CrossStreamTensor, HostCopy, refuse_capture
 from zeropp.wire.secondary_copies import SecondaryCopies
-from zeropp.wire.weight_steps import WeightSteps
 
 DEVICE = torch.device("cuda", 0)
 
@@ -75,7 +74,7 @@ def test_who_writes_in_place_waits_for_all_who_read(run_on):
 
 
 def test_copies_that_are_brought_up_to_date_wait_for_the_gathers_that_read_them(run_on):
-    copies, unit = SecondaryCopies(in_evaluation=True, steps=WeightSteps()), torch.nn.Linear(1, 1)
+    copies, unit = SecondaryCopies(in_evaluation=True, updates=True), torch.nn.Linear(1, 1)
     gathers, other = Stream(), Stream()
     run_on(gathers)
     copies._trained.add(unit)  # as `note_use` does for a unit of FSDP2's
