@@ -28,8 +28,8 @@ from megatron_zpp.preprocess import PreprocessConfig, preprocess_config
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
 from megatron_zpp.settings.command_line import read, split_flags, vocabulary
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
+from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
-from megatron_zpp.settings.idle_flags import idle_flags
 from tools.fetch_smollm2 import FetchConfig
 from zeropp.errors import InputError
 from zeropp.ranks import launcher as launch
@@ -51,7 +51,7 @@ SECTIONS = {
     "tools/merge_datasets.py": (MergeConfig,),
     "tools/plan.py": (PlanFlags, *FLAG_SECTIONS),
 }
-IDLE = {"tools/preprocess_data.py": preprocess_config.IDLE, "tools/plan.py": idle_flags()}
+IDLE = {"tools/preprocess_data.py": preprocess_config.IDLE, "tools/plan.py": flags_without_effect()}
 GPUS = 8  # of the machine, for a launcher without a number of ranks
 LM_EVAL_FLAGS = {
     "--tasks", "--num-fewshot", "--apply-chat-template", "--output-path", "--log-samples",

@@ -1,12 +1,12 @@
 """Draws the learning-rate schedules as an SVG: `python tools/plot_schedules.py docs/schedules.svg`.
 
-The curves are computed by `megatron_zpp/settings/schedule.py`, which training uses as well.
+The curves are computed by `megatron_zpp/settings/scheduled_values.py`, which training uses as well.
 """
 
 import sys
 from collections.abc import Callable
 
-from megatron_zpp.settings.schedule import LearningRate
+from megatron_zpp.settings.scheduled_values import LearningRate
 from zeropp.atomic import write_atomically
 
 WIDTH, HEIGHT = 760, 280  # pixels

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zeropp.errors import InputError
     from zeropp.optim.adam import FusedAdam
     from zeropp.optim.loss_scale import LossScaler
-    from zeropp.optim.step import StepResult, optimizer_step
+    from zeropp.optim.step_or_skip import StepResult, optimizer_step
     from zeropp.settings.zero_config import ZeroConfig
     from zeropp.sharding.attach import Attached, attach
     from zeropp.sharding.shard import shard
@@ -48,11 +48,11 @@ _MODULES = MappingProxyType(
         "InputError": "zeropp.errors",
         "LossScaler": "zeropp.optim.loss_scale",
         "Sharding": "zeropp.sharding.sharding",
-        "StepResult": "zeropp.optim.step",
+        "StepResult": "zeropp.optim.step_or_skip",
         "ZeroConfig": "zeropp.settings.zero_config",
         "attach": "zeropp.sharding.attach",
         "initialize": "zeropp.deepspeed.build_engine",
-        "optimizer_step": "zeropp.optim.step",
+        "optimizer_step": "zeropp.optim.step_or_skip",
         "shard": "zeropp.sharding.shard",
     }
 )

@@ -28,7 +28,7 @@ from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import LoraConfig
 from zeropp import Sharding, ZeroConfig, attach
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.frozen_weights import stored_bytes
 
 OURS = (

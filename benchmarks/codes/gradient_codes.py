@@ -29,7 +29,7 @@ from benchmarks.shared.pretrain_run import run_step, silent_run, training_batche
 from benchmarks.shared.table import Column, table
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.quant.packing import ROTATED_4
 from zeropp.ranks.topology import Environment
 

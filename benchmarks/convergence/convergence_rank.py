@@ -9,7 +9,7 @@ from dataclasses import replace
 from benchmarks.convergence.variants import EVAL_MICRO_BATCH, SPIKE, SPIKE_FACTOR, Recipe
 from benchmarks.shared.pretrain_run import held_out_loss, run_step, silent_run, training_batches
 from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.settings.schedule import is_due
+from megatron_zpp.settings.scheduled_values import is_due
 from megatron_zpp.train.run import Run
 from zeropp.ranks.topology import Environment
 from zeropp.wire.traffic import CodedMessages

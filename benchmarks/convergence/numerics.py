@@ -25,7 +25,7 @@ from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.arguments import parse
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import BLOCK, ROTATED_4, RowLayout
 from zeropp.ranks.topology import Environment

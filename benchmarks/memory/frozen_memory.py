@@ -24,7 +24,7 @@ from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp import Sharding, ZeroConfig, shard
 from zeropp import fsdp_adapter as fsdp
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.materialize import allocate_meta_tensors
 from zeropp.sharding.shard import allocate_parameters, store_frozen

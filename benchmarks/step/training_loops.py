@@ -20,7 +20,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.train.pending_iteration import PendingIteration
 from zeropp import attach, shard
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 
 LossOf = Callable[[Batch], Tensor]
 Steps = Iterator[Sequence[Batch]]  # the micro-batches of one step after another

@@ -11,7 +11,7 @@ from megatron_zpp.model.init import local_ranges
 from megatron_zpp.model.lora import is_adapter
 from zeropp.checkpoint.state_tensors import names_elsewhere, shape_differences
 from zeropp.errors import InputError, first_lines
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 
 
 class WeightSource(Protocol):

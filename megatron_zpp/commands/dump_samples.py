@@ -30,7 +30,7 @@ from megatron_zpp.data.split import SPLITS, parse_split
 from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.settings.config import DataConfig, ModelConfig, TokenizerConfig, TrainingConfig
 from megatron_zpp.settings.flag import Section, flag, shared
-from megatron_zpp.settings.idle_flags import idle_flags
+from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
@@ -77,7 +77,7 @@ def main(argv: Sequence[str], program: str = "megatron-zpp dump-samples") -> int
         dump,
         interrupted="stopped; nothing was written",
         no_effect=NO_EFFECT,
-        idle=[flag for flag in idle_flags() if flag.name in IDLE],
+        idle=[flag for flag in flags_without_effect() if flag.name in IDLE],
     )
 
 

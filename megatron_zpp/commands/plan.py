@@ -35,7 +35,7 @@ from megatron_zpp.settings.command_line import (
 )
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.flag import Section, flag
-from megatron_zpp.settings.idle_flags import idle_flags
+from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 
@@ -86,7 +86,11 @@ def main(argv: Sequence[str], program: str = "megatron-zpp plan") -> int:
     """Print the plan; return 0, 1 if the model fits nowhere, or 2 for a mistake in the flags."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if any(word in HELP for word in argv):
-        print(help_text(USAGE.format(program=program), (PlanFlags, *FLAG_SECTIONS), idle_flags()))
+        print(
+            help_text(
+                USAGE.format(program=program), (PlanFlags, *FLAG_SECTIONS), flags_without_effect()
+            )
+        )
         return 0
     try:
         flags, run_argv = split(argv)

@@ -38,7 +38,7 @@ from megatron_zpp.interchange.tokenizer_files import tokenizer_config_of
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import is_adapter
 from megatron_zpp.settings.config import LoraConfig, ModelConfig, TokenizerConfig
-from megatron_zpp.settings.idle_flags import idle_flags
+from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from zeropp.errors import InputError
 
@@ -368,7 +368,7 @@ def _section(kind: type, values: dict[str, Any], path: Path) -> Any:
 
     Checkpoints of earlier versions also have flags that change nothing.
     """
-    idle = {flag.name.replace("-", "_") for flag in idle_flags()}
+    idle = {flag.name.replace("-", "_") for flag in flags_without_effect()}
     values = {name: value for name, value in values.items() if name not in idle}
     names = {field.name for field in dataclasses.fields(kind)}
     unknown = sorted(values.keys() - names)

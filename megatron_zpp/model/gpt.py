@@ -22,7 +22,7 @@ from megatron_zpp.model.rotary import Rotary, rotary_tables
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron_zpp.parallel.collectives import gather_columns
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 
 
 class GPT(nn.Module):

@@ -10,8 +10,11 @@
 | B of adapters of queries to values, MLP    | output channels | A of these adapters  |
 | A of adapters of the outputs               | input channels  | B of these adapters  |
 
-Without an axis they compute the plain thing. Activations are plain tensors. `split_dims` of a layer
-are the dimensions in which its parameters are split, by their names.
+Of K heads of keys and values, each with Q / K heads of queries, rank r of a tensor axis of T ranks
+holds those from r K / T to (r + 1) K / T - 1, in order; `megatron_zpp/parallel/rank_grid.py` says
+which rank of the job that is. Without an axis layers compute the plain thing. Activations
+are plain tensors. `split_dims` of a layer are the dimensions in which its parameters are split, by
+their names.
 """
 
 import re
@@ -27,7 +30,7 @@ from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.parallel.collectives import moved, sum_whole
 from megatron_zpp.parallel.peers import Peers
 from megatron_zpp.settings.config import LoraConfig
-from zeropp.optim.step import gradient_parts, local_part
+from zeropp.optim.step_or_skip import gradient_parts, local_part
 
 NORMS_OF_HEADS = re.compile(r"\.attention\.[qk]_norm\.")
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from zeropp.checkpoint.state_tensors import settle
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 
 MOMENTS = {"variance": "exp_avg_sq", "momentum": "exp_avg"}
 KINDS = ("variance", "variance_sqrt", "momentum", "weight")

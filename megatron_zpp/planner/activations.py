@@ -29,7 +29,7 @@ from megatron_zpp.model.rotary import GLOBAL, KINDS, rotary_tables
 from megatron_zpp.planner.parts.meta_model import MetaModel, largest_block
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.in_flight import InFlightTensor
 
 

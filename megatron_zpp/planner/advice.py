@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_zpp.planner.search import TIE, Plan, Row, Search
 from megatron_zpp.planner.timing.hardware import GIB
-from megatron_zpp.settings.schedule import Schedules
+from megatron_zpp.settings.scheduled_values import Schedules
 
 MOST_RANKS = 8192
 

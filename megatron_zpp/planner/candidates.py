@@ -11,7 +11,7 @@ from typing import Any
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
-from megatron_zpp.settings.schedule import Schedules
+from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.route import Nodes

@@ -13,7 +13,7 @@ from megatron_zpp.planner.advice import advice, why_not
 from megatron_zpp.planner.candidates import RECOMPUTED
 from megatron_zpp.planner.search import Plan, Row
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
-from megatron_zpp.settings.schedule import Schedules
+from megatron_zpp.settings.scheduled_values import Schedules
 
 WIDTH = 180  # columns, where there is no terminal
 NOTES = (

@@ -14,7 +14,7 @@ from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.schedule import Schedules
+from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.optim.offload import HOST, master_devices
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan, spec_of

@@ -24,7 +24,7 @@ from megatron_zpp.planner.timing.hardware import GIB, Cluster
 from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.schedule import Schedules
+from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.wire.route import Nodes
 from zeropp.wire.traffic import HOPS
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from megatron_zpp.settings.flag import Section, flag
-from megatron_zpp.settings.idle_flags import flags_of
+from megatron_zpp.settings.flags_without_effect import flags_of
 from zeropp.errors import InputError
 
 IDLE = flags_of(

@@ -20,7 +20,7 @@ from megatron_zpp.parallel.peers import AXES, EXCHANGE, GATHER, REDUCE, Peers
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 

@@ -23,7 +23,7 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_channels import Transfer, connect
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from zeropp import Sharding
-from zeropp.optim.step import gradient_parts
+from zeropp.optim.step_or_skip import gradient_parts
 
 SeedDropout = Callable[[int, int], None]  # by the micro-batch's first sample, and the stage
 

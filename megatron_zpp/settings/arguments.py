@@ -13,11 +13,11 @@ from megatron_zpp.settings import defaults
 from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ParallelConfig
 from megatron_zpp.settings.flag import Section
+from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.gpt.model import ModelFlags
-from megatron_zpp.settings.idle_flags import idle_flags
 from megatron_zpp.settings.json_flags import REASONS, ZeroFlags
 from megatron_zpp.settings.merge import json_values, merge
-from megatron_zpp.settings.schedule import Schedules
+from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
 from zeropp.settings.deepspeed_json import JsonValues, read_json
 from zeropp.settings.schema import settings_of
@@ -30,8 +30,8 @@ Trains a GPT with ZeRO stages 0 to 3; torchrun or zeropp starts it on several ra
 Megatron's, and --deepspeed-config names a JSON file with DeepSpeed's keys. Everything has a
 default, the data too. The words of a flag may be separated by - or _."""
 FLAG_SECTIONS = (*SECTIONS.values(), ZeroFlags, ModelFlags)
-FLAGS = (*chain.from_iterable(map(settings_of, FLAG_SECTIONS)), *idle_flags())
-VOCABULARY = vocabulary(FLAG_SECTIONS, idle_flags())
+FLAGS = (*chain.from_iterable(map(settings_of, FLAG_SECTIONS)), *flags_without_effect())
+VOCABULARY = vocabulary(FLAG_SECTIONS, flags_without_effect())
 
 log = logging.getLogger("megatron_zpp")
 
@@ -44,7 +44,7 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     and SystemExit(0) after printing the help of `program`.
     """
     if any(word in HELP for word in argv):
-        print(help_text(USAGE.format(program=program), FLAG_SECTIONS, idle_flags()))
+        print(help_text(USAGE.format(program=program), FLAG_SECTIONS, flags_without_effect()))
         raise SystemExit(0)
     typed = read(argv, VOCABULARY)
     if "dry_run_ranks" in typed:

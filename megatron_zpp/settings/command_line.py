@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings.flag import Flag, Section
-from megatron_zpp.settings.idle_flags import what_is_missing
+from megatron_zpp.settings.flags_without_effect import what_is_missing
 from zeropp.errors import InputError
 from zeropp.settings.schema import TYPE_NAMES, settings_of
 

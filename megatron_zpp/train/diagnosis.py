@@ -20,7 +20,7 @@ from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.trainer import Trainer
 from zeropp import Sharding
 from zeropp import fsdp_adapter as fsdp
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.coordination import gather_objects
 
 MOST_SHOWN = 3

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from megatron_zpp.settings.config import TrainingConfig
-from megatron_zpp.settings.schedule import is_due
+from megatron_zpp.settings.scheduled_values import is_due
 
 
 class GarbageCollection(AbstractContextManager):

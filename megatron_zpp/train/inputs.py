@@ -16,7 +16,7 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, DataConfig
 from megatron_zpp.settings.data import names_examples
-from megatron_zpp.settings.schedule import Schedules
+from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.text.generate import Request, check
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp import InputError

@@ -2,7 +2,7 @@
 
 from megatron_zpp.monitor.metrics import Validation
 from megatron_zpp.monitor.step_profiler import StepProfiler
-from megatron_zpp.settings.schedule import is_due
+from megatron_zpp.settings.scheduled_values import is_due
 from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN, VALIDATION

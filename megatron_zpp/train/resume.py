@@ -15,7 +15,7 @@ from megatron_zpp.checkpoint.training_state import TrainingState, architecture, 
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.schedule import Schedules
+from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
 from zeropp import InputError, LossScaler, Sharding

@@ -18,11 +18,11 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.schedule import Schedules, is_due
+from megatron_zpp.settings.scheduled_values import Schedules, is_due
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
 from zeropp import LossScaler, Sharding, optimizer_step
 from zeropp.checkpoint.state_tensors import masters_of
-from zeropp.optim.step import global_norm, local_part
+from zeropp.optim.step_or_skip import global_norm, local_part
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.errors import InputError
 from zeropp.optim.loss_scale import LossScaler
-from zeropp.optim.step import optimizer_step
+from zeropp.optim.step_or_skip import optimizer_step
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import BatchSizes, ZeroConfig
 from zeropp.sharding.sharding import Sharding

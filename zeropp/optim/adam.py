@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from zeropp.errors import InputError
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for
 from zeropp.optim.host_values import HostValues
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What torch's AdamW has besides, so that each loads what the other saved.

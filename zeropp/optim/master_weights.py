@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp.fsdp_adapter import WholeParameter
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.sharding.materialize import part_for_rank
 
 

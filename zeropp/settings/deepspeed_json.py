@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from zeropp.errors import InputError
-from zeropp.settings.idle_keys import idle_keys
 from zeropp.settings.json_keys import JsonSection, Key, json_text
+from zeropp.settings.keys_without_effect import keys_without_effect
 from zeropp.settings.schema import settings_of
 
 _ZERO = "zero_optimization"
@@ -88,7 +88,7 @@ def build(root: type[JsonSection], values: Mapping[str, Any], prefix: str = "") 
 @functools.cache
 def all_keys(root: type[JsonSection]) -> Mapping[str, Key]:
     """Every key below `root`, the top level, by its dotted name, sections themselves included."""
-    return MappingProxyType({**_honoured_keys(root), **idle_keys()})
+    return MappingProxyType({**_honoured_keys(root), **keys_without_effect()})
 
 
 def unknown_key(dotted: str, root: type[JsonSection]) -> InputError:

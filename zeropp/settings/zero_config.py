@@ -24,8 +24,8 @@ from zeropp.settings.deepspeed_json import (
     read_json,
     unknown_key,
 )
-from zeropp.settings.idle_keys import idle_keys
 from zeropp.settings.json_keys import JsonSection, Key, NoEffect, key
+from zeropp.settings.keys_without_effect import keys_without_effect
 from zeropp.settings.rules import BATCH_KEYS, RULES
 from zeropp.settings.sections import (
     Bf16,
@@ -120,7 +120,9 @@ class ZeroConfig(JsonSection):
             raise InputError(f"{file.source}: {error}") from None
         return replace(
             config,
-            idle_values={name: value for name, value in values.items() if name in idle_keys()},
+            idle_values={
+                name: value for name, value in values.items() if name in keys_without_effect()
+            },
             file_keys=frozenset(file.values),
             auto_keys=file.auto_keys - filled.keys(),
             old_names=file.old_names,
@@ -205,7 +207,11 @@ class ZeroConfig(JsonSection):
     def value(self, dotted: str) -> Any:
         """The value under a dotted key; raises `InputError` for one that does not exist."""
         self.setting(dotted)
-        return self.idle_values.get(dotted) if dotted in idle_keys() else attrgetter(dotted)(self)
+        return (
+            self.idle_values.get(dotted)
+            if dotted in keys_without_effect()
+            else attrgetter(dotted)(self)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON that gives these values: every key in the file or not at its default."""

@@ -20,7 +20,7 @@ from megatron_zpp.interchange.families.settings import (
     never,
     switch,
 )
-from zeropp.settings.idle import read_toml
+from zeropp.settings.no_effect_tables import read_toml
 
 SCORE_SCALAR = "query_pre_attn_scalar"
 SCALED_SCORES = {True: {SCORE_SCALAR: None}, False: {SCORE_SCALAR: 1.0}}

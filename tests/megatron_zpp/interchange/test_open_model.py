@@ -24,7 +24,7 @@ from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
 from zeropp import ZeroConfig, shard
 from zeropp.errors import InputError
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.topology import Environment
 
 

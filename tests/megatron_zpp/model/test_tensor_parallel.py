@@ -36,7 +36,7 @@ from tests.megatron_zpp.train.training_runs import (
 )
 from tests.ranks import ranks
 from zeropp import InputError
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.route import Hop, Nodes
 from zeropp.wire.traffic import Traffic
 

@@ -16,7 +16,7 @@ from megatron_zpp.planner.search import ROOM, TIE, Plan, Search, rank_rows
 from megatron_zpp.planner.timing.hardware import GIB, Description, find_cluster
 from megatron_zpp.planner.timing.step_time import typical_seconds
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.settings.schedule import Schedules
+from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.route import Nodes
 

@@ -37,7 +37,7 @@ from tests.megatron_zpp.train.training_runs import (
 )
 from tests.ranks import ranks
 from zeropp import InputError
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 
 FP16 = "--fp16 --initial-loss-scale 65536 "
 UNEVEN = "--decoder-first-pipeline-num-layers 1 "

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_zpp.settings.arguments import FLAGS, parse
 from megatron_zpp.settings.config import SECTIONS
-from megatron_zpp.settings.idle_flags import idle_flags
+from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from tests.megatron_zpp.settings.command_lines import IDLE, config_of, error_of, value_at
 
 # What is typed, the setting it fills, and its value; one line for each flag of Megatron's.
@@ -304,7 +304,7 @@ def test_every_setting_is_covered():
     tried = {word.replace("_", "-") for word in tried}
     ours = {"--eval-at-start", "--sample-prompt", "--sample-length", "--deepspeed-config"}
     ours |= {"--cpu-optimizer", "--no-position-embedding", "--dry-run", "--dry-run-ranks"}
-    idle = {flag.shown.replace("_", "-") for flag in idle_flags()}
+    idle = {flag.shown.replace("_", "-") for flag in flags_without_effect()}
     for flag in FLAGS:
         spelled = {f"--{name}".replace("_", "-") for name in [*flag.names, *flag.shorthands]}
         assert spelled & (tried | ours | idle), flag.name

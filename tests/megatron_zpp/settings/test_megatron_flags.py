@@ -18,7 +18,11 @@ import pytest
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
 from megatron_zpp.settings.command_line import vocabulary
 from megatron_zpp.settings.config import SECTIONS
-from megatron_zpp.settings.idle_flags import idle_flags, refused_flags, what_is_missing
+from megatron_zpp.settings.flags_without_effect import (
+    flags_without_effect,
+    refused_flags,
+    what_is_missing,
+)
 from zeropp.errors import InputError
 from zeropp.settings.schema import settings_of
 
@@ -228,8 +232,8 @@ def test_every_pattern_of_what_is_missing_matches_a_flag_that_is_not_here():
 
 
 def test_no_flag_is_live_and_said_to_change_nothing():
-    idle = {plain(f"--{flag.name}") for flag in idle_flags()}
-    assert len(idle) == len(idle_flags()) > 250 and not idle & LIVE.keys()
+    idle = {plain(f"--{flag.name}") for flag in flags_without_effect()}
+    assert len(idle) == len(flags_without_effect()) > 250 and not idle & LIVE.keys()
     assert idle | LIVE.keys() == KNOWN.keys()
     for name in LIVE:
         assert what_is_missing(name) == "", name
@@ -237,11 +241,11 @@ def test_no_flag_is_live_and_said_to_change_nothing():
 
 def test_every_flag_without_effect_is_one_of_megatrons():
     known = {plain(use.flag) for use in USES}
-    assert {plain(f"--{flag.name}") for flag in idle_flags()} <= known | OTHER_NAMES
+    assert {plain(f"--{flag.name}") for flag in flags_without_effect()} <= known | OTHER_NAMES
 
 
 def test_reasons_name_flags_that_are_live():
-    for why in [*refused_flags(), *(flag.why_ignored for flag in idle_flags())]:
+    for why in [*refused_flags(), *(flag.why_ignored for flag in flags_without_effect())]:
         for flag in re.findall(r"--([a-z][\w-]+)", why):
             assert plain(f"--{flag}") in LIVE.keys() | OF_OTHER_PROGRAMS, why
         assert len(why) > 10 and why[-1] != ".", why

@@ -11,7 +11,7 @@ from megatron_zpp.train.loop import train
 from tests.megatron_zpp.train.training_runs import built_run, log_of, losses
 from tests.ranks import ranks
 from zeropp.errors import InputError
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 
 FLAGS = (
     "--train-iters 4 --micro-batch-size 1 --global-batch-size 4 --zero-stage 3 "

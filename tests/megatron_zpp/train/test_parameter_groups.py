@@ -7,7 +7,7 @@ from megatron_zpp.train.inputs import TRAIN
 from megatron_zpp.train.run import Run
 from tests.megatron_zpp.train.training_runs import built_run, field, run
 from tests.ranks import ranks
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 
 FLAGS = "--mock-data --micro-batch-size 2 --train-iters 4 --weight-decay 0.1 "
 ENDS = {"tokens.weight", "head.weight"}

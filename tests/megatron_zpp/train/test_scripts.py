@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.settings.schedule import Schedules
+from megatron_zpp.settings.scheduled_values import Schedules
 from tests.megatron_zpp.settings.command_lines import config_of, error_of
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.settings.config import BatchConfig, DataConfig
-from megatron_zpp.settings.schedule import GlobalBatchSize
+from megatron_zpp.settings.scheduled_values import GlobalBatchSize
 from tests.megatron_zpp.data.test_loader import Numbered
 from tests.megatron_zpp.train.training_runs import log_of, losses
 from tests.ranks import ranks

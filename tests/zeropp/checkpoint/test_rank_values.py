@@ -14,7 +14,7 @@ from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import config_of, run
 from tests.zeropp.small_model import SmallModel
 from zeropp import Engine, InputError
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 
 
 class LocalMomentum(torch.optim.SGD):

@@ -16,7 +16,7 @@ from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
 from zeropp.optim.offload import HOST, Offload
 from zeropp.optim.offloaded import DelayedAdam
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 
 STEPS, WARMUP = 6, 2
 DELAYED = {

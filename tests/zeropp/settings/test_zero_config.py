@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.zeropp.settings.json_sources import error_of, nested
 from zeropp.errors import InputError
 from zeropp.settings.deepspeed_json import OLD_NAMES, all_keys
-from zeropp.settings.idle_keys import idle_keys
 from zeropp.settings.json_keys import Key
+from zeropp.settings.keys_without_effect import keys_without_effect
 from zeropp.settings.rules import RULES
 from zeropp.settings.sections import ZeroOptimization
 from zeropp.settings.zero_config import ZeroConfig
@@ -238,7 +238,7 @@ def test_formats_on_the_wire(values: dict, compute: str, wire: str) -> None:
 
 def test_every_key_says_what_it_does_and_its_default_is_acceptable() -> None:
     for dotted, entry in KEYS.items():
-        if dotted not in idle_keys():
+        if dotted not in keys_without_effect():
             entry.check(entry.default)
         assert len(entry.no_effect) <= 1, entry.dotted
         for reason in entry.no_effect:
@@ -251,12 +251,12 @@ def test_every_key_says_what_it_does_and_its_default_is_acceptable() -> None:
 
 
 def test_no_key_is_honoured_and_said_to_change_nothing() -> None:
-    honoured = {name for name, entry in KEYS.items() if name not in idle_keys()}
-    assert len(honoured) > 40 and len(idle_keys()) > 80
+    honoured = {name for name, entry in KEYS.items() if name not in keys_without_effect()}
+    assert len(honoured) > 40 and len(keys_without_effect()) > 80
     for name in honoured:
         ZeroConfig().value(name)  # is a field
         assert not KEYS[name].why_ignored
-    for name, entry in idle_keys().items():
+    for name, entry in keys_without_effect().items():
         *sections, last = name.split(".")
         held = ZeroConfig()
         for section in sections:

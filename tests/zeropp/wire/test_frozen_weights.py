@@ -20,7 +20,7 @@ from tests.zeropp.sharded_training import random_like
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, optimizer_step, shard
 from zeropp.checkpoint import state_tensors as named
-from zeropp.optim.step import local_part
+from zeropp.optim.step_or_skip import local_part
 from zeropp.quant.packing import BLOCK
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.shard import allocate_parameters

@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings.flag import Flag, SameAs, Section
-from zeropp.settings.idle import Table, idle_settings, read_toml
+from zeropp.settings.no_effect_tables import Table, read_toml, settings_without_effect
 
 
 @cache
-def idle_flags() -> tuple[Flag, ...]:
+def flags_without_effect() -> tuple[Flag, ...]:
     """The flags of `no_effect.toml`."""
     return flags_of(read_toml(__package__, "no_effect.toml"))
 
@@ -27,7 +27,7 @@ def refused_flags() -> Mapping[str, Sequence[str]]:
 
 def flags_of(table: Table) -> tuple[Flag, ...]:
     """The flags of a table like `no_effect.toml`: by reason, by name, what follows the name."""
-    return tuple(idle_settings(_flag, table, section=Section).values())
+    return tuple(settings_without_effect(_flag, table, section=Section).values())
 
 
 def what_is_missing(name: str) -> str:

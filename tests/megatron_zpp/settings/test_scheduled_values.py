@@ -17,7 +17,7 @@ from megatron_zpp.settings.config import (
     ScheduleConfig,
     TrainingConfig,
 )
-from megatron_zpp.settings.schedule import (
+from megatron_zpp.settings.scheduled_values import (
     GlobalBatchSize,
     LearningRate,
     Length,

@@ -37,7 +37,7 @@ def read_toml(package: str, name: str) -> dict[str, Any]:
     return tomllib.loads(resources.files(package).joinpath(name).read_text("utf-8"))
 
 
-def idle_settings(kind: Callable[..., Any], table: Table, **more: Any) -> dict[str, Any]:
+def settings_without_effect(kind: Callable[..., Any], table: Table, **more: Any) -> dict[str, Any]:
     """The settings of a table by name, each made by `kind` from its fields, `more` among them."""
     return {
         name: kind(name=name, default=None, **{**_facts_of(why, facts), **more})
