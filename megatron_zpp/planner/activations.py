@@ -162,9 +162,10 @@ def _trace_block(
                 positions = positions.expand(micro_batch.size, -1)
             rotary = rotary_tables(config, positions)[GLOBAL]
         sequences = Sequences(
-            rotary=(rotary,) * len(KINDS) if rotary else (), is_split=ranks.context_size > 1,
+            rotary=(rotary,) * len(KINDS) if rotary else (),
+            is_split=ranks.context_size > 1,
             splits_rows=ranks.tensor_size > 1 and ranks.parallel.sequence_parallel,
-        )  # fmt: skip
+        )
         with LiveBytes([*weights.values(), stream, *rotary]) as live:
             if ranks.context_size > 1:  # masks, which all layers share, stay from the first forward
                 functional_call(block, weights, (stream, sequences))
@@ -219,14 +220,17 @@ def _trace_ends(
             embedding_backward = live.take_peak()
     embedding_saved = measured["embedding_saved"]
     embedding = PassMemory(
-        saved=embedding_saved, forward=measured["embedding_forward"],
-        backward=embedding_backward, after=live.current,
-    )  # fmt: skip
+        saved=embedding_saved,
+        forward=measured["embedding_forward"],
+        backward=embedding_backward,
+        after=live.current,
+    )
     head = PassMemory(
-        saved=saved - embedding_saved, forward=forward - embedding_saved,
+        saved=saved - embedding_saved,
+        forward=forward - embedding_saved,
         backward=measured["head_backward"] - embedding_saved,
         after=measured["after_head"] - embedding_saved,
-    )  # fmt: skip
+    )
     return embedding, head
 
 

@@ -56,9 +56,11 @@ class Candidate:
         parallel = self.config.parallel
         size = parallel.pipeline_model_parallel_size
         return (
-            parallel.tensor_model_parallel_size, size, parallel.context_parallel_size,
+            parallel.tensor_model_parallel_size,
+            size,
+            parallel.context_parallel_size,
             len(parallel.stages(self.config.model.num_layers)) // size,
-        )  # fmt: skip
+        )
 
     @property
     def is_divided(self) -> bool:
@@ -166,9 +168,11 @@ def _with_hpz(ranks_per_node: int) -> list[ZeroSettings]:
         ("qwZ hpZ qgZ, steps of codes, INT3", 6, every, steps | {"gradient_bits": (8, 3)}),
         (
             "qwZ hpZ qgZ, steps of codes, INT3, gradients once",
-            6, every, steps | once | {"gradient_bits": (8, 3)},
+            6,
+            every,
+            steps | once | {"gradient_bits": (8, 3)},
         ),
-    )  # fmt: skip
+    )
     return [
         ZeroSettings(name=f"stage 3, {name}", inexactness=inexactness, zero=zero, zeropp=zeropp)
         for name, inexactness, zero, zeropp in rows

@@ -104,9 +104,12 @@ def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
     if run.is_cpu:
         device, host = {}, device + host
     return Estimate(
-        device=MappingProxyType(device), host=MappingProxyType(host),
-        micro_batches=run.num_micro_batches, plan=run.plan, model=run.model.whole,
-    )  # fmt: skip
+        device=MappingProxyType(device),
+        host=MappingProxyType(host),
+        micro_batches=run.num_micro_batches,
+        plan=run.plan,
+        model=run.model.whole,
+    )
 
 
 def _traced(run: PlannedRun, stage: Part, traces: ActivationTraces) -> Activations:
@@ -201,10 +204,12 @@ class StepSimulation:
         """Simulate a forward pass; what has arrived for it stays until its backward pass."""
         run, activations, blocks = self.run, chunk.activations, chunk.blocks
         self._gather(chunk.root, prefetched=())
-        self._record({
-            ACTIVATIONS: activations.embedding.forward,
-            GATHERED: self._gather_buffers(blocks[:AHEAD]),
-        })  # fmt: skip
+        self._record(
+            {
+                ACTIVATIONS: activations.embedding.forward,
+                GATHERED: self._gather_buffers(blocks[:AHEAD]),
+            }
+        )
         self.allocated[ACTIVATIONS] += activations.embedding.saved
         num_prefetched = AHEAD if run.is_cpu else 1
         for position, index in enumerate(blocks):
@@ -352,10 +357,13 @@ def _chunks(run: PlannedRun, activations: Sequence[Activations]) -> list[_Chunk]
         root = first + len(stage.layers)
         chunks.append(
             _Chunk(
-                stage=stage, blocks=range(first, root), root=root, activations=each,
+                stage=stage,
+                blocks=range(first, root),
+                root=root,
+                activations=each,
                 saved=_saved_bytes_by_block(run, stage, each),
             )
-        )  # fmt: skip
+        )
         first = root + 1
     return chunks
 

@@ -95,8 +95,13 @@ def _draw_rates(axes, search: Search, rows: Sequence[Row]) -> None:
         search.cluster.link_rate / GBIT, color="#9aa0a6", linestyle=":", label="this cluster"
     )
     if len(curves) == 2 and (rate := crossing(rates, *curves)) is not None:
-        axes.axvline(rate, color="#34a853", linestyle="--", linewidth=0.9,
-                     label=f"from {rate:.0f} Gbit/s on quantizing does not pay")  # fmt: skip
+        axes.axvline(
+            rate,
+            color="#34a853",
+            linestyle="--",
+            linewidth=0.9,
+            label=f"from {rate:.0f} Gbit/s on quantizing does not pay",
+        )
     axes.set(xscale="log", yscale="log", xlabel="Gbit/s of a node", ylabel="seconds of a step")
     axes.legend(fontsize=8, frameon=False)
 

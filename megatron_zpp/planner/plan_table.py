@@ -104,10 +104,21 @@ def _table(plan: Plan, top: int) -> Table:
     for name in ("", "ZeRO"):
         table.add_column(name)
     columns = (
-        "T P C", "micro-\nbatch", "recom-\nputed", "GiB a GPU\n(left)", "across\nM", "in node\nM",
-        "step, s", "tokens/s", "MFU\n(HFU)", "compute\ns", "bubble\ns",
-        "across\ns", "node\ns", "kernels\ns",
-    )  # fmt: skip
+        "T P C",
+        "micro-\nbatch",
+        "recom-\nputed",
+        "GiB a GPU\n(left)",
+        "across\nM",
+        "in node\nM",
+        "step, s",
+        "tokens/s",
+        "MFU\n(HFU)",
+        "compute\ns",
+        "bubble\ns",
+        "across\ns",
+        "node\ns",
+        "kernels\ns",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     rows = list(best_of_settings(plan))
@@ -144,7 +155,7 @@ def _cells(place: int | None, row: Row) -> list[str]:
                 time.across_nodes,
                 time.in_node,
                 time.kernels,
-            )  # fmt: skip
+            )
         ),
     ]
 

@@ -299,9 +299,14 @@ def plan_run(
         units=tuple(planned),
     )
     return PlannedRun(
-        config=config, model=model, ranks=ranks, stages=tuple(stages), plan=plan,
-        subunits=tuple(subunits), is_cpu=is_cpu,
-    )  # fmt: skip
+        config=config,
+        model=model,
+        ranks=ranks,
+        stages=tuple(stages),
+        plan=plan,
+        subunits=tuple(subunits),
+        is_cpu=is_cpu,
+    )
 
 
 def plan_places(

@@ -1,10 +1,7 @@
 """The ops on CPU tensors: kernels in C++ for plain x86 and other processors, AVX2 and AVX-512."""
 
-import ctypes
 import logging
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
@@ -14,7 +11,7 @@ from torch import Tensor
 from zeropp.native.kernels import cpu_library
 from zeropp.native.library import LibraryError
 from zeropp.quant import reference
-from zeropp.quant.packing import FLOATS
+from zeropp.quant.kernels import Argument, Kernels, tables_in
 
 _log = logging.getLogger("zeropp")
 
@@ -29,49 +26,15 @@ def backend() -> "CpuKernels | ModuleType":
         return reference
 
 
-@dataclass(frozen=True)
-class CpuKernels:
-    """The same functions as the reference's, on as many threads as PyTorch uses.
+class CpuKernels(Kernels):
+    """Runs the functions on as many threads as PyTorch uses."""
 
-    Tensors must be contiguous and of the layout's shapes, which zeropp/quant/ops.py checks.
-    """
+    def run(self, function: str, *arguments: Argument) -> None:
+        memory = tables_in(arguments)
+        getattr(self.library, function)(*map(_address, memory), torch.get_num_threads())
 
-    library: ctypes.CDLL
 
-    def quantize(self, rows: Tensor, packed: Tensor, layout: Sequence[int], fold: int) -> None:
-        table = array("q", layout)
-        self.library.zpp_quantize(
-            table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype), packed.data_ptr(),
-            rows.shape[0], fold, torch.get_num_threads(),
-        )  # fmt: skip
-
-    def requantize(self, rows: Tensor, held: Tensor, packed: Tensor, layout: Sequence[int]) -> None:
-        table = array("q", layout)
-        self.library.zpp_requantize(
-            table.buffer_info()[0], rows.data_ptr(), FLOATS.index(rows.dtype), held.data_ptr(),
-            packed.data_ptr(), rows.shape[0], torch.get_num_threads(),
-        )  # fmt: skip
-
-    def dequantize(self, packed: Tensor, out: Tensor, layout: Sequence[int], fold: int) -> None:
-        table = array("q", layout)
-        self.library.zpp_dequantize(
-            table.buffer_info()[0], packed.data_ptr(), out.data_ptr(), FLOATS.index(out.dtype),
-            packed.shape[0], fold, torch.get_num_threads(),
-        )  # fmt: skip
-
-    def reduce_quantize(
-        self, packed: Tensor, reduced: Tensor, layout: Sequence[int], layout_out: Sequence[int],
-        terms: int,
-    ) -> None:  # fmt: skip
-        table, table_out = array("q", layout), array("q", layout_out)
-        self.library.zpp_reduce_quantize(
-            table.buffer_info()[0], packed.data_ptr(), table_out.buffer_info()[0],
-            reduced.data_ptr(), reduced.shape[0], terms, torch.get_num_threads(),
-        )  # fmt: skip
-
-    def reduce_dequantize(self, packed: Tensor, out: Tensor, layout: Sequence[int]) -> None:
-        table = array("q", layout)
-        self.library.zpp_reduce_dequantize(
-            table.buffer_info()[0], packed.data_ptr(), out.data_ptr(), FLOATS.index(out.dtype),
-            packed.shape[0], torch.get_num_threads(),
-        )  # fmt: skip
+def _address(argument: array | Tensor | int) -> int:
+    if isinstance(argument, array):
+        return argument.buffer_info()[0]
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument

@@ -180,8 +180,10 @@ def _register() -> None:
     for name, function in implementations(FakeBackend).items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=LIBRARY)
     backends = {
-        "CompositeExplicitAutograd": lambda: reference, "CPU": cpu.backend, "CUDA": cuda.backend,
-    }  # fmt: skip
+        "CompositeExplicitAutograd": lambda: reference,
+        "CPU": cpu.backend,
+        "CUDA": cuda.backend,
+    }
     for key, backend in backends.items():
         for name, function in implementations(backend).items():
             LIBRARY.impl(name, function, key)

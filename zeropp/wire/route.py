@@ -179,8 +179,9 @@ def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:
     if wanted is not None and wanted > in_node:
         log.info(
             "zeropp.ranks_per_node = %d is more than the %d ranks there are, which are one node",
-            wanted, in_node,
-        )  # fmt: skip
+            wanted,
+            in_node,
+        )
     quantized = config.zero_optimization.zero_quantized_gradients
     bits = config.zeropp.gradient_bits if quantized else (UNQUANTIZED, UNQUANTIZED)
     route = Route(nodes=nodes, inner=nodes.ranks_per_node, bits=bits)
@@ -203,9 +204,12 @@ def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int | None:
     if partition > most:
         log.info(
             "zero_hpz_partition_size = %d is more than the %d ranks there are: using the %d of one "
-            "node%s", size, most * nodes.parts, nodes.ranks_per_node * nodes.parts,
+            "node%s",
+            size,
+            most * nodes.parts,
+            nodes.ranks_per_node * nodes.parts,
             f"; {_NO_COPY}" if nodes.count == 1 else "",
-        )  # fmt: skip
+        )
         return nodes.ranks_per_node
     if partition == most > 1:
         log.info("zero_hpz_partition_size = %d is all ranks: %s", size, _NO_COPY)

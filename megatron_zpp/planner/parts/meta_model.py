@@ -131,9 +131,11 @@ def _axes_key(ranks: PlannedRanks) -> tuple:
     """Return what the parts that a rank has of a layer, and its activations, depend on."""
     parallel = ranks.parallel
     return (
-        ranks.tensor_size, ranks.context_size,
-        ranks.tensor_size > 1 and parallel.sequence_parallel, parallel.cp_comm_type,
-    )  # fmt: skip
+        ranks.tensor_size,
+        ranks.context_size,
+        ranks.tensor_size > 1 and parallel.sequence_parallel,
+        parallel.cp_comm_type,
+    )
 
 
 def _subunits(

@@ -57,9 +57,14 @@ def pass_seconds(
     streams.finish()
     first, _, forward, backward, _, last = (end - start for start, end in pairwise(ends))
     return PassSeconds(
-        first_forward=first, forward=forward, backward=backward, last_backward=last,
-        tail=streams.now - ends[-1], onward=onward, back=back,
-    )  # fmt: skip
+        first_forward=first,
+        forward=forward,
+        backward=backward,
+        last_backward=last,
+        tail=streams.now - ends[-1],
+        onward=onward,
+        back=back,
+    )
 
 
 def pipeline_seconds(stages: Sequence[PassSeconds], size: int, num_micro_batches: int) -> float:

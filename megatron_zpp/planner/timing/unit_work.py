@@ -97,11 +97,14 @@ class RankWork:
         works = self.works(rates, quantizing=quantizing)
         return [
             pass_seconds(
-                kind, blocks, root, seconds_of(messages.onward, rates),
+                kind,
+                blocks,
+                root,
+                seconds_of(messages.onward, rates),
                 seconds_of(messages.back, rates),
             )
             for (blocks, root), messages in zip(works, self._stage_messages, strict=True)
-        ]  # fmt: skip
+        ]
 
     def after_passes(self, rates: Rates) -> float:
         """Return the seconds of what follows the passes: gradients of other axes, the update."""
