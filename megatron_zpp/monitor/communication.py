@@ -110,7 +110,7 @@ class CommunicationMeter:
 
     def expected_on_node(self, num_micro_batches: int) -> Counter:
         """Return what a node will send per step, the mean of all; a collective."""
-        expected = Counter(self._sharding.expected_traffic(num_micro_batches))
+        expected = Counter(self._sharding.expected_traffic(num_micro_batches, typical=True))
         expected.update(self._activations(num_micro_batches))
         (mean,), _ = self._on_node([expected])
         return Counter({key: mean[key] for key in KEYS if key[0] in PURPOSES or mean[key]})

@@ -52,11 +52,6 @@ class DataAxis:
     def nodes(self) -> Nodes:
         return self.weights.nodes
 
-    @property
-    def is_coded(self) -> bool:
-        """Whether some messages between nodes are coded to their entropy."""
-        return bool(self.weights.is_coded or self.gradients.is_coded)
-
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:

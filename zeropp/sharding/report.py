@@ -29,10 +29,8 @@ def describe(plan: Plan, num_micro_batches: int = 1, sent: Sent | None = None) -
     else:
         rows = [("weights", _gathers(plan)), ("gradients", _means(plan))]
     table = _table(sent or node_bytes(plan, num_micro_batches, typical=True))
-    if sent is None and any(unit.axis.is_coded for unit in plan.units):
-        most = node_bytes(plan, num_micro_batches)
-        total = sum(most[purpose, "across_nodes"] for purpose, _ in most) / MIB / len(COLUMNS)
-        table += f"\nacross nodes as typical runs send it, coded; uncoded it is {total:.2f}"
+    if any(unit.axis.weights.is_coded or unit.axis.gradients.is_coded for unit in plan.units):
+        table += "\nacross nodes as in typical runs: messages are coded"
     size = nodes.ranks_per_node * nodes.parts
     return (("nodes", f"{nodes.count} of {size} ranks"), *rows, ("sends", table))
 

@@ -168,9 +168,16 @@ class Sharding:
         ends = (each for module in self.at_both_ends for each in module.parameters(recurse=False))
         return 2 if any(each is own for each in ends) else 1
 
-    def expected_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
-        """Return the bytes this rank sends per step, by (purpose, hop); empty for one rank."""
-        return rank_bytes(self.plan, num_micro_batches) if self.num_ranks > 1 else {}
+    def expected_traffic(
+        self, num_micro_batches: int = 1, *, typical: bool = False
+    ) -> dict[tuple[str, str], int]:
+        """Return the bytes this rank sends per step, by (purpose, hop); empty for one rank.
+
+        Coded messages count as they are before, or with `typical` as in typical runs.
+        """
+        if self.num_ranks == 1:
+            return {}
+        return rank_bytes(self.plan, num_micro_batches, typical=typical)
 
     def plain_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
         """Return `expected_traffic` of the same stage under plain FSDP2, to compare with."""

@@ -36,7 +36,7 @@ def sharding(stage: int = 3, num_ranks: int = 4) -> SimpleNamespace:
         traffic=Traffic(),
         compute_dtype=torch.bfloat16,
         plan=SimpleNamespace(units=(SimpleNamespace(wire_dtype=torch.bfloat16),)),
-        expected_traffic=lambda num: {FORWARD: MIB, GRADIENTS: num * MIB, NEAR: 0},
+        expected_traffic=lambda num, typical=False: {FORWARD: MIB, GRADIENTS: num * MIB, NEAR: 0},
         plain_traffic=lambda num: {FORWARD: 6 * num * MIB},
     )
 
