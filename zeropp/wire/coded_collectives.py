@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.quant.coded_message import Spans, decode, encode, most_bytes
+from zeropp.quant.coded_message import Spans, decode, encode
 from zeropp.quant.packing import RowLayout
 from zeropp.wire.communicator import Communicator
 from zeropp.wire.in_flight import Hops
@@ -38,14 +38,7 @@ def gather_changes(
     own, held = outer.place, rows.cpu()
     message = encode(row[0].cpu(), held=held[own])
     messages = [message if member != own else message[:0] for member in range(outer.size)]
-    work, arrived = outer.exchange(
-        messages,
-        most_bytes(row.shape[1]),
-        purpose,
-        numbers=layout.elements,
-        unit=unit,
-        async_op=async_op,
-    )
+    work, arrived = outer.exchange(messages, layout, purpose, unit=unit, async_op=async_op)
     yield work
     for member, each in arrived.items():
         decode(each, held[member], holds=True)
@@ -69,14 +62,7 @@ def exchange_rows(
         encode(host[member], threes=threes) if member != own else host[own, :0]
         for member in range(outer.size)
     ]
-    work, arrived = outer.exchange(
-        messages,
-        most_bytes(rows.shape[1]),
-        purpose,
-        numbers=layout.elements,
-        unit=unit,
-        async_op=async_op,
-    )
+    work, arrived = outer.exchange(messages, layout, purpose, unit=unit, async_op=async_op)
     yield work
     received = host.new_empty(host.shape)
     received[own] = host[own]

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.quant.coded_message import most_bytes
+from zeropp.quant.packing import RowLayout
 from zeropp.ranks.groups import shared_group, uses_gloo
 from zeropp.ranks.waits import NamedWork
 from zeropp.wire.route import Hop
@@ -84,28 +86,26 @@ class Communicator:
     def exchange(
         self,
         messages: Sequence[torch.Tensor],
-        room: int,
+        layout: RowLayout,
         purpose: str,
         *,
-        numbers: int,
         unit: fsdp.FSDPModule,
         async_op: bool = False,
     ) -> tuple[dist.Work | None, Mapping[int, torch.Tensor]]:
-        """Send each member its message, of up to `room` bytes and so many `numbers`; return what
-        will hold theirs.
+        """Send each member its coded row of a layout; return what will hold theirs.
 
-        uint8, on the host. Nobody is told how long messages are: gloo receives one that is shorter
-        than the memory for it, at its beginning, so that lengths cost no round trip. What comes
-        must say itself where it ends.
+        Messages are uint8, on the host. Nobody is told how long they are: gloo receives one that is
+        shorter than the memory for it, at its beginning, so that lengths cost no round trip. What
+        comes must say itself where it ends.
         """
-        own, group = self.place, self.group
+        own, group, room = self.place, self.group, most_bytes(layout.packed_bytes)
         others = [member for member in range(self.size) if member != own]
         rooms = [room if member != own else 0 for member in range(self.size)]
         lengths = [len(message) for message in messages]
         for member in others:
             place = self.hop.members[member]
             self.traffic.add(purpose, self.hop.message_bytes(self.position, place, lengths[member]))
-        self.traffic.add_coded(purpose, numbers * len(others), sum(lengths))
+        self.traffic.add_coded(purpose, layout.elements * len(others), sum(lengths))
         received = torch.empty(sum(rooms), dtype=torch.uint8)
         with traced("exchange", purpose, self.hop):
             work = dist.all_to_all_single(
