@@ -1,7 +1,7 @@
 """ZeRO++ on an emulated cluster: step times, bytes on the wire beside the ledger's, and losses.
 
-    python -m benchmarks.cluster.cluster [fsdp2 zero3 qwz hpz qgz zeropp zeropp-once] \\
-        [--rate 200mbit --rate 1gbit --rate none] [--deepspeed] [--json FILE] [--plot FILE.png]
+    python -m benchmarks.cluster.cluster [fsdp2 zero3 qwz hpz qgz zeropp code-steps] \\
+        [--rate 200mbit --rate 1gbit --rate none] [--warm-up 200] [--deepspeed] [--json FILE]
     python -m benchmarks.cluster.cluster lora-zero3 mixz mixz-hpz --passes 6 [--rate 1gbit]
 
 Every node is a network namespace of this machine, with a link of the given rate to the other nodes
@@ -9,7 +9,11 @@ Every node is a network namespace of this machine, with a link of the given rate
 take one step each in turn, so a busy machine slows all of them alike. Bytes are read from the
 nodes' interfaces while every rank is idle, headers included, and shown beside the ranks' traffic
 ledgers. M is the model in 16 bit, 2 bytes per parameter. Nothing else travels during a step:
-gradients are not clipped, and losses are sent through pipes.
+gradients are not clipped, and losses are sent through pipes. The text is Python's standard library,
+byte by byte. All steps before the timed ones are taken without a limit of the links; how long coded
+messages are depends on how many.
+
+--round-trip lets every frame arrive later, as between distant nodes (needs /dev/net/tun).
 
 --passes adds passes without gradients, one for each token of a text, as generation without a cache
 takes them, and shows what the first step and the first pass send beside the later ones: with frozen
@@ -31,7 +35,8 @@ from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
 from benchmarks.cluster.configurations import DEEPSPEED, FSDP2, LORA, NAMES, OURS, axes_of
 from benchmarks.cluster.deepspeed_peer import require_deepspeed
-from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved
+from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved, warm_up
+from benchmarks.cluster.rank_processes import RankProcesses
 from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
 from benchmarks.shared.benchmark import Benchmark, Flag
 from zeropp.errors import InputError
@@ -49,12 +54,39 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         "ranks_per_node": options.ranks_per_node,
         "products": options.products,
         "rounds": options.rounds,
+        "warm_up": options.warm_up,
+        "round_trip": options.round_trip,
         "parameters": 0,
         "runs": [],
     }
-    for rate in options.rate:
-        run, result["parameters"] = measure_rate(options, rate, Console(stderr=True))
-        result["runs"].append(run)
+    round_trip = None if options.one_host else options.round_trip / 1000
+    with (
+        Console(stderr=True).status("starting") as status,
+        started_cluster(options.nodes, options.ranks_per_node, round_trip) as ranks,
+    ):
+        ranks.ask("join", products=options.products)
+        processes = [] if options.one_host else ranks.pid_of_each_node(options.ranks_per_node)
+        built = {}
+        for name in options.configurations:
+            status.update(f"building {name}")
+            built[name] = ranks.ask("build", name=name, shape=options.shape)
+        firsts = warm_up(
+            ranks, options.configurations, processes, steps=options.warm_up, say=status.update
+        )
+        result["parameters"] = built[options.configurations[-1]][0]["parameters"]
+        for rate in options.rate:
+            link = None if options.one_host else limited_link(ranks, rate, options)
+            timed = run_interleaved(
+                ranks,
+                firsts,
+                processes,
+                rounds=options.rounds,
+                passes=options.passes,
+                say=lambda text, rate=rate: status.update(f"rate {rate}: {text}"),
+            )
+            rows = summary(timed, built, options.ranks_per_node)
+            dropped = None if options.one_host else emulation.dropped()
+            result["runs"].append({"rate": rate, "link": link, "dropped": dropped, "rows": rows})
 
 
 def check(options: argparse.Namespace) -> None:
@@ -64,8 +96,11 @@ def check(options: argparse.Namespace) -> None:
         raise InputError(f"--nodes {options.nodes}: expected at least 2")
     if options.nodes * options.ranks_per_node < 2:
         raise InputError("one rank sends nothing: give more --nodes or --ranks-per-node")
-    if options.one_host and options.rate:
-        raise InputError("--rate sets the links between nodes, and --one-host has none")
+    if options.one_host and (options.rate or options.round_trip):
+        flag = "--rate" if options.rate else "--round-trip"
+        raise InputError(f"{flag} sets the links between nodes, and --one-host has none")
+    if options.round_trip and options.nodes != 2:
+        raise InputError(f"--round-trip joins two nodes, and --nodes is {options.nodes}")
     if options.one_host:
         options.rate = [None]
     else:
@@ -100,38 +135,10 @@ def names_of(options: argparse.Namespace) -> tuple[str, ...]:
     return names
 
 
-def measure_rate(
-    options: argparse.Namespace, rate: str | None, console: Console
-) -> tuple[dict, int]:
-    """The result at one rate, and the number of parameters of the model."""
-    title = "one host" if rate is None else f"rate {rate}"
-    with (
-        console.status(f"{title}: starting") as status,
-        started_cluster(options.nodes, options.ranks_per_node, rate) as ranks,
-    ):
-        ranks.ask("join", products=options.products)
-        link, processes = None, []
-        if rate is not None:
-            status.update(f"{title}: measuring the link")
-            link = measure_link(ranks, rate, options.ranks_per_node)
-            processes = ranks.pid_of_each_node(options.ranks_per_node)
-        built = {}
-        for name in options.configurations:
-            status.update(f"{title}: building {name}")
-            built[name] = ranks.ask("build", name=name, shape=options.shape)
-        timed = run_interleaved(
-            ranks,
-            options.configurations,
-            processes,
-            rounds=options.rounds,
-            warm_up=options.warm_up,
-            passes=options.passes,
-            say=lambda text: status.update(f"{title}: {text}"),
-        )
-        dropped = emulation.dropped() if rate is not None else None
-    rows = summary(timed, built, options.ranks_per_node)
-    parameters = built[options.configurations[-1]][0]["parameters"]
-    return {"rate": rate, "link": link, "dropped": dropped, "rows": rows}, parameters
+def limited_link(ranks: RankProcesses, rate: str, options: argparse.Namespace) -> dict:
+    """Limit the links to `rate`; returns what one of them carries."""
+    emulation.set_rate(options.nodes, rate)
+    return measure_link(ranks, rate, options.ranks_per_node)
 
 
 BENCHMARK = Benchmark(
@@ -154,7 +161,8 @@ BENCHMARK = Benchmark(
         Flag("--nodes", 2, least=1),
         Flag("--ranks-per-node", 2, least=1),
         Flag("--rounds", 10, "timed steps of each", least=1),
-        Flag("--warm-up", 1, "steps before them", least=1),
+        Flag("--warm-up", 1, "steps before them, without a limit of the links", least=1),
+        Flag("--round-trip", 0, "milliseconds of a frame and its answer between two nodes"),
         Flag("--passes", 0, "without gradients, after the steps"),
         Flag("--one-host", False, "no namespaces: the ledger's bytes only"),
         Flag("--deepspeed", False, "add DeepSpeed's ZeRO-3, if it is installed"),

@@ -55,6 +55,11 @@ def show(result: dict) -> str:
         f"{result['nodes']} nodes x {result['ranks_per_node']} ranks; {million:.1f} M parameters, "
         f"M = {2 * million:.1f} MB; {shape}; bf16 products in {result['products']}"
     ]
+    distance = f", {result['round_trip']} ms from node to node and back"
+    parts[0] += (
+        f"; {result['warm_up']} steps before the timed ones"
+        f"{distance if result['round_trip'] else ''}"
+    )
     for run in result["runs"]:
         parts.append("one host, no network" if run["link"] is None else _link_title(run))
         parts.append(_times(run))

@@ -1,6 +1,7 @@
 """The configurations that an emulated cluster compares: the same GPT, weights, tokens and AdamW.
 
-`fsdp2` is plain `fully_shard`, `attach` the same with all of ZeRO++ by `zeropp.attach`, `deepspeed`
+`fsdp2` is plain `fully_shard`; `fsdp2-ring` the same with a reduce-scatter that sends what NCCL's
+sends, half of gloo's; `attach` the first with all of ZeRO++ by `zeropp.attach`, `deepspeed`
 DeepSpeed's ZeRO-3, all in bf16. The others are those of benchmarks/shared/zero_json.py; in the last
 three, only LoRA's adapters are trained. In front of the others stand the sizes of axes that split
 the model: `tp2-zeropp`, `pp2-zero1`, `pp2-tp2-zero3`, `cp2-zeropp`. All compute the same batches.
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.cluster.deepspeed_peer import deepspeed_step
+from benchmarks.cluster.ring_reduce_scatter import RingReduceScatter
 from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.shared.zero_json import zero_json
 from benchmarks.step.training_loops import Steps, accumulate, fsdp2, model_loss_of
@@ -33,7 +35,7 @@ from zeropp.wire.frozen_weights import stored_bytes
 
 OURS = (
     "zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once", "code-steps",
-    "code-steps-int3", "no-hpz", "zero3-once", "zero1",
+    "code-steps-int3", "code-steps-auto", "no-hpz", "zero3-once", "zero1",
 )  # fmt: skip
 AXES = MappingProxyType(
     {
@@ -44,9 +46,9 @@ AXES = MappingProxyType(
 )
 LORA = ("lora-zero3", "mixz", "mixz-hpz")
 ADAPTERS = LoraConfig(lora_rank=8, pretrained_checkpoint="none: the weights are drawn")
-FSDP2, ATTACH, DEEPSPEED = "fsdp2", "attach", "deepspeed"
-NAMES = (FSDP2, ATTACH, *OURS, DEEPSPEED)
-REPEATED_STEPS = 4  # the batches of these steps are repeated, so the loss falls
+FSDP2, FSDP2_RING, ATTACH, DEEPSPEED = "fsdp2", "fsdp2-ring", "attach", "deepspeed"
+NAMES = (FSDP2, FSDP2_RING, ATTACH, *OURS, DEEPSPEED)
+STEPS_OF_TEXT = 512  # before the text begins again
 
 Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes
 
@@ -69,15 +71,18 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
     sizes, zero_name = axes_of(name)
     if sizes:
         setup = _divided_setup(setup, sizes, ranks_per_node)
-    steps = itertools.cycle(setup.steps(REPEATED_STEPS))
+    steps = itertools.cycle(setup.steps_of_text(STEPS_OF_TEXT))
     if name == DEEPSPEED:
         step, parameters = deepspeed_step(setup, steps)
         return Configuration(step=step, parameters=parameters)
-    if name in (FSDP2, ATTACH):
+    if name in (FSDP2, FSDP2_RING, ATTACH):
         loop = fsdp2(setup, name, iter(()))
         step = _unclipped_step(loop.model, loop.optimizer, steps)
         plain = Configuration(step=step, parameters=loop.model.num_parameters())
-        if name == FSDP2:
+        if name == FSDP2_RING:
+            for unit in (*loop.model.blocks, loop.model):
+                unit.set_custom_reduce_scatter(RingReduceScatter())
+        if name != ATTACH:
             return plain
         attached = attach(loop.model, zero_config("zeropp", ranks_per_node))
         return replace(

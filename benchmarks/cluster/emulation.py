@@ -1,16 +1,19 @@
 """A cluster on one machine: every node a network namespace, joined by links of a given rate.
 
-    with emulated_cluster(num_nodes=2, rate="200mbit"):
+    with emulated_cluster(num_nodes=2):
+        set_rate(2, "200mbit")
         subprocess.Popen([*prefix(0), "python", ...])
 
 Two nodes are the ends of one veth pair; more are joined by a bridge in its own namespace. Each end
-of a link is shaped by `tbf`, so a node sends and receives at most `rate` at the same time. Rates
-include headers: packets have at most MTU bytes, of which TCP and below take 66.
+of a link is shaped by `tbf`, so a node sends and receives at most the rate at the same time. Rates
+include headers: packets have at most MTU bytes, of which TCP and below take 66. The link of two
+nodes may have a delay.
 
 Namespaces are named after this process, `zeropp-PID-...`, so runs do not interfere. What a killed
 run leaves behind is removed by the next run.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -20,10 +23,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cluster.delay_line import DelayLine
 from zeropp.errors import InputError
 
 INTERFACE, LOOPBACK = "eth0", "lo"  # of a node: to other nodes, and within the node
@@ -72,6 +75,21 @@ def set_link(node: int, state: str) -> None:
     _run("ip", "-n", _name(f"node{node}"), "link", "set", INTERFACE, state)
 
 
+def set_rate(num_nodes: int, rate: str) -> None:
+    """Limit every link to a rate in each direction, from now on."""
+    limit = bits_per_second(rate)
+    for name, interface in _ends(num_nodes):
+        qdisc = ("tc", "-n", name, "qdisc")
+        if "tbf" in _run(*qdisc, "show", "dev", interface):
+            _run(*qdisc, "delete", "dev", interface, "root")
+        if limit is not None:
+            burst = max(BURST_BYTES, int(limit / 8 * BURST_SECONDS))
+            _run(
+                *(*qdisc, "add", "dev", interface, "root", "tbf"),
+                *("rate", f"{limit:.0f}bit", "burst", f"{burst}b", "limit", f"{QUEUE_BYTES}b"),
+            )
+
+
 def dropped() -> int:
     """Packets that the shaped links have dropped."""
     names = [name for name in _namespaces() if NAME.fullmatch(name)[1] == str(os.getpid())]
@@ -104,17 +122,18 @@ def require_namespaces() -> None:
         raise InputError(f"only root can create network namespaces. {ONE_HOST_HINT}")
 
 
-@contextmanager
-def emulated_cluster(num_nodes: int, rate: str) -> Iterator[None]:
-    """Create the nodes and their links; at the end remove them and kill what runs in them.
+@contextlib.contextmanager
+def emulated_cluster(num_nodes: int, round_trip: float = 0) -> Iterator[None]:
+    """Create nodes and links without a limit; at the end remove them and kill what runs in them.
 
-    Raises InputError if the system refuses.
+    round_trip: seconds; only of two nodes. Raises InputError if the system refuses.
     """
     require_namespaces()
     try:
         remove_stale()
-        _create(num_nodes, bits_per_second(rate))
-        yield
+        with contextlib.ExitStack() as stack:
+            _create(num_nodes, round_trip, stack)
+            yield
     except CommandFailed as failure:
         message = f"the cluster could not be created: {failure}. {ONE_HOST_HINT}"
         raise InputError(message) from failure
@@ -160,25 +179,28 @@ class CommandFailed(RuntimeError):
     """`ip` or `tc` refused."""
 
 
-def _create(num_nodes: int, rate: float | None) -> None:
+def _create(num_nodes: int, round_trip: float, stack: contextlib.ExitStack) -> None:
     names = [_name(f"node{node}") for node in range(num_nodes)]
     for name in names:
         _create_namespace(name)
-    if num_nodes == 2:
+    if round_trip:
+        stack.enter_context(contextlib.closing(_join_by_delay_line(names, round_trip)))
+    elif num_nodes == 2:
         _join(names[0], INTERFACE, names[1], INTERFACE)
-        ends = [(name, INTERFACE) for name in names]
     else:
-        ends = _join_by_bridge(names)
+        _join_by_bridge(names)
     for node, name in enumerate(names):
         _run("ip", "-n", name, "address", "add", f"{address(node)}/8", "dev", INTERFACE)
-    for name, interface in ends:
+    for name, interface in _ends(num_nodes):
         _run("ip", "-n", name, "link", "set", interface, "up")
-        if rate is not None:
-            burst = max(BURST_BYTES, int(rate / 8 * BURST_SECONDS))
-            _run(
-                *("tc", "-n", name, "qdisc", "add", "dev", interface, "root", "tbf"),
-                *("rate", f"{rate:.0f}bit", "burst", f"{burst}b", "limit", f"{QUEUE_BYTES}b"),
-            )
+
+
+def _ends(num_nodes: int) -> list[tuple[str, str]]:
+    """Both ends of every link as (namespace, interface)."""
+    ends = [(_name(f"node{node}"), INTERFACE) for node in range(num_nodes)]
+    if num_nodes > 2:
+        ends += [(_name("hub"), f"port{node}") for node in range(num_nodes)]
+    return ends
 
 
 def _create_namespace(name: str) -> None:
@@ -206,18 +228,24 @@ def _join(name: str, interface: str, peer_name: str, peer_interface: str) -> Non
     )
 
 
-def _join_by_bridge(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Join the nodes by a bridge; returns both ends of every link as (namespace, interface)."""
+def _join_by_bridge(names: Sequence[str]) -> None:
+    """Join the nodes by a bridge in a namespace of its own."""
     hub = _name("hub")
     _create_namespace(hub)
     _run("ip", "-n", hub, "link", "add", "bridge0", "mtu", str(MTU), "type", "bridge")
     _run("ip", "-n", hub, "link", "set", "bridge0", "up")
-    ends = []
     for node, name in enumerate(names):
         _join(name, INTERFACE, hub, f"port{node}")
         _run("ip", "-n", hub, "link", "set", f"port{node}", "master", "bridge0")
-        ends += [(name, INTERFACE), (hub, f"port{node}")]
-    return ends
+
+
+def _join_by_delay_line(names: Sequence[str], round_trip: float) -> DelayLine:
+    """Join two nodes by devices whose frames arrive half a round trip later."""
+    devices = [f"zpp{os.getpid()}-{node}" for node in range(len(names))]
+    line = DelayLine(devices, round_trip / 2)
+    for device, name in zip(devices, names, strict=True):
+        _run("ip", "link", "set", device, "netns", name, "name", INTERFACE, "mtu", str(MTU))
+    return line
 
 
 def _name(part: str) -> str:
@@ -236,7 +264,7 @@ def _kill_all(name: str) -> None:
     deadline = time.monotonic() + END_SECONDS
     while running := _run("ip", "netns", "pids", name).split():
         for process in running:
-            with suppress(ProcessLookupError):  # it has ended already
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
                 os.kill(int(process), signal.SIGKILL)
         if time.monotonic() > deadline:
             raise CommandFailed(f"processes {' '.join(running)} in {name} do not end")

@@ -46,30 +46,46 @@ class TimedSteps:
         return [step.seconds for step in self.steps]
 
 
-def run_interleaved(
+def warm_up(
     ranks: RankProcesses,
     names: Sequence[str],
     processes: Sequence[int],
     *,
-    rounds: int,
-    warm_up: int,
-    passes: int = 0,
+    steps: int,
     say: Callable[[str], None],
-) -> dict[str, TimedSteps]:
-    """Warm up every configuration, then let each take one step per round, and then the passes.
+) -> dict[str, TimedStep]:
+    """Let every configuration take its first steps in turn; returns the very first of each.
 
     `processes` are the ids of one process of each node, whose interfaces are read. Raises
     Disagreement if the first losses differ.
     """
-    timed: dict[str, TimedSteps] = {}
-    for number in range(warm_up):
+    firsts: dict[str, TimedStep] = {}
+    for number in range(steps):
         for name in names:
-            say(f"warming up {name}")
+            say(f"step {number + 1} of {steps} before the timed ones: {name}")
             step = timed_run(ranks, name, "step", processes)
-            if number == 0:
-                timed[name] = TimedSteps(first=step)
-    losses = {name: steps.first.loss for name, steps in timed.items()}
-    require_equal_losses(losses, FIRST_LOSS_TOLERANCE)
+            firsts.setdefault(name, step)
+        if number == 0:
+            losses = {name: first.loss for name, first in firsts.items()}
+            require_equal_losses(losses, FIRST_LOSS_TOLERANCE)
+    return firsts
+
+
+def run_interleaved(
+    ranks: RankProcesses,
+    firsts: Mapping[str, TimedStep],
+    processes: Sequence[int],
+    *,
+    rounds: int,
+    passes: int = 0,
+    say: Callable[[str], None],
+) -> dict[str, TimedSteps]:
+    """Let each configuration take one step per round, and then the passes.
+
+    `firsts` and `processes` are those of `warm_up`.
+    """
+    names = list(firsts)
+    timed = {name: TimedSteps(first=first) for name, first in firsts.items()}
     for name in interleaved(names, rounds):
         steps = timed[name].steps
         say(f"round {len(steps) + 1} of {rounds}: {name}")

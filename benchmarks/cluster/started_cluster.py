@@ -20,18 +20,23 @@ def exit_on_signals() -> None:
 
 
 @contextlib.contextmanager
-def started_cluster(nodes: int, ranks_per_node: int, rate: str | None) -> Iterator[RankProcesses]:
-    """Start the ranks on nodes with links of `rate`, or without a network if `rate` is None."""
+def started_cluster(
+    nodes: int, ranks_per_node: int, round_trip: float | None
+) -> Iterator[RankProcesses]:
+    """Start the ranks on nodes with links without a limit, `round_trip` seconds apart.
+
+    They are started without a network if it is None.
+    """
     with contextlib.ExitStack() as stack:
         prefixes = [[]] * nodes
-        if rate is None:
+        if round_trip is None:
             variables = {
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(emulation.free_port()),
                 "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             }
         else:
-            stack.enter_context(emulation.emulated_cluster(nodes, rate))
+            stack.enter_context(emulation.emulated_cluster(nodes, round_trip))
             prefixes = [emulation.prefix(node) for node in range(nodes)]
             variables = {
                 "MASTER_ADDR": emulation.address(0),

@@ -12,7 +12,6 @@ interfaces of an emulated cluster.
 import argparse
 import statistics
 import sys
-import sysconfig
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.byte_text import ByteText
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.training_setup import CPU
@@ -50,7 +50,8 @@ def compare(options: argparse.Namespace) -> dict:
 
     start_process_group(Environment.read(), CPU, timedelta(minutes=10))
     (name,) = options.trainers
-    tokens = shuffled_text(options.steps * RANKS * SAMPLES, LENGTH)
+    text = ByteText(options.steps * RANKS * SAMPLES, LENGTH - 1)
+    tokens = torch.stack([torch.from_numpy(sample["tokens"]) for sample in text])
     tokens = tokens.view(options.steps, RANKS, SAMPLES, LENGTH)
     with tempfile.TemporaryDirectory() as folder:
         plain, _ = TRAINERS[name](tokens, None, Path(folder))
@@ -65,15 +66,6 @@ def compare(options: argparse.Namespace) -> dict:
         "plain_of_4": across_nodes(attached.plain_traffic(4)),
         "forecast_of_4": across_nodes(attached.expected_traffic(4)),
     }
-
-
-def shuffled_text(samples: int, length: int) -> torch.Tensor:
-    """Return the first bytes of the standard library, as token ids (samples, length), shuffled."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    content = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    tokens = torch.frombuffer(bytearray(content[: samples * length]), dtype=torch.uint8).long()
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
-    return tokens.view(samples, length)[order]
 
 
 def across_nodes(sent: Sent) -> float:

@@ -189,7 +189,7 @@ def started_job(folder: Path, limit_seconds: float, flags: Sequence[str]) -> Ite
     Raises InputError where the system does not allow that.
     """
     job = Job(folder, limit_seconds, flags)
-    with emulation.emulated_cluster(NODES, emulation.UNLIMITED), _small_disk(job.checkpoints):
+    with emulation.emulated_cluster(NODES), _small_disk(job.checkpoints):
         try:
             job.supervise()
             yield job

@@ -10,11 +10,13 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.data.loader import Batch, Loader
+from benchmarks.shared.byte_text import NUM_BYTES, ByteText
+from megatron_zpp.data.loader import Batch, Loader, Samples
 from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
+from zeropp.errors import InputError
 
 CPU = torch.device("cpu")
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
@@ -52,11 +54,25 @@ class TrainingSetup:
         return self.shape["micro-batches"] * ranks.num_ranks // ranks.num_replicas
 
     def steps(self, count: int) -> list[list[Batch]]:
-        """This rank's micro-batches of the first `count` steps, step by step, on its device."""
+        """This rank's micro-batches of the first `count` steps of random tokens, on its device."""
+        model, seed = self.config.model, (self.config.training.seed, 0)
+        samples = MockDataset(MANY_ITERATIONS, model.seq_length, self.vocab_size, seed)
+        return self._batches(samples, count)
+
+    def steps_of_text(self, count: int) -> list[list[Batch]]:
+        """This rank's micro-batches of `count` steps of real text; ids are bytes.
+
+        Raises InputError for a vocabulary that has fewer.
+        """
+        if self.vocab_size < NUM_BYTES:
+            raise InputError(f"--vocab {self.vocab_size}: the text needs {NUM_BYTES} ids")
+        size = count * self.config.batch.global_batch_size
+        return self._batches(ByteText(size, self.config.model.seq_length), count)
+
+    def _batches(self, samples: Samples, count: int) -> list[list[Batch]]:
         config, ranks = self.config, self.ranks
-        seed = (config.training.seed, 0)
         with Loader(
-            MockDataset(MANY_ITERATIONS, config.model.seq_length, self.vocab_size, seed),
+            samples,
             config.data,
             consumed_samples=0,
             micro_batch_size=config.batch.micro_batch_size,

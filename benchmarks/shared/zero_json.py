@@ -11,6 +11,7 @@
 | `zeropp-once`       | as `zeropp`, the root once       | as `qgz`, once per step           |
 | `code-steps`        | changes of codes, coded          | as `qgz`, coded                   |
 | `code-steps-int3`   | as `code-steps`                  | INT8 in a node, INT3 across, coded |
+| `code-steps-auto`   | as `code-steps`, coded where that is faster | likewise           |
 | `no-hpz`            | INT8                             | as `qgz`                          |
 | `zero3-once`        | bf16, the root once              | as `zero3`, once per step         |
 | `zero1`             | bf16, once per step              | as `zero3`, once per step         |
@@ -35,6 +36,7 @@ COMPONENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "zeropp-once": ("qwz", "hpz", "qgz", "once"),
         "code-steps": ("qwz", "hpz", "qgz", "steps"),
         "code-steps-int3": ("qwz", "hpz", "qgz-8-3", "steps"),
+        "code-steps-auto": ("qwz", "hpz", "qgz", "steps", "auto"),
         "no-hpz": ("qwz", "qgz"),
         "zero3-once": ("once",),
         "zero1": ("stage-1",),
@@ -59,6 +61,7 @@ def zero_json(name: str, ranks_per_node: int) -> dict:
     own_keys = {
         "once": {"reduce_gradients_once": True},
         "steps": {"weight_steps": True, "code_messages": True},
+        "auto": {"code_messages": "auto"},
     }
     # Within a node, across nodes.
     gradient_bits = {"qgz": [8, 4], "qgz-4-4": [4, 4], "qgz-8-3": [8, 3]}

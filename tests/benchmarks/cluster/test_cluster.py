@@ -14,16 +14,16 @@ from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
 from benchmarks.cluster.configurations import NAMES, OURS, axes_of, zero_config
 from benchmarks.cluster.emulation import Counters
-from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps, run_interleaved
+from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps, run_interleaved, warm_up
 from benchmarks.shared.interleaved import Disagreement
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces, wait_until
 from tests.benchmarks.started import run_benchmark
 from tests.launched import ROOT
 from zeropp.errors import InputError
 
-TINY = "--layers 2 --hidden 32 --heads 2 --seq 16 --vocab 100"
+TINY = "--layers 2 --hidden 32 --heads 2 --seq 16 --vocab 256"
 # Messages of 100 KB and more, so that headers and gloo's own messages weigh little.
-SMALL = "--layers 1 --hidden 512 --heads 2 --seq 16 --vocab 100"
+SMALL = "--layers 1 --hidden 512 --heads 2 --seq 16 --vocab 256"
 
 
 def measured(arguments: str) -> dict:
@@ -40,13 +40,15 @@ def checked_options(monkeypatch: pytest.MonkeyPatch, arguments: str) -> argparse
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("zero4", "no configuration is called 'zero4'; expected one of fsdp2, attach, zero3, qwz"),
+        ("zero4", "no configuration is called 'zero4'; expected one of fsdp2, fsdp2-ring, attach"),
         ("fsdp2 deepspeed", "no configuration is called 'deepspeed'; --deepspeed adds it"),
         ("--rounds 0", "--rounds 0: expected at least 1"),
         ("--warm-up 0", "--warm-up 0: expected at least 1"),
         ("--nodes 1", "--nodes 1: expected at least 2"),
         ("--one-host --nodes 1 --ranks-per-node 1", "one rank sends nothing"),
-        ("--one-host --rate 1gbit", "--one-host has none"),
+        ("--one-host --rate 1gbit", "--rate sets .* --one-host has none"),
+        ("--one-host --round-trip 20", "--round-trip sets .* --one-host has none"),
+        ("--nodes 3 --round-trip 20", "joins two nodes, and --nodes is 3"),
         ("--rate 1gbit --rate fast", "the rate 'fast'"),
         ("--plot picture.jpg", "ends with .png"),
     ],
@@ -95,7 +97,7 @@ def test_each_configuration_switches_on_what_its_name_says():
     once = [name for name in OURS if zero_config(name, 2).reduces_once]
     assert once == ["zeropp-once", "zero3-once", "zero1"] and zero_config("zero1", 2).stage == 1
     assert all(zero_config(name, 2).zeropp.ranks_per_node == 2 for name in OURS)
-    assert NAMES == ("fsdp2", "attach", *OURS, "deepspeed")
+    assert NAMES == ("fsdp2", "fsdp2-ring", "attach", *OURS, "deepspeed")
 
 
 def test_sizes_of_axes_stand_in_front_of_a_name(monkeypatch):
@@ -122,8 +124,8 @@ class FakeRanks:
 
 
 def run_fake(ranks: FakeRanks, rounds: int) -> dict[str, TimedSteps]:
-    names = ("fsdp2", "qwz")
-    return run_interleaved(ranks, names, [], rounds=rounds, warm_up=1, say=lambda text: None)
+    firsts = warm_up(ranks, ("fsdp2", "qwz"), [], steps=1, say=lambda text: None)
+    return run_interleaved(ranks, firsts, [], rounds=rounds, say=lambda text: None)
 
 
 def test_steps_are_taken_in_turn_and_the_slowest_rank_counts():
@@ -170,6 +172,7 @@ def example_result(link: dict | None) -> dict:
     return {
         "date": "today", "commit": "abc", "uncommitted": [], "parameters": 1000, "nodes": 2,
         "ranks_per_node": 2, "shape": {"layers": 1}, "rounds": 5, "products": "bf16",
+        "warm_up": 1, "round_trip": 20,
         "machine": {"processor": "some", "cores": 2, "memory_gib": 1.0, "gpus": []},
         "versions": {"torch": "2"}, "load": {"before": 0.0, "after": 0.0},
         "runs": [{"rate": rate, "link": link, "dropped": 0, "rows": rows}],
@@ -199,6 +202,7 @@ def test_the_tables_show_bytes_in_models(link):
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()]
     _, ours = [row for row in cells if row[:1] == ["zeropp"]]  # times, and bytes
     _, plain = [row for row in cells if row[:1] == ["fsdp2"]]
+    assert "1 steps before the timed ones, 20 ms from node to node and back" in printed
     assert printed.count("2.00") == 1 and "without gradients" not in printed
     if link is None:
         assert "one host, no network" in printed
@@ -240,15 +244,16 @@ def test_one_host_shows_what_the_ledgers_say():
 @needs_namespaces
 def test_the_interfaces_count_what_the_ledgers_say():
     flags = "--rounds 2 --rate 400mbit --micro-batches 2"
-    result = measured(f"fsdp2 zero3 zeropp {flags} {SMALL}")
+    result = measured(f"fsdp2 fsdp2-ring zero3 zeropp {flags} {SMALL}")
     (run,) = result["runs"]
     assert run["link"]["limit"] == 400 and run["dropped"] == 0
     assert max(run["link"]["measured"]) < 1.05 * 400
     whole = 2 * result["parameters"]
-    plain, unquantized, ours = run["rows"]
+    plain, ring, unquantized, ours = run["rows"]
     # Of each block 3/4 are gathered twice, and gloo's reduction sends as much again, for each of
     # two micro-batches.
     assert plain["nodes"][0]["sent"] == pytest.approx(2 * 3 * whole, rel=0.1)
+    assert ring["nodes"][0]["sent"] == pytest.approx(2 * 2.25 * whole, rel=0.1)
     for row in (unquantized, ours):
         for node in row["nodes"]:
             assert 0 < node["difference"] < 0.02, row["name"]
@@ -259,7 +264,7 @@ def test_the_interfaces_count_what_the_ledgers_say():
 
 @needs_namespaces
 def test_frozen_weights_cross_once_with_hpz():
-    shape = "--layers 2 --hidden 256 --heads 4 --seq 16 --vocab 64"
+    shape = "--layers 2 --hidden 256 --heads 4 --seq 16 --vocab 256"
     result = measured(f"lora-zero3 mixz mixz-hpz {shape} --rounds 2 --passes 3")
     exact, stored, hpz = result["runs"][0]["rows"]
     frozen = 2 * 2 * 12 * 256**2  # bf16 bytes of two blocks' matrices

@@ -56,7 +56,9 @@ def test_bytes_between_nodes_are_counted_and_nothing_stays_behind(num_nodes: int
         "while left: left -= len(c.recv(left))\n"
         "c.sendall(b'x'); time.sleep(60)"
     )
-    with emulated_cluster(num_nodes, "50mbit"):
+    with emulated_cluster(num_nodes):
+        emulation.set_rate(num_nodes, "1gbit")
+        emulation.set_rate(num_nodes, "50mbit")
         last = num_nodes - 1
         send = (
             f"import socket; s = socket.create_connection(('{emulation.address(last)}', 7000));"
@@ -91,7 +93,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next():
     program = (
         "import subprocess, sys\n"
         "from benchmarks.cluster import emulation\n"
-        "with emulation.emulated_cluster(2, 'none'):\n"
+        "with emulation.emulated_cluster(2):\n"
         f"    subprocess.Popen([*emulation.prefix(1), sys.executable, '-c', {SLEEP!r}])\n"
         "    print('ready', flush=True)\n"
         "    input()\n"
@@ -117,7 +119,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next():
 
 @needs_namespaces
 def test_a_mistake_inside_leaves_nothing_behind():
-    with pytest.raises(ZeroDivisionError), emulated_cluster(3, "none"):
+    with pytest.raises(ZeroDivisionError), emulated_cluster(3):
         _ = 1 / 0
     assert not namespaces_of(os.getpid())
 
@@ -126,6 +128,27 @@ def test_a_mistake_inside_leaves_nothing_behind():
 def test_what_the_system_refuses_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(emulation, "MTU", 10)  # less than any link may have
     with pytest.raises(InputError, match="could not be created: ip link add.*--one-host"):
-        with emulated_cluster(2, "none"):
+        with emulated_cluster(2):
             pass
+    assert not namespaces_of(os.getpid())
+
+
+@needs_namespaces
+def test_a_round_trip_takes_as_long_as_asked_for():
+    echo = (
+        "import socket; s = socket.create_server(('', 7000)); print('ready', flush=True);"
+        "c, _ = s.accept(); c.sendall(c.recv(1))"
+    )
+    ask = (
+        f"import socket, time; s = socket.create_connection(('{emulation.address(1)}', 7000));"
+        "begin = time.monotonic(); s.sendall(b'x'); s.recv(1); print(time.monotonic() - begin)"
+    )
+    with emulated_cluster(2, round_trip=0.05):
+        emulation.set_rate(2, "50mbit")
+        command = [sys.executable, "-c"]
+        pipe = {"stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([*emulation.prefix(1), *command, echo], **pipe) as answering:
+            assert answering.stdout.readline() == "ready\n"
+            asking = subprocess.run([*emulation.prefix(0), *command, ask], **pipe, check=True)
+        assert float(asking.stdout) >= 0.05
     assert not namespaces_of(os.getpid())

@@ -56,7 +56,7 @@ while environment.rank == 0 and store.add("done", 0) < 2:  # it keeps the store
 @needs_namespaces
 def test_two_machines_with_wrong_interfaces():
     command = [sys.executable, "-c", RANK]
-    with emulation.emulated_cluster(2, "none"):
+    with emulation.emulated_cluster(2):
         for node in range(2):  # an address that both have, as a container bridge's
             ip = ("ip", "-n", emulation.prefix(node)[-1])
             subprocess.run([*ip, "link", "add", "spare", "type", "veth"], check=True)
