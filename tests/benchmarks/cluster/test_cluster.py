@@ -88,11 +88,11 @@ def test_each_configuration_switches_on_what_its_name_says():
         "qgz": (False, 1, True), "zeropp": (True, 3, True), "zeropp-4-4": (True, 3, True),
         "zeropp-once": (True, 3, True), "no-hpz": (True, 1, True), "zero3-once": (False, 1, False),
         "zero1": (False, 1, False), "code-steps": (True, 3, True),
-        "code-steps-int3": (True, 3, True),
+        "code-steps-int3": (True, 3, True), "code-steps-auto": (True, 3, True),
     }  # fmt: skip
     assert zero_config("zeropp-4-4", 2).zeropp.gradient_bits == (4, 4)
     steps = [name for name in OURS if zero_config(name, 2).zeropp.weight_steps]
-    assert steps == ["code-steps", "code-steps-int3"]
+    assert steps == ["code-steps", "code-steps-int3", "code-steps-auto"]
     assert zero_config("code-steps-int3", 2).zeropp.gradient_bits == (8, 3)
     once = [name for name in OURS if zero_config(name, 2).reduces_once]
     assert once == ["zeropp-once", "zero3-once", "zero1"] and zero_config("zero1", 2).stage == 1
