@@ -7,6 +7,7 @@ All ranks call `save` and `load`; an error on one rank is raised on all.
 """
 
 import io
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,14 @@ from zeropp.checkpoint.shard_files import (
     write_shards,
 )
 from zeropp.checkpoint.shared_folder import new_checkpoint
-from zeropp.checkpoint.state_tensors import load_state, state_to_save, without_frozen
+from zeropp.checkpoint.state_tensors import (
+    frozen_names,
+    load_state,
+    state_to_save,
+    stored_quantized,
+    tied_names,
+    without_frozen,
+)
 from zeropp.errors import InputError, first_lines
 from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
 
@@ -33,6 +41,7 @@ IMPORT = "the model's own from_pretrained reads a Hugging Face folder, before ze
 LATEST = "latest"
 STATE = "state.pt"
 FORMAT = 1
+log = logging.getLogger("zeropp")
 
 
 def save(
@@ -53,8 +62,14 @@ def save(
     between ranks, and if the folder cannot be written.
     """
     _check_tag(tag)
+    frozen = frozen_names(model)
+    names = {
+        "tied": tied_names(model),
+        "frozen": frozen,
+        "stored_elsewhere": frozen if exclude_frozen else stored_quantized(model),
+    }
     with fail_together():
-        state_bytes = _serialize(state) if rank() == 0 else b""
+        state_bytes = _serialize({**state, **names}) if rank() == 0 else b""
         tensors = state_to_save(model, optimizer)
         if exclude_frozen:
             tensors = without_frozen(tensors, model)
@@ -78,21 +93,23 @@ def load(
     *,
     strict: bool = True,
     with_optimizer_state: bool = True,
-) -> tuple[Path, dict[str, Any]]:
+) -> tuple[Path, dict[str, Any]] | None:
     """Read `folder/tag`, by default the latest, into model and optimizer, in place.
 
-    Returns its path and the state it was saved with. Without `with_optimizer_state`, only the fp32
+    Returns its path and the state it was saved with; None, with a warning, if no tag is given and
+    `folder` has no file `latest`. Without `with_optimizer_state`, only the fp32
     weights that the optimizer may hold are read into it. Without `strict`, tensors that only the
     model or only the checkpoint has are left alone. Raises InputError on all ranks if there is no
     such checkpoint, if it is not complete, and if it is of another model.
     """
     with os_errors_as_input_errors(f"cannot load a checkpoint from {folder}"):
         with fail_together():
-            path = _find(folder, tag) if rank() == 0 else None
+            path = find(folder, tag, may_be_empty=True) if rank() == 0 else None
         path = broadcast_object(path)
+        if path is None:
+            return None
         with fail_together():
-            with damage_as_input_errors(path / STATE):
-                state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+            state = read_state(path)
             with_optimizer_state = with_optimizer_state and optimizer is not None
             if with_optimizer_state and not state["optimizer_saved"]:
                 raise InputError(
@@ -119,24 +136,37 @@ def _checkpoint_folder(folder: Path) -> CheckpointFolder:
     )
 
 
-def _find(folder: Path, tag: str | None) -> Path:
-    if not folder.is_dir():
-        raise InputError(f"there is no folder {folder} to load a checkpoint from")
+def find(folder: Path, tag: str | None, *, may_be_empty: bool = False) -> Path | None:
+    """Return the path of a complete checkpoint in `folder`, by default the latest.
+
+    With `may_be_empty`, a folder that names no latest one gives None and a warning. Raises
+    InputError if there is no such checkpoint, and for one of another program.
+    """
     checkpoints = _checkpoint_folder(folder)
     tags = sorted(path.name for path in folder.glob("[!.]*") if checkpoints.is_complete(path))
-    if not tags:
+    if not tags and folder.is_dir():
         _require_own(folder, tag)
     existing = f"there are {', '.join(tags)}" if tags else "there is none"
     if tag is None:
         tag = checkpoints.latest()
     if tag is None:
-        raise InputError(
-            f"{folder / LATEST} does not exist: give the tag of a checkpoint; {existing}"
-        )
+        what = f"{folder / LATEST} does not exist"
+        if may_be_empty:
+            log.warning(
+                "%s, and nothing is loaded: to load a checkpoint by its tag, %s", what, existing
+            )
+            return None
+        raise InputError(f"{what}: give the tag of a checkpoint; {existing}")
     path = checkpoints.find(tag)
     if path is None:
         raise InputError(f"there is no complete checkpoint {tag} in {folder}; {existing}")
     return path
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what `save` got as the state of a checkpoint, with the names of its weights."""
+    with damage_as_input_errors(path / STATE):
+        return torch.load(path / STATE, map_location="cpu", weights_only=True)
 
 
 def _require_own(folder: Path, tag: str | None) -> None:

@@ -128,12 +128,31 @@ def without_frozen(
     tensors: Mapping[str, torch.Tensor], model: nn.Module
 ) -> dict[str, torch.Tensor]:
     """Return the tensors without those of the model's frozen parameters."""
-    frozen = {
-        MODEL + _plain_name(name)
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad
-    }
+    frozen = {MODEL + name for name in frozen_names(model)}
     return {name: tensor for name, tensor in tensors.items() if name not in frozen}
+
+
+def frozen_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that do not require gradients."""
+    named = model.named_parameters()
+    return [_plain_name(name) for name, each in named if not each.requires_grad]
+
+
+def stored_quantized(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that are stored quantized, and not saved."""
+    return [_plain_name(name) for name, each in model.named_parameters() if is_quantized(each)]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of parameters and buffers that have several -> the saved one."""
+    tied: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        first: dict[torch.Tensor, str] = {}
+        for name, tensor in named(remove_duplicate=False):
+            plain = _plain_name(name)
+            if first.setdefault(tensor, plain) != plain:
+                tied[plain] = first[tensor]
+    return tied
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:

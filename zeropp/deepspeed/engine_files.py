@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from zeropp.atomic import write_atomically
 from zeropp.checkpoint import engine_checkpoint
 from zeropp.checkpoint.gathered_weights import gather_weights, save_gathered_weights
 from zeropp.checkpoint.state_tensors import masters_of
+from zeropp.deepspeed.utils.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import among
+from zeropp.ranks.coordination import among, fail_together
 
 
 def _among_its_ranks(method: Callable) -> Callable:
@@ -40,6 +42,7 @@ class EngineFiles:
     ) -> Path:
         """Write `save_dir/tag` (by default global_stepN) on all ranks; return its path.
 
+        Beside it is the script `zero_to_fp32.py`, which writes its whole weights in fp32.
         With `exclude_frozen_parameters`, only what is trained is written, and `load_checkpoint`
         leaves frozen parameters alone if it is called with `load_module_strict=False`.
 
@@ -63,7 +66,7 @@ class EngineFiles:
             "client_state": dict(client_state),
         }
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        return engine_checkpoint.save(
+        path = engine_checkpoint.save(
             Path(save_dir),
             tag,
             self.module,
@@ -72,6 +75,10 @@ class EngineFiles:
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
         )
+        with fail_together():
+            if self._is_first:
+                _write_script(Path(save_dir) / SCRIPT_NAME)
+        return path
 
     @_among_its_ranks
     def load_checkpoint(
@@ -82,16 +89,18 @@ class EngineFiles:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-    ) -> tuple[Path, dict[str, Any]]:
+    ) -> tuple[Path | None, dict[str, Any] | None]:
         """Load a checkpoint on all ranks; return its path and its client_state.
 
+        Without a tag, a folder that is missing or has no file `latest` gives (None, None) and a
+        warning, as in DeepSpeed; nothing is changed then.
         Between the micro-batches of a step, its gradients are discarded and the step begins again.
         Raises InputError as `zeropp.checkpoint.engine_checkpoint.load` does.
         """
         with_optimizer = load_optimizer_states and not load_module_only
         optimizer = self.optimizer if with_optimizer else None
         self.sharding.weights_changed()
-        path, state = engine_checkpoint.load(
+        loaded = engine_checkpoint.load(
             Path(load_dir),
             tag,
             self.module,
@@ -99,6 +108,9 @@ class EngineFiles:
             strict=load_module_strict,
             with_optimizer_state=with_optimizer,
         )
+        if loaded is None:
+            return None, None
+        path, state = loaded
         self._begin_step_again()
         if not load_module_only:
             self.global_steps, self.skipped_steps = state["global_steps"], state["skipped_steps"]
@@ -151,6 +163,17 @@ class EngineFiles:
             exclude_frozen=exclude_frozen_parameters,
         )
         return weights if self._is_first else None
+
+
+def _write_script(path: Path) -> None:
+    """Write the script beside a checkpoint, unless it is there."""
+    if path.is_file() and path.read_text() == SCRIPT:
+        return
+    try:
+        write_atomically(path, SCRIPT)
+        path.chmod(0o755)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error}") from error
 
 
 def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import engine_of, gathered_parameters, run
+from tests.zeropp.deepspeed.small_engine import engine_of, gathered_parameters, logged, run
 from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Engine, InputError
@@ -139,7 +139,8 @@ def test_a_checkpoint_saved_again_under_its_name_is_the_newer_one(tmp_path):
     assert not (tmp_path / "latest").exists()
     run(engine, steps=1)
     engine.save_checkpoint(tmp_path, tag="best")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    assert saved == ["best", "latest", "zero_to_fp32.py"]
     other = engine_of(blank())
     other.load_checkpoint(tmp_path, "best")
     assert other.global_steps == 1 and losses_of(other) == losses_of(engine)
@@ -154,12 +155,9 @@ def test_errors_are_raised_on_every_rank(tmp_path):
             engine.load_checkpoint(folder, **arguments)
         assert message in str(raised.value)
 
-    refused(tmp_path / "nowhere", "nowhere to load a checkpoint from")
-    dist.barrier()
-    refused(tmp_path, "latest does not exist: give the tag of a checkpoint; there is none")
+    refused(tmp_path / "nowhere", "no complete checkpoint best in", tag="best")
     engine.save_checkpoint(tmp_path, save_latest=False)
-    refused(tmp_path, "there are global_step0")
-    refused(tmp_path, "no complete checkpoint global_step7 in", tag="global_step7")
+    refused(tmp_path, "there are global_step0", tag="global_step7")
     for tag in ("", "a/b", "..", ".hidden", "latest"):
         with pytest.raises(InputError, match="is not a folder's name"):
             engine.save_checkpoint(tmp_path, tag=tag)
@@ -170,7 +168,30 @@ def test_errors_are_raised_on_every_rank(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot save"):
         engine.save_checkpoint(tmp_path / "file")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "global_step0"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["file", "global_step0", "zero_to_fp32.py"]
+
+
+@ranks(2)
+def test_a_folder_that_names_no_checkpoint_leaves_the_run_as_it_is(tmp_path):
+    """DeepSpeed returns (None, None) with a warning, which programs ask for to start anew."""
+    expected = run(engine_of(micro_batches=2), steps=2)
+    engine = engine_of(micro_batches=2)
+    tokens = tokens_of(0).chunk(2)[dist.get_rank()].chunk(2)
+    engine.backward(loss_of(engine, tokens[0]))
+    engine.step()
+    assert engine.load_checkpoint(tmp_path / "nowhere") == (None, None)
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    engine.backward(loss_of(engine, tokens[1]))
+    engine.step()
+    assert engine.global_steps == 1
+    assert run(engine, steps=1, first=1) == expected[1:]
+    other = engine_of(blank())
+    other.save_checkpoint(tmp_path, tag="only", save_latest=False)
+    with logged() as lines:
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert dist.get_rank() or "latest does not exist, and nothing is loaded" in lines[-1]
+    assert dist.get_rank() or lines[-1].endswith("there are only")
 
 
 @pytest.mark.parametrize("torn", ["__1_0.distcp", ".metadata", "state.pt"])

@@ -1,6 +1,8 @@
 """Engines over the small model, and the plain PyTorch loop that they must equal."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,3 +82,20 @@ def gathered_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         with zeropp.zero.GatheredParameters(parameter):
             weights[name] = parameter.detach().clone().as_subclass(torch.Tensor)
     return weights
+
+
+@contextmanager
+def logged(level: int = logging.INFO) -> Iterator[list[str]]:
+    """The lines that this rank logs in the block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("zeropp")
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

@@ -5,7 +5,6 @@ a gradient by at most 64 terms * 2^-24, and each step may add that again: 4 * 64
 in the worst case; 1e-5 is the promise. What runs the same operations in the same order is equal.
 """
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +20,7 @@ from tests.zeropp.deepspeed.small_engine import (
     config_of,
     engine_of,
     gathered_parameters,
+    logged,
     run,
     run_without_engine,
 )
@@ -261,18 +261,10 @@ def test_all_ranks_get_the_first_ranks_weights():
 
 @ranks(1)
 def test_the_log_says_what_runs_and_every_nth_step():
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("zeropp")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with logged() as lines:
         gather = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
         engine = engine_of(steps_per_print=2, zero_optimization=gather, tensorboard={})
         run(engine, steps=4)
-    finally:
-        log.removeHandler(handler)
     text = "\n".join(lines)
     assert "ZeRO stage 3, 1 ranks" in text and "tensorboard has no effect" in text
     assert "tensorboard has no effect here" in text and "--" not in text
