@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.launched import LAUNCH, ROOT, TORCHRUN, kill_all, launching, rank_pid, wait_for, zeropp
+from tests.terminal import ESCAPE, Terminal
 
 TUTORIAL = (
     "--num-layers 2 --hidden-size 64 --seq-length 64 --num-attention-heads 4 --batch-size 1 "
@@ -58,6 +59,23 @@ def test_the_tutorials_command(nodes, tensor, launch):
     crossed = re.findall(r"across nodes: (\S+) .* weights backward: (\S+) ", text)
     assert len(crossed) == 2 and all(float(backward) == 0 for _, backward in crossed)
     assert all((float(total) > 0) == (nodes == 2) for total, _ in crossed)
+
+
+def test_a_terminal_gets_one_short_line_per_interval(tmp_path):
+    terminal = Terminal(columns=80)
+    command = [*LAUNCH, "--num_ranks", "2", "--ranks_per_node", "1", f"{ROOT}/pretrain_gpt.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    subprocess.run(
+        [*command, *TINY.split(), "--train-iters", "3"],
+        cwd=tmp_path, env=environment, stdout=terminal.stream, stderr=subprocess.STDOUT, check=True,
+    )  # fmt: skip
+    shown = re.split(r"[\r\n]+", ESCAPE.sub("", terminal.close()))
+    lines = [line for line in shown if line.startswith("step ")]
+    form = r"step {}/3  loss \d\.\d{{3}}  lr +[\d.e-]+ +[\d.]+k? tok/s  [\d.]+ KiB between nodes"
+    for number, line in enumerate(lines, start=1):
+        assert re.match(form.format(number), line) and len(line) <= 80
+    assert len(lines) == 3 and not losses("\n".join(shown))
+    assert any(line.startswith("━") and "3/3" in line for line in shown)
 
 
 def test_a_killed_rank_is_named_and_the_others_end(launch):

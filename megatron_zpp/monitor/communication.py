@@ -19,7 +19,8 @@ from zeropp.wire.traffic import HOPS, PURPOSES, CodedMessages
 ALL_PURPOSES = (*PURPOSES, *AXES)
 KEYS = tuple((purpose, hop) for purpose in ALL_PURPOSES for hop in HOPS)
 ACROSS_NODES, IN_NODE = "across_nodes", "in_node"
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,9 +190,20 @@ def sum_over(num_bytes: Counter, hop: str) -> float:
     return sum(num_bytes[purpose, hop] for purpose in ALL_PURPOSES)
 
 
+def size(num_bytes: float) -> str:
+    """For example 7.20 MiB."""
+    units = iter(UNITS)
+    unit = next(units)
+    while num_bytes >= 999.5 and unit != UNITS[-1]:
+        num_bytes, unit = num_bytes / 1024, next(units)
+    return f"{three_digits(num_bytes)} {unit}"
+
+
+def three_digits(number: float) -> str:
+    """The first three digits of a number below 1000, without an exponent."""
+    decimals = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{decimals}f}"
+
+
 def _amount(num_bytes: float, steps: int) -> str:
-    return f"{_size(num_bytes / steps)} per node and step, {_size(num_bytes)} in {steps:,} steps"
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / MIB:.2f} MiB" if num_bytes < GIB else f"{num_bytes / GIB:.2f} GiB"
+    return f"{size(num_bytes / steps)} per node and step, {size(num_bytes)} in {steps:,} steps"

@@ -36,7 +36,8 @@ class Console(AbstractContextManager):
     """Prints for one rank; as a context it also prints what this program's loggers say.
 
     `interactive` switches the progress bar on or off; by default it shows on a terminal that can
-    move its cursor. `stream` is standard output unless given.
+    move its cursor. `stream` is standard output unless given; `is_terminal` says whether a person
+    reads it.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class Console(AbstractContextManager):
         self.rank = rank
         self._stream = stream or sys.stdout
         self._encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self.is_terminal = self._stream.isatty()
         self._rich = rich.console.Console(file=self._stream, emoji=False, highlight=False)
         if interactive is None:
-            interactive = self._stream.isatty() and not self._rich.is_dumb_terminal
+            interactive = self.is_terminal and not self._rich.is_dumb_terminal
         self._interactive = interactive
         self._bar: ProgressBar | None = None
         self._handler = _ConsoleHandler(self)

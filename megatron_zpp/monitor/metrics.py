@@ -1,8 +1,6 @@
-"""What an iteration measured, and the log line for every `--log-interval` iterations.
+"""What iterations measure, and where these numbers go: to the log, the screen and writers.
 
-The training step returns numbers; only this file turns them into lines. The lines are
-Megatron-DeepSpeed's to the letter, so that scripts that parse them keep working, with two
-deliberate differences: a loss is printed on skipped iterations too, and a NaN is printed.
+The training step returns numbers; `log_lines.py` turns them into lines.
 """
 
 import math
@@ -14,7 +12,7 @@ from typing import Protocol
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.monitor.matmul_rate import MatmulRate
-from megatron_zpp.monitor.memory import Memory, memory_line
+from megatron_zpp.monitor.memory import Memory
 from megatron_zpp.settings.config import LogConfig
 
 LOSSES = ("first_loss", "last_loss", "first_held_out", "last_held_out")
@@ -70,6 +68,7 @@ class Interval:
     skipped: int
     nan: int
     samples_per_second: float
+    tokens_per_second: float  # of all ranks
     tokens_per_gpu_per_second: float
     tflops: float  # per rank, what is recomputed included
     model_tflops: float  # the same without it
@@ -145,13 +144,22 @@ class Screen(Protocol):
     def held_out(self, loss: float) -> None: ...
 
 
+class Lines(Protocol):
+    """The format of the log: see `megatron_zpp/monitor/log_lines.py`."""
+
+    def interval(self, interval: Interval) -> list[str]: ...
+    def validation(self, validation: Validation) -> list[str]: ...
+    def memory(self, rank: int, memory: Memory, iteration: int) -> str: ...
+
+
 class Metrics:
-    """Collects iterations, prints a line every `log_interval`, feeds the screen and the writers."""
+    """Collects iterations, logs every `log_interval`, feeds the screen and the writers."""
 
     def __init__(
         self,
         config: LogConfig,
         screen: Screen,
+        lines: Lines,
         *,
         world_size: int,
         flops: TokenFlops,
@@ -160,7 +168,7 @@ class Metrics:
     ) -> None:
         self.history = History()
         self._config = config
-        self._screen = screen
+        self._screen, self._lines = screen, lines
         self._world_size = world_size
         self._flops = flops
         self.matmul_rate = rate
@@ -170,7 +178,7 @@ class Metrics:
         self._memory_reported = False
 
     def iteration(self, iteration: Iteration) -> Interval | None:
-        """Add one iteration; returns the interval it completes, after printing its line."""
+        """Add one iteration; returns the interval it completes, after logging it."""
         self._pending.append(iteration)
         self._update_history(iteration)
         self._screen.progress(iteration)
@@ -181,9 +189,8 @@ class Metrics:
             return None
         interval = summarize(self._pending, self._world_size, self._flops, self.matmul_rate)
         self._pending = []
-        self._screen.line(log_line(interval, throughput=self._config.log_throughput))
-        if iteration.communication:
-            self._screen.line(iteration.communication.line())
+        for line in self._lines.interval(interval):
+            self._screen.line(line)
         self._report_memory(iteration)
         for writer in self._writers:
             writer.interval(interval)
@@ -191,7 +198,7 @@ class Metrics:
 
     def validation(self, validation: Validation) -> None:
         """Print a held-out loss and feed it to screen and writers."""
-        for line in validation_lines(validation):
+        for line in self._lines.validation(validation):
             self._screen.line(line)
         if validation.split == "validation":
             self._screen.held_out(validation.loss)
@@ -224,8 +231,7 @@ class Metrics:
         memory = iteration.memory
         if self._memory_reported or memory is None or memory.allocated_count is None:
             return
-        moment = f"(after {iteration.iteration} iterations)"
-        self._screen.line(memory_line(self._screen.rank, memory, moment))
+        self._screen.line(self._lines.memory(self._screen.rank, memory, iteration.iteration))
         self._memory_reported = True
 
 
@@ -250,6 +256,7 @@ def summarize(
         skipped=sum(each.skipped for each in iterations),
         nan=sum(not math.isfinite(each.loss) for each in iterations),
         samples_per_second=num_samples / seconds,
+        tokens_per_second=tokens_per_second,
         tokens_per_gpu_per_second=tokens_per_gpu_per_second,
         tflops=tokens_per_gpu_per_second * flops.performed / 1e12,
         model_tflops=model_flops / 1e12,
@@ -257,57 +264,3 @@ def summarize(
         mfu=model_flops / rate.peak if rate and rate.peak else None,
         empty_share=num_empty / num_samples,
     )
-
-
-def log_line(interval: Interval, *, throughput: bool = False) -> str:
-    """Megatron-DeepSpeed's line; `throughput` adds Megatron-LM's field and its shares of rates."""
-    last = interval.last
-    milliseconds = interval.seconds_per_iteration * 1000
-    fields = [
-        f"iteration {last.iteration:8d}/{last.train_iters:8d}",
-        f"consumed samples: {last.consumed_samples:12d}",
-        f"consumed tokens: {last.consumed_tokens:12d}",
-        f"elapsed time per iteration (ms): {milliseconds:.1f}",
-        *(_throughput_fields(interval) if throughput else []),
-        f"learning rate: {last.learning_rate:.3E}",
-        f"global batch size: {last.global_batch_size:5d}",
-        f"lm loss: {interval.loss:.6E}",
-        *_optional_fields(last),
-        f"actual seqlen: {last.seq_length:5d}",
-        f"number of skipped iterations: {interval.skipped:3d}",
-        f"number of nan iterations: {interval.nan:3d}",
-        *([f"empty micro-batches: {interval.empty_share:.2%}"] if interval.empty_share else []),
-        f"samples per second: {interval.samples_per_second:.3f}",
-        f"tokens per gpu per second (tgs): {interval.tokens_per_gpu_per_second:.3f}",
-        f"TFLOPs: {interval.tflops:.2f}",
-    ]
-    return "".join(f" {text} |" for text in fields)
-
-
-def validation_lines(validation: Validation) -> tuple[str, str, str]:
-    """Megatron's held-out line between two rules."""
-    line = (
-        f" validation loss at {validation.moment} | "
-        f"lm loss value: {validation.loss:.6E} | lm loss PPL: {validation.perplexity:.6E} | "
-    )
-    rule = "-" * (len(line) + 1)
-    return rule, line, rule
-
-
-def _throughput_fields(interval: Interval) -> list[str]:
-    fields = [f"throughput per GPU (TFLOP/s/GPU): {interval.model_tflops:.1f}"]
-    if interval.share_of_measured_rate is not None:
-        fields.append(f"share of measured matmul rate: {interval.share_of_measured_rate:.1%}")
-    if interval.mfu is not None:
-        fields.append(f"MFU: {interval.mfu:.1%}")
-    return fields
-
-
-def _optional_fields(last: Iteration) -> list[str]:
-    values = [
-        ("loss scale: {:.1f}", last.loss_scale),
-        ("grad norm: {:.3f}", last.grad_norm),
-        ("num zeros: {:.1f}", last.num_zeros),
-        ("params norm: {:.3f}", last.params_norm),
-    ]
-    return [template.format(value) for template, value in values if value is not None]

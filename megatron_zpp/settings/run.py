@@ -163,6 +163,12 @@ class LogConfig(Section):
     """What is printed and written for TensorBoard and Weights & Biases, and how often."""
 
     log_interval: int = flag(100, "iterations between log lines", minimum=1)
+    log_format: str = flag(
+        "auto",
+        "lines of the log: Megatron's, short ones of at most 80 columns, or short ones on a "
+        "terminal only",
+        choices=("auto", "short", "megatron"),
+    )
     logging_level: int = flag(
         20,
         "print notices from this level of Python's logging on: 20 all, 30 warnings, 40 errors",

@@ -10,6 +10,7 @@ from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
+from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.writers import open_writers
@@ -139,9 +140,12 @@ def open_metrics(
     rate = None
     if config.log.log_throughput:
         rate = matmul_rate(ranks.device, getattr(torch, config.precision.format))
+    is_short = {"auto": console.is_terminal, "short": True, "megatron": False}
+    lines = ShortLines if is_short[config.log.log_format] else MegatronLines
     metrics = Metrics(
         config.log,
         console,
+        lines(throughput=config.log.log_throughput),
         world_size=ranks.num_ranks,
         flops=TokenFlops.of(config.model, config.recompute, tokenizer.vocab_size),
         rate=rate,
@@ -176,7 +180,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ("length", f"{trainer.schedules.length.iterations:,} iterations"),
         ("precision", f"{compute_dtype}, weights and Adam in float32"),
         ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
-        *matmul_rate_rows(run.metrics.matmul_rate),
+        *(matmul_rate_rows(run.metrics.matmul_rate) if config.log.log_throughput else []),
         *parallel_rows(run.ranks),
         *pipeline_rows(run, micro_batches),
         *([("plan", run.step_watch.expected)] if run.step_watch else []),
@@ -254,10 +258,8 @@ def offload_rows(config: Config) -> list[tuple[str, str]]:
     return [("optimizer", text)]
 
 
-def matmul_rate_rows(rate: MatmulRate | None) -> list[tuple[str, str]]:
-    """A row with the rate of matrix products, if it was measured."""
-    if rate is None:
-        return []
+def matmul_rate_rows(rate: MatmulRate) -> list[tuple[str, str]]:
+    """A row with the measured rate of matrix products."""
     text = f"{rate.measured / 1e12:.3g} TFLOP/s, measured"
     if rate.peak is not None:
         text += f"; {rate.peak / 1e12:.4g} by the data sheet: MFU is a share of it"

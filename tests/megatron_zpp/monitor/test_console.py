@@ -1,14 +1,8 @@
-"""What a person sees: on a pseudo-terminal a progress bar, through a pipe nothing but lines."""
+"""What a person sees: on a pseudo-terminal short lines and a bar, through a pipe Megatron's."""
 
-import fcntl
 import io
 import logging
-import os
-import pty
 import re
-import struct
-import termios
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,11 +11,12 @@ import pytest
 
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.console import Console
+from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
 from megatron_zpp.monitor.memory import Memory
 from megatron_zpp.monitor.metrics import History, Iteration, Metrics, Validation
 from megatron_zpp.settings.config import LogConfig
+from tests.terminal import ESCAPE, Terminal
 
-ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MEMORY = Memory(
     allocated_bytes=3 * 2**29,
     reserved_bytes=2**31,
@@ -42,32 +37,6 @@ ITERATION = Iteration(
 )
 
 
-class Terminal:
-    """A pseudo-terminal, and everything that was written to it."""
-
-    def __init__(self, columns: int) -> None:
-        self._reader, writer = pty.openpty()
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        self.stream = os.fdopen(writer, "w", encoding="utf-8")
-        self._chunks: list[bytes] = []
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                chunk = os.read(self._reader, 65536)
-            except OSError:  # Linux's end of file on a pseudo-terminal
-                return
-            self._chunks.append(chunk)
-
-    def close(self) -> str:
-        self.stream.close()
-        self._thread.join()
-        os.close(self._reader)
-        return b"".join(self._chunks).decode()
-
-
 @contextmanager
 def environment(
     monkeypatch: pytest.MonkeyPatch, term: str = "xterm", columns: int = 120
@@ -82,7 +51,9 @@ def environment(
 def train(console: Console) -> list[str]:
     """Ten iterations with a held-out loss after the fifth; returns the log lines."""
     settings = LogConfig(log_interval=5)
-    metrics = Metrics(settings, console, world_size=1, flops=TokenFlops(model=1.0, performed=1.0))
+    flops = TokenFlops(model=1.0, performed=1.0)
+    lines = ShortLines if console.is_terminal else MegatronLines
+    metrics = Metrics(settings, console, lines(), world_size=1, flops=flops)
     sent: list[str] = []
     print_line = console.line
     console.line = lambda text: (sent.append(text), print_line(text))
@@ -104,12 +75,14 @@ def test_a_pipe_carries_plain_lines_only():
     assert "\x1b" not in stream.getvalue()
 
 
-def test_a_terminal_shows_progress_under_unwrapped_lines(monkeypatch):
+def test_a_terminal_shows_progress_under_short_lines(monkeypatch):
     monkeypatch.setattr("megatron_zpp.monitor.console.REFRESH_SECONDS", 0.0)
     with environment(monkeypatch):
         terminal = Terminal(columns=120)
         sent = train(Console(stream=terminal.stream))
     shown = terminal.close()
+    assert sent[0] == "step  5/40  loss 8.250  lr 1.0e-3  4.10k tok/s  eta 0:18"
+    assert sent[1] == "step 5  held-out loss 8.250  perplexity 3,828"
     for line in sent:
         assert line.rstrip() in shown, "a log line was wrapped or coloured"
     plain = ESCAPE.sub("", shown)

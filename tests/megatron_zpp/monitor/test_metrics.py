@@ -1,4 +1,4 @@
-"""The log lines, letter by letter, and what they are computed from."""
+"""What iterations add up to, and who gets to know it."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from megatron_zpp.model.flops import TokenFlops, flops_per_token
-from megatron_zpp.monitor.matmul_rate import MatmulRate
-from megatron_zpp.monitor.memory import Memory, memory_line, read_memory
-from megatron_zpp.monitor.metrics import History, Iteration, Metrics, Validation, validation_lines
+from megatron_zpp.monitor.log_lines import MegatronLines
+from megatron_zpp.monitor.memory import Memory, read_memory
+from megatron_zpp.monitor.metrics import History, Iteration, Metrics, Validation
 from megatron_zpp.settings.config import LogConfig, ModelConfig, RecomputeConfig
 
 ITERATION = Iteration(
@@ -56,55 +56,11 @@ class Page:
 
 
 FLOPS = TokenFlops(model=4.5e9, performed=6e9)
-RATE = MatmulRate(measured=1.2e15, peak=2e15)
 
 
-def metrics(page: Page, rate: MatmulRate | None = RATE, **config: object) -> Metrics:
+def metrics(page: Page, **config: object) -> Metrics:
     settings = LogConfig(**{"log_interval": 1} | config)
-    return Metrics(settings, page, world_size=8, flops=FLOPS, rate=rate, writers=[page])
-
-
-def test_log_line_letter_by_letter():
-    page = Page()
-    measured = replace(
-        ITERATION, loss_scale=65536.0, grad_norm=1.23456, num_zeros=7.0, params_norm=123.4
-    )
-    metrics(page).iteration(measured)
-    # 256 samples and 524288 tokens in .5 s on 8 ranks: 131072 tokens/s/rank, times 6e9 operations
-    assert page.lines == [
-        " iteration       10/  500000 | consumed samples:         2560 |"
-        " consumed tokens:      5242880 | elapsed time per iteration (ms): 500.0 |"
-        " learning rate: 1.500E-04 | global batch size:   256 | lm loss: 1.050000E+01 |"
-        " loss scale: 65536.0 | grad norm: 1.235 | num zeros: 7.0 | params norm: 123.400 |"
-        " actual seqlen:  2048 | number of skipped iterations:   0 |"
-        " number of nan iterations:   0 | samples per second: 512.000 |"
-        " tokens per gpu per second (tgs): 131072.000 | TFLOPs: 786.43 |"
-    ]
-
-
-def test_what_was_not_measured_is_not_in_the_line():
-    page = Page()
-    metrics(page).iteration(ITERATION)
-    names = [part.split(":")[0].strip() for part in page.lines[0].split("|")]
-    assert names[6:8] == ["lm loss", "actual seqlen"]
-    assert not {"loss scale", "grad norm", "num zeros", "params norm"} & set(names)
-
-
-def test_log_throughput_adds_megatron_lms_field_and_its_shares_of_both_rates():
-    page = Page()
-    metrics(page, log_throughput=True).iteration(ITERATION)
-    # 131072 tokens/s/rank of 4.5e9 operations each, of 1.2e15 measured and 2e15 by the data sheet
-    assert (
-        "(ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 589.8 |"
-        " share of measured matmul rate: 49.2% | MFU: 29.5% | l"
-    ) in page.lines[0]
-    assert page.lines[0].endswith("TFLOPs: 786.43 |")
-
-
-def test_without_a_known_peak_there_is_no_mfu():
-    page = Page()
-    metrics(page, rate=MatmulRate(measured=1.2e15), log_throughput=True).iteration(ITERATION)
-    assert "share of measured matmul rate: 49.2% | learning rate" in page.lines[0]
+    return Metrics(settings, page, MegatronLines(), world_size=8, flops=FLOPS, writers=[page])
 
 
 def test_an_interval_averages_and_counts_and_starts_anew():
@@ -148,20 +104,6 @@ def test_empty_micro_batches_are_a_share_of_those_of_the_interval_or_not_shown()
     assert "empty" not in page.lines[1]
 
 
-def test_held_out_loss_between_rules():
-    at = {"iteration": 100, "consumed_samples": 1, "consumed_tokens": 1}
-    lines = validation_lines(Validation(**at, loss=2.0, moment="iteration 100"))
-    text = (
-        " validation loss at iteration 100 | lm loss value: 2.000000E+00 |"
-        " lm loss PPL: 7.389056E+00 | "
-    )
-    assert lines == ("-" * 95, text, "-" * 95)
-    assert len(text) == 36 + 30 + 28
-    huge = Validation(**at, loss=50.0, moment="")
-    assert huge.perplexity == pytest.approx(math.exp(20))
-    assert math.isnan(replace(huge, loss=math.nan).perplexity)
-
-
 def test_writers_hear_every_tensorboard_interval_and_are_closed():
     page = Page()
     collected = metrics(page, log_interval=4, tensorboard_log_interval=2)
@@ -199,10 +141,6 @@ def test_memory_is_reported_once_on_a_gpu_and_never_on_the_cpu():
         peak_allocated_bytes=2 * 2**20,
         peak_reserved_bytes=4 * 2**20,
         allocated_count=5,
-    )
-    assert memory_line(0, memory, "(after 1 iterations)") == (
-        "[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 2.0 |"
-        " reserved: 3.0 | max reserved: 4.0"
     )
     page = Page()
     collected = metrics(page)
