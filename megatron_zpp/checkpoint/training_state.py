@@ -21,6 +21,7 @@ NOT_ARCHITECTURE = (
     "hidden_dropout",
     "attention_dropout",
     "fp32_residual_connection",
+    "pad_vocab_size_to",
 )
 ROPE_SCALING = (
     "use_rope_scaling",

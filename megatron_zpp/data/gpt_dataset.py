@@ -7,6 +7,7 @@ processes that share the folder.
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -132,10 +133,11 @@ def build_datasets(
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     builder = _Builder(spec, data.split if data.data_path is not None else None)
     if data.data_path is not None:
-        paths, bounds = (data.data_path,) * len(SPLITS), parse_split(data.split)
+        paths = (data.data_path,) * len(SPLITS)
+        bounds = [share and (share,) for share in parse_split(data.split)]
     elif any(paths):
         refuse_split(data.split)
-        bounds = [share if path else None for path, share in zip(paths, data.ranges, strict=True)]
+        bounds = [each if path else None for path, each in zip(paths, data.ranges, strict=True)]
     else:
         raise InputError(
             "no data for the tokenizer that was named: give --data-path, --train-data-path or "
@@ -146,14 +148,15 @@ def build_datasets(
         if split_bounds is None:
             datasets.append(None)
         else:
-            datasets.append(builder.build(split_paths, _SplitBounds(split, *split_bounds), size))
+            datasets.append(builder.build(split_paths, split, split_bounds, size))
     return tuple(datasets)
 
 
-class _SplitBounds(NamedTuple):
-    """A split, and its bounds as fractions of each dataset."""
+class _Part(NamedTuple):
+    """What a split takes of a dataset: the sequences between two shares."""
 
-    name: str
+    split: str
+    prefix: str
     low: float
     high: float
 
@@ -166,91 +169,109 @@ class _Builder:
         self.sources: dict[str, IndexedDataset] = {}
 
     def build(
-        self, paths: tuple[str, ...], split: _SplitBounds, size: int | None
+        self,
+        paths: tuple[str, ...],
+        name: str,
+        bounds: Sequence[tuple[float, float]],
+        size: int | None,
     ) -> "GPTDataset | BlendedDataset | None":
-        """Return the data of a split; None if no sample is requested and none can be made."""
+        """Return the data of a split; None if no sample is requested and none can be made.
+
+        `bounds`: of all datasets, or of each.
+        """
         prefixes, weights = parse_blend(paths)
+        if len(bounds) == 1:
+            bounds = [*bounds] * len(prefixes)
+        if len(bounds) != len(prefixes):
+            raise InputError(
+                f"--split-ranges: {len(bounds)} ranges for the {len(prefixes)} datasets of {name}: "
+                "give one for all, or one for each"
+            )
+        parts = [
+            _Part(name, prefix, *share) for prefix, share in zip(prefixes, bounds, strict=True)
+        ]
         # With one blend per split the weight of a single prefix is ignored, as in megatron-core.
-        if len(prefixes) == 1 and (weights is None or self.split_text is None):
-            sequences = self._sequences(prefixes[0], split)
+        if len(parts) == 1 and (weights is None or self.split_text is None):
+            sequences = self._sequences(parts[0])
             if not size and self._num_tokens(prefixes[0], sequences) <= self.spec.seq_length:
                 return None
-            dataset = self._single(prefixes[0], split, size)
+            dataset = self._single(parts[0], size)
         elif size == 0:
             return None
         elif weights is None:
-            dataset = self._unweighted(prefixes, split, size)
+            dataset = self._unweighted(parts, size)
         else:
-            dataset = self._weighted(prefixes, weights, split, size)
+            dataset = self._weighted(parts, weights, size)
         logger.info(
             "%s: %d samples of %d tokens from %s",
-            split.name,
+            name,
             len(dataset),
             self.spec.seq_length,
             ", ".join(prefixes),
         )
         return dataset
 
-    def _unweighted(
-        self, prefixes: list[str], split: _SplitBounds, size: int | None
-    ) -> BlendedDataset:
+    def _unweighted(self, parts: list[_Part], size: int | None) -> BlendedDataset:
         """Return one epoch of every dataset, blended in proportion to their lengths."""
-        datasets = [self._single(prefix, split, None) for prefix in prefixes]
+        datasets = [self._single(part, None) for part in parts]
         lengths = [len(dataset) for dataset in datasets]
         size = None if size is None else min(size, sum(lengths))
-        index = self.spec.cache.blend_index(lengths, size, prefixes[0], split.name)
+        index = self.spec.cache.blend_index(lengths, size, parts[0].prefix, parts[0].split)
         return BlendedDataset(datasets, index)
 
     def _weighted(
-        self, prefixes: list[str], weights: list[float], split: _SplitBounds, size: int | None
+        self, parts: list[_Part], weights: list[float], size: int | None
     ) -> BlendedDataset:
+        first = parts[0]
         if size is None:
             raise InputError(
-                f"{split.name}: datasets with weights need a number of samples; give it, or "
-                f"leave the weights of {', '.join(prefixes)} out to take every sample once"
+                f"{first.split}: datasets with weights need a number of samples; give it, or leave "
+                f"the weights of {', '.join(part.prefix for part in parts)} out to take every "
+                "sample once"
             )
         shares = [math.ceil(size * weight) for weight in weights]
-        index = self.spec.cache.blend_index(weights, sum(shares), prefixes[0], split.name)
-        counts = count_samples(index[0], len(prefixes))
+        index = self.spec.cache.blend_index(weights, sum(shares), first.prefix, first.split)
+        counts = count_samples(index[0], len(parts))
         datasets = []
-        for prefix, share, count in zip(prefixes, shares, counts, strict=True):
-            dataset = self._single(prefix, split, math.ceil(share * (1 + SURPLUS)))
+        for part, share, count in zip(parts, shares, counts, strict=True):
+            dataset = self._single(part, math.ceil(share * (1 + SURPLUS)))
             # If the surplus is too small, megatron-core fails; here the dataset is extended.
             if len(dataset) < count:
-                dataset = self._single(prefix, split, count)
+                dataset = self._single(part, count)
             datasets.append(dataset)
         return BlendedDataset(datasets, index)
 
-    def _single(self, prefix: str, split: _SplitBounds, size: int | None) -> GPTDataset:
+    def _single(self, part: _Part, size: int | None) -> GPTDataset:
         """Return the samples of one prefix; a `size` of None means one epoch."""
-        sequences, sample_tokens = self._sequences(prefix, split), self.spec.seq_length + 1
+        split, prefix, low, high = part
+        sequences, sample_tokens = self._sequences(part), self.spec.seq_length + 1
         num_tokens = self._num_tokens(prefix, sequences)
         if not num_tokens and self.split_text is not None:
             raise InputError(
-                f"--split {self.split_text!r} leaves no document for {split.name} of the "
-                f"{len(self.sources[prefix])} in {prefix}: give {split.name} a larger weight, or 0"
+                f"--split {self.split_text!r} leaves no document for {split} of the "
+                f"{len(self.sources[prefix])} in {prefix}: give {split} a larger weight, or 0"
             )
-        if not num_tokens and (split.low, split.high) != (0.0, 1.0):
+        if not num_tokens and (low, high) != (0.0, 1.0):
             raise InputError(
-                f"{split.name}: no document of the {len(self.sources[prefix])} in {prefix} is "
-                f"between the shares {split.low:g} and {split.high:g}: give a larger range"
+                f"{split}: no document of the {len(self.sources[prefix])} in {prefix} is "
+                f"between the shares {low:g} and {high:g}: give a larger range"
             )
         if size is None and num_tokens < sample_tokens:
             raise InputError(
-                f"{prefix} has {num_tokens} tokens for {split.name}, fewer than one sample of "
+                f"{prefix} has {num_tokens} tokens for {split}, fewer than one sample of "
                 f"--seq-length {self.spec.seq_length} + 1: give more text or a shorter length"
             )
         if num_tokens < sample_tokens:
             logger.warning(
                 "%s: the %d tokens of %s are fewer than one sample of %d; they are repeated in it",
-                *(split.name, num_tokens, prefix, sample_tokens),
+                *(split, num_tokens, prefix, sample_tokens),
             )
-        return GPTDataset(self.sources[prefix], sequences, split.name, size, self.spec)
+        return GPTDataset(self.sources[prefix], sequences, split, size, self.spec)
 
-    def _sequences(self, prefix: str, split: _SplitBounds) -> range:
-        if prefix not in self.sources:
-            self.sources[prefix] = IndexedDataset(prefix)
-        return sequence_range((split.low, split.high), len(self.sources[prefix]))
+    def _sequences(self, part: _Part) -> range:
+        if part.prefix not in self.sources:
+            self.sources[part.prefix] = IndexedDataset(part.prefix)
+        return sequence_range((part.low, part.high), len(self.sources[part.prefix]))
 
     def _num_tokens(self, prefix: str, sequences: range) -> int:
         lengths = self.sources[prefix].lengths[sequences.start : sequences.stop]

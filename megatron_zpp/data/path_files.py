@@ -6,15 +6,21 @@
 
 import dataclasses
 import json
+import logging
 import re
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
-from megatron_zpp.data.split import SPLITS
+from megatron_zpp.data.split import SPLITS, normalize
 from megatron_zpp.settings.config import DataConfig
 from megatron_zpp.settings.data import EXAMPLES_SUFFIX, range_of_documents
 from zeropp.errors import InputError
 
 WEIGHTED = "weighted_split_paths"
+_Dataset = tuple[str, str, str]  # weight, range of documents, prefix
+
+log = logging.getLogger("megatron_zpp")
 
 
 def with_named_paths(data: DataConfig) -> DataConfig:
@@ -69,19 +75,35 @@ def _of_weighted_ranges(data: DataConfig) -> DataConfig:
             ranges.append("0:1")
             continue
         if len(groups) > 1:
-            raise InputError(f"{flag}: {len(groups)} groups; a split has one here: keep one")
-        changes[f"{split}_data_path"], bounds = _parse_group(groups[0], flag)
+            if split == "train":
+                raise InputError(f"{flag}: {len(groups)} groups: training has one; keep one")
+            log.info("%s: %d groups, of which each is an equal share of one set", flag, len(groups))
+        datasets = [_parse_group(group, flag) for group in groups]
+        if len(groups) > 1:
+            datasets = list(map(_with_shares, datasets))
+        weights, bounds, prefixes = zip(*chain.from_iterable(datasets), strict=True)
+        pairs = zip(weights, prefixes, strict=True)
+        changes[f"{split}_data_path"] = tuple(chain.from_iterable(pairs))
         changes |= {name: None, f"{name}_path": None}
-        ranges.append(bounds)
+        ranges.append(bounds[0] if len(set(bounds)) == 1 else ",".join(bounds))
     if not changes:
         return data
     return dataclasses.replace(data, split_ranges=tuple(ranges), **changes)
 
 
-def _parse_group(group: str, flag: str) -> tuple[tuple[str, ...], str]:
-    """Return weights and prefixes as for --data-path, and the range of documents, of a group."""
+def _with_shares(datasets: Sequence[_Dataset]) -> list[_Dataset]:
+    """Return the datasets of a group with weights that add up to 1."""
+    shares = normalize([float(weight) for weight, _, _ in datasets])
+    return [
+        (f"{share:.15g}", bounds, prefix)
+        for share, (_, bounds, prefix) in zip(shares, datasets, strict=True)
+    ]
+
+
+def _parse_group(group: str, flag: str) -> list[_Dataset]:
+    """Return the datasets of a group."""
     _, _, datasets = group.partition(":")
-    words, ranges = [], []
+    parsed = []
     for dataset in datasets.split(","):
         match = re.fullmatch(r"\s*(\S+)\s+(\S+:\S+)\s+(\S+)\s*", dataset)
         if match is None:
@@ -90,19 +112,20 @@ def _parse_group(group: str, flag: str) -> tuple[tuple[str, ...], str]:
                 "'train: 0.7 0:0.95 web, 0.3 0:0.95 code'"
             )
         weight, bounds, prefix = match.groups()
-        words += [weight, prefix]
-        ranges.append(bounds)
+        parsed.append((weight, bounds, prefix))
+        if not _is_weight(weight):
+            raise InputError(f"{flag} {group!r}: {weight} is not a weight above 0")
         if range_of_documents(bounds) is None:
             raise InputError(
                 f"{flag} {group!r}: {bounds} is not FROM:TO with 0 <= FROM < TO <= 1, as in 0:0.95"
             )
         if prefix.endswith(EXAMPLES_SUFFIX):
             raise InputError(f"{flag} {group!r}: examples have no ranges: give --train-data-path")
-    if len(set(map(range_of_documents, ranges))) > 1:
-        raise InputError(
-            f"{flag} {group!r}: the datasets of a split have different ranges: give all the same"
-        )
-    return tuple(words), ranges[0]
+    return parsed
+
+
+def _is_weight(text: str) -> bool:
+    return re.fullmatch(r"\d*\.?\d+([eE][-+]?\d+)?", text, re.ASCII) is not None and float(text) > 0
 
 
 def _read(path: str, flag: str) -> str:

@@ -98,6 +98,8 @@ def activate(x: Tensor, config: ModelConfig) -> Tensor:
     """Apply the MLP's nonlinearity: OpenAI's GELU is the tanh form, exact GELU the erf form."""
     if config.swiglu:
         return F.silu(x)  # of the gate
+    if config.liglu:
+        return x
     if config.relu or config.reglu:
         return F.relu(x)
     if config.squared_relu:
@@ -128,6 +130,7 @@ class Attention(nn.Module):
         self.kv_heads = config.kv_heads // (1 if axis is None else axis.size)
         self.group_size = config.num_attention_heads // config.kv_heads
         self.dropout = config.attention_dropout
+        self.is_interleaved = config.rotary_interleaved
         hidden, width = config.hidden_size, config.num_attention_heads * self.head_dim
         kv_width = config.kv_heads * self.head_dim
         self.qkv = ColumnParallelLinear(
@@ -165,9 +168,9 @@ class Attention(nn.Module):
 
     def _turned(self, qk: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Split qk [B, S, K, Q + 1, D] into queries and keys, normalized and then rotated."""
-        sizes = self.group_size, 1
+        sizes, turn = (self.group_size, 1), partial(rotate, is_interleaved=self.is_interleaved)
         if self.q_norm is None and self.queries_norm is None:
-            return (qk if rotary is None else rotate(qk, rotary)).split(sizes, dim=3)
+            return (qk if rotary is None else turn(qk, rotary)).split(sizes, dim=3)
         q, k = qk.split(sizes, dim=3)
         if self.q_norm is not None:
             q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
@@ -175,7 +178,7 @@ class Attention(nn.Module):
             shapes, (q, k) = (q.shape, k.shape), (q.flatten(2), k.flatten(2))
             q = apply_norm(self.queries_norm, q).view(shapes[0])
             k = apply_norm(self.keys_norm, k).view(shapes[1])
-        return (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
+        return (q, k) if rotary is None else (turn(q, rotary), turn(k, rotary))
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map q [B, S, N, D], k and v [B, S, K, D] to [B, S, N, D]; the softmax is in fp32."""

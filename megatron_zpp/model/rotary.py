@@ -118,12 +118,18 @@ def _llama3_frequencies(config: ModelConfig, frequencies: Tensor) -> Tensor:
     return frequencies * (unscaled_share + (1 - unscaled_share) / config.rope_scaling_factor)
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate channels i and i + R/2 of x [B, S, K, heads, D] as a pair, for i < R/2, in fp32."""
+def rotate(x: Tensor, rotary: Rotary, is_interleaved: bool = False) -> Tensor:
+    """Rotate channels i and i + R/2 of x [B, S, K, heads, D] as a pair, for i < R/2, in fp32.
+
+    `is_interleaved`: channels 2i and 2i + 1, which become channels i and i + R/2 of the result; as
+    both queries and keys are reordered, their products stay the same.
+    """
     cosines, sines = rotary
     channels = cosines.shape[-1]
     pairs, rest = x.split((channels, x.shape[-1] - channels), dim=-1)
     pairs = pairs.float()
+    if is_interleaved:
+        pairs = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     # Not addcmul: Hugging Face's models round the product before the sum.
     rotated = pairs * cosines + pairs.roll(channels // 2, dims=-1) * sines
     rotated = rotated.to(x.dtype)

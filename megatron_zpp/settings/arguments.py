@@ -114,6 +114,9 @@ def require_divisible(config: Config, num_replicas: int) -> None:
     )
     by_both = f"{by_tensor} times {by_context}"
     heads = "--num-query-groups" if model.num_query_groups else "--num-attention-heads"
+    vocabulary = (
+        "--pad-vocab-size-to" if model.pad_vocab_size_to else "--make-vocab-size-divisible-by"
+    )
     _require_whole_sequences(config)
     splits_rows, exchanges_heads = parallel.sequence_parallel, parallel.cp_comm_type == "a2a"
     rows, by_rows = (tensor * context, by_both) if splits_rows else (context, by_context)
@@ -128,7 +131,7 @@ def require_divisible(config: Config, num_replicas: int) -> None:
             by_both,
         ),
         ("--ffn-hidden-size", model.ffn_size, tensor, by_tensor),
-        ("--make-vocab-size-divisible-by", model.make_vocab_size_divisible_by, tensor, by_tensor),
+        (vocabulary, model.make_vocab_size_divisible_by, tensor, by_tensor),
         ("--seq-length", model.seq_length, rows, by_rows),
     ):
         if count % size:
@@ -193,7 +196,9 @@ def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
             log.info("%s has no effect here: %s", assignment, reason)
     model = config.model
     if model.has_gelu and not model.bias_gelu_fusion:
-        log.info("--no-bias-gelu-fusion: the exact (erf) GELU is used instead of its tanh form")
+        name = "--glu-activation geglu" if model.geglu and "glu_activation" in typed else ""
+        name = name or "--no-bias-gelu-fusion"
+        log.info("%s: the exact (erf) GELU is used instead of its tanh form", name)
     training = config.training
     if training.train_tokens and (training.train_iters or training.train_samples):
         log.info(

@@ -178,6 +178,8 @@ def _assignment(meaning: Meaning, spelling: str, values: list[str]) -> Assignmen
 
 def _convert(flag: Flag, spelling: str, text: str) -> Any:
     """Convert a word to the flag's type; "1e5" is also a whole number."""
+    if text.lower() in flag.synonyms:
+        return flag.synonyms[text.lower()]
     if flag.type is str:
         return flag.canonical(text)
     try:

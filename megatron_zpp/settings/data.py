@@ -76,7 +76,7 @@ class DataConfig(Section):
     split_ranges: tuple[str, str, str] | None = flag(
         None,
         "FROM:TO for training, validation and test: the documents that each takes of its own "
-        "datasets, as shares",
+        "datasets, as shares; or FROM:TO,FROM:TO,... with one for each of its datasets",
         no_effect=_ONE_SOURCE,
     )
     data_args_path: str | None = flag(None, "file with what --data-path would be given")
@@ -134,9 +134,13 @@ class DataConfig(Section):
         return tuple(range(int(first), int(end)) for first, end in bounds)
 
     @property
-    def ranges(self) -> tuple[tuple[float, float], ...]:
-        """The shares between which each split takes the documents of its own datasets."""
-        return tuple(map(range_of_documents, self.split_ranges or ("0:1",) * 3))
+    def ranges(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """For each split, the shares between which it takes the documents of its own datasets.
+
+        They are one pair for all datasets, or one for each.
+        """
+        texts = self.split_ranges or ("0:1",) * 3
+        return tuple(tuple(map(range_of_documents, text.split(","))) for text in texts)
 
     def check(self) -> None:
         """Raise InputError for sources that exclude each other and for what is not built yet."""
@@ -146,7 +150,7 @@ class DataConfig(Section):
             if names_examples(self):
                 raise InputError(f"{words}: examples have no ranges; leave it out")
             for text in self.split_ranges:
-                if range_of_documents(text) is None:
+                if None in map(range_of_documents, text.split(",")):
                     raise InputError(
                         f"{words}: {text} is no FROM:TO with 0 <= FROM < TO <= 1, as in 0:0.95"
                     )

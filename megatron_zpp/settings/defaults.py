@@ -39,7 +39,7 @@ def complete(
     if result["max_position_embeddings"] is None:
         result["max_position_embeddings"] = result["seq_length"]
     result["zero_stage"] = _stage(values)
-    result |= _attention(values) | _recomputation(values)
+    result |= _model(values) | _recomputation(values)
     return result | _batch(values, accumulation, world_size)
 
 
@@ -86,7 +86,12 @@ def _fsdp_stages(values: Mapping[str, Any]) -> dict[str, int]:
     return stages
 
 
-def _attention(values: Mapping[str, Any]) -> dict[str, Any]:
+def _model(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What flags of attention, MLP and vocabulary say of the settings of others."""
+    added = _gated_mlp(values) if values.get("glu_activation") else {}
+    if rows := values.get("pad_vocab_size_to"):
+        multiple = values.get("make_vocab_size_divisible_by", 1)
+        added["make_vocab_size_divisible_by"] = multiple if rows % multiple else rows
     positions = values.get("position_embedding_type", ModelConfig().position_embedding_type)
     if values.get("no_position_embedding") and positions == "learned_absolute":
         raise InputError(
@@ -102,8 +107,18 @@ def _attention(values: Mapping[str, Any]) -> dict[str, Any]:
         other = f"--num-query-groups {groups}" if groups else "--group-query-attention"
         raise InputError(f"--attention-head-type multihead and {other} contradict: keep one")
     if groups is None and (kind == "multiquery" or values.get("group_query_attention")):
-        return {"num_query_groups": 1}
-    return {}
+        added["num_query_groups"] = 1
+    return added
+
+
+def _gated_mlp(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What --glu-activation means in BigScience's program: erf in GELU, and as wide without."""
+    width = 4 * values.get("hidden_size", ModelConfig().hidden_size)
+    return {
+        values["glu_activation"]: True,
+        "bias_gelu_fusion": False,
+        "ffn_hidden_size": values.get("ffn_hidden_size", width),
+    }
 
 
 def _recomputation(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,13 @@ class Flag(Setting):
     """A flag; names are without the dashes in front.
 
     `required` flags must be given; `aliases` are further names; `shorthands` are names that take no
-    value and the value that each of them stands for.
+    value and the value that each of them stands for; `synonyms` are words for values.
     """
 
     required: bool = False
     aliases: tuple[str, ...] = ()
     shorthands: Mapping[str, Any] = field(default_factory=dict)
+    synonyms: Mapping[str, Any] = field(default_factory=dict)
     same_as: SameAs | None = None
 
     @property
@@ -69,6 +70,10 @@ class Flag(Setting):
             return name or self.shown
         values = value if isinstance(value, tuple) else (value,)
         return " ".join([name or self.shown, *(self.text(item) for item in values)])
+
+    def expected(self) -> str:
+        """What the value may be, in words, with those of other programs."""
+        return ", or ".join([super().expected(), *filter(None, [", ".join(self.synonyms)])])
 
     def check(self, value: Any, name: str = "") -> None:
         """As for every setting; raises InputError for a flag that is required and not given."""

@@ -26,6 +26,10 @@ _NO_DECAY = NoEffect(
     "--lr-decay-style constant does not decay",
     when=lambda c: c.schedule.lr_decay_style == "constant",
 )
+_DECAY_IN_TOKENS = NoEffect(
+    "--lr-decay-tokens counts, as in Megatron-DeepSpeed",
+    when=lambda c: c.schedule.lr_decay_tokens is not None,
+)
 _NEEDS_DECOUPLED = needs("--decoupled-lr", lambda c: c.optimizer.decoupled_lr is not None)
 _NO_WARMUP = NoEffect("there is no warm-up", when=lambda c: not c.schedule.has_warmup)
 _ONE_UNIT = "{}: give the length in one unit only"
@@ -148,6 +152,7 @@ class OptimizerConfig(Section):
         "adam",
         "the optimizer (Adam with decoupled weight decay)",
         choices=("adam",),
+        synonyms=dict.fromkeys(("adamw", "fusedadam", "fusedadamw"), "adam"),
         same_as=SameAs("optimizer.type", to_flag=lambda _: "adam", to_json=lambda _: "Adam"),
     )
     lr: float = flag(3e-4, "largest learning rate", minimum=0, same_as="optimizer.params.lr")
@@ -248,10 +253,17 @@ class ScheduleConfig(Section):
     decoupled_min_lr: float | None = shared(OptimizerConfig, "decoupled_min_lr")
     lr_decay_style: str = flag("linear", "shape of the decay", choices=LR_STYLES)
     lr_decay_iters: int | None = flag(
-        None, "iterations until the minimum (default: the whole run)", minimum=1
+        None,
+        "iterations until the minimum (default: the whole run)",
+        minimum=1,
+        no_effect=_DECAY_IN_TOKENS,
     )
-    lr_decay_samples: int | None = flag(None, "samples until the minimum", minimum=1)
-    lr_decay_tokens: int | None = flag(None, "tokens until the minimum", minimum=1)
+    lr_decay_samples: int | None = flag(
+        None, "samples until the minimum", minimum=1, no_effect=_DECAY_IN_TOKENS
+    )
+    lr_decay_tokens: int | None = flag(
+        None, "tokens until the minimum, whatever the two others say", minimum=1
+    )
     lr_warmup_fraction: float | None = flag(
         None, "warm-up as a share of the decay", minimum=0, maximum=1, aliases=("warmup",)
     )
@@ -271,14 +283,20 @@ class ScheduleConfig(Section):
         None, "samples of WSD's last part", minimum=1, no_effect=_NEEDS_WSD
     )
     override_opt_param_scheduler: bool = flag(
-        False, "on resuming, these settings replace the checkpoint's", no_effect=NEEDS_LOAD
+        False,
+        "on resuming, these settings replace the checkpoint's",
+        aliases=("override-lr-scheduler",),
+        no_effect=NEEDS_LOAD,
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, "on resuming, the checkpoint's settings replace these", no_effect=NEEDS_LOAD
+        False,
+        "on resuming, the checkpoint's settings replace these",
+        aliases=("use-checkpoint-lr-scheduler",),
+        no_effect=NEEDS_LOAD,
     )
 
     rules = (
-        one_of("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", message=_ONE_UNIT),
+        one_of("lr_decay_iters", "lr_decay_samples", message=_ONE_UNIT),
         one_of(*(f"lr_warmup_{unit}" for unit in ("fraction", *UNITS)), message=_ONE_UNIT),
         one_of("lr_wsd_decay_iters", "lr_wsd_decay_samples", message=_ONE_UNIT),
         Rule(

@@ -1,5 +1,6 @@
 """How the ranks share the work: replicas for the data, and those that split a model."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -16,6 +17,14 @@ _NO_RING = (
     "if there are few heads"
 )
 LAYERS_OF_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_NO_COUNTS = (
+    "not available: type:transformer|embedding counts each embedding as much as a block, and "
+    "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers give the ends "
+    "fewer blocks"
+)
+_BY_TYPE = "type:"
+# The names of DeepSpeed's layers for what is before, in and after the stack of blocks.
+_BLOCK, _END = "ParallelTransformerLayerPipe", "EmbeddingPipe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +49,16 @@ class ParallelConfig(Section):
     )
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "layers of a pipeline's last rank (default: as many as the others)", minimum=1
+    )
+    pp_partition_method: str | None = flag(
+        None,
+        "what the ranks of a pipeline share out equally: uniform or type:transformer, blocks; "
+        "type:transformer|embedding, blocks and the embeddings at both ends",
+        refused=dict.fromkeys(("parameters", "profile"), _NO_COUNTS),
+        no_effect=needs(
+            "--pipeline-model-parallel-size above 1",
+            lambda c: c.parallel.pipeline_model_parallel_size > 1,
+        ),
     )
     cp_comm_type: str = flag(
         "a2a",
@@ -74,6 +93,15 @@ class ParallelConfig(Section):
             for name in (*STAGES_PER_RANK, *LAYERS_OF_ENDS)
         ),
         one_of(*STAGES_PER_RANK, message="{} say the same in two ways: give one of them"),
+        *(
+            one_of("pp_partition_method", name, message="{} both divide the layers: give one")
+            for name in LAYERS_OF_ENDS
+        ),
+        Rule(
+            ("pp_partition_method",),
+            lambda method: method and method != "uniform" and not _counted(method),
+            "{}: expected uniform, type:transformer or type:transformer|embedding",
+        ),
     )
 
     def num_replicas(self, world_size: int) -> int:
@@ -117,6 +145,8 @@ class ParallelConfig(Section):
     def _layers_by_rank(self, num_layers: int) -> list[int]:
         """Return how many layers each rank of a pipeline has."""
         size = self.pipeline_model_parallel_size
+        if self.pp_partition_method:
+            return self._shares_by_type(num_layers)
         first, last = (getattr(self, name) for name in LAYERS_OF_ENDS)
         num_others = size - (first is not None) - (last is not None)
         left = num_layers - (first or 0) - (last or 0)
@@ -140,8 +170,35 @@ class ParallelConfig(Section):
         counts = (first, *[count] * num_others, last)
         return [count for count in counts if count is not None]
 
+    def _shares_by_type(self, num_layers: int) -> list[int]:
+        """Return the shares of --pp-partition-method, the larger ones last: they differ by 1."""
+        size, method = self.pipeline_model_parallel_size, self.pp_partition_method
+        at_ends = int(_END in _counted(method))
+        count, excess = divmod(num_layers + 2 * at_ends, size)
+        counts = [count] * (size - excess) + [count + 1] * excess
+        counts[0], counts[-1] = counts[0] - at_ends, counts[-1] - at_ends
+        if min(counts) < 1:
+            raise InputError(
+                f"--num-layers {num_layers} over {self._shown('pipeline_model_parallel_size')} by "
+                f"{self._shown('pp_partition_method')}: a rank would have no block; give fewer "
+                "ranks or more layers"
+            )
+        return counts
+
     def _shown(self, name: str) -> str:
         return f"--{name.replace('_', '-')} {getattr(self, name)}"
+
+
+def _counted(method: str) -> tuple[str, ...]:
+    """The names of layers that --pp-partition-method counts; none if it is not one that we have."""
+    if method == "uniform":
+        return (_BLOCK,)
+    try:
+        pattern = re.compile(method.removeprefix(_BY_TYPE), re.IGNORECASE)
+    except re.error:
+        return ()
+    names = tuple(name for name in (_BLOCK, _END) if pattern.search(name))
+    return names if method.startswith(_BY_TYPE) and _BLOCK in names else ()
 
 
 def _listed(counts: Sequence[int]) -> str:

@@ -1,10 +1,18 @@
 """How a run goes: length, evaluation, checkpoints and what is logged."""
 
+import logging
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
 from zeropp.settings.schema import Rule, one_of, requires
 
+LEVELS = MappingProxyType(
+    {
+        name: getattr(logging, name.upper())
+        for name in ("debug", "info", "warning", "error", "critical")
+    }
+)
 _NO_EVALUATION = NoEffect(
     "--eval-iters 0 switches evaluation off", when=lambda c: c.evaluation.eval_iters == 0
 )
@@ -45,7 +53,10 @@ class TrainingConfig(Section):
     exit_signal_handler: bool = flag(
         False, "save and stop on SIGTERM", aliases=("exit-signal-handler-for-training",)
     )
-    skip_train: bool = flag(False, "only evaluate")
+    kill_switch_path: str | None = flag(
+        None, "save and stop once there is a file of this name", aliases=("kill-switch-file",)
+    )
+    skip_train: bool = flag(False, "only evaluate", aliases=("no-train",))
     manual_gc: bool = flag(
         False, "collect Python's garbage at --manual-gc-interval, at the same step on all ranks"
     )
@@ -141,7 +152,12 @@ class CheckpointConfig(Section):
     no_load_lr_state: bool = flag(
         False, "start the schedules at their beginning", no_effect=NEEDS_LOAD
     )
-    reset_iteration: bool = flag(False, "start counting at iteration 0", no_effect=NEEDS_LOAD)
+    reset_iteration: bool = flag(
+        False,
+        "start counting at iteration 0",
+        aliases=("reset-progress",),
+        no_effect=NEEDS_LOAD,
+    )
     no_verify_checkpoint: bool = flag(
         False, "load without reading the files to compare their checksums", no_effect=NEEDS_LOAD
     )
@@ -173,6 +189,8 @@ class LogConfig(Section):
         20,
         "print notices from this level of Python's logging on: 20 all, 30 warnings, 40 errors",
         minimum=0,
+        aliases=("log-level",),
+        synonyms=LEVELS,
     )
     plan_file: str | None = flag(
         None,
@@ -219,12 +237,17 @@ class LogConfig(Section):
     profile_ranks: tuple[int, ...] = flag(
         (0,), "ranks that write a trace", minimum=0, no_effect=_NEEDS_PROFILE
     )
-    wandb_project: str | None = flag(None, "Weights & Biases project; switches it on")
+    wandb_project: str | None = flag(
+        None, "Weights & Biases project; switches it on", aliases=("wandb-project-name",)
+    )
     wandb_exp_name: str | None = flag(
         None, "name of the run at Weights & Biases", no_effect=_NEEDS_WANDB
     )
     wandb_entity: str | None = flag(
-        None, "user or team at Weights & Biases", no_effect=_NEEDS_WANDB
+        None,
+        "user or team at Weights & Biases",
+        aliases=("wandb-entity-name",),
+        no_effect=_NEEDS_WANDB,
     )
     wandb_save_dir: str | None = flag(
         None, "folder of the Weights & Biases files", no_effect=_NEEDS_WANDB

@@ -314,7 +314,7 @@ def _learning_rate(
 ) -> LearningRate:
     def samples(kind: str) -> float | None:
         """The length of a kind ("decay", "warmup", "wsd_decay") in samples, if one is set."""
-        for unit, size in (("samples", 1), ("tokens", seq_length)):
+        for unit, size in (("tokens", seq_length), ("samples", 1)):
             length = getattr(config, f"lr_{kind}_{unit}", None)
             if length:
                 return length / size

@@ -1,10 +1,11 @@
-"""Why a run ends before its last iteration: a signal, an iteration, or the clock.
+"""Why a run ends before its last iteration: a signal, a file, an iteration, or the clock.
 
 With `--exit-signal-handler`, SIGTERM and SIGINT are only recorded; after each iteration the loop
 asks whether any rank has received one, and all ranks save and stop together. Without it they end
 the process at once.
 """
 
+import os
 import signal
 import time
 from contextlib import AbstractContextManager
@@ -50,20 +51,26 @@ class Stopping(AbstractContextManager):
     def reason(self, iteration: int, ranks: Ranks) -> str | None:
         """Why to save and stop after `iteration`, or None.
 
-        A collective if the answer depends on signals or clocks, which differ between ranks.
+        A collective if the answer depends on signals, files or clocks, which differ between ranks.
         """
         config = self._config
         if config.exit_interval and iteration % config.exit_interval == 0:
             return f"--exit-interval {config.exit_interval}"
-        if not config.exit_signal_handler and config.exit_duration_in_mins is None:
+        path = config.kill_switch_path
+        if not config.exit_signal_handler and (config.exit_duration_in_mins, path) == (None, None):
             return None
         time_is_up = (
             config.exit_duration_in_mins is not None
             and time.monotonic() - self._started > 60 * config.exit_duration_in_mins
         )
-        num_signals, num_clocks = ranks.sum(float(self._received is not None), float(time_is_up))
+        is_killed = path is not None and os.path.exists(path)
+        num_signals, num_clocks, num_files = ranks.sum(
+            float(self._received is not None), float(time_is_up), float(is_killed)
+        )
         if num_signals:
             return "a signal (--exit-signal-handler)"
+        if num_files:
+            return f"--kill-switch-path {path}, which exists"
         return f"--exit-duration-in-mins {config.exit_duration_in_mins}" if num_clocks else None
 
     def ignore_signals(self) -> None:

@@ -59,7 +59,10 @@ GATED_ACTIVATIONS = MappingProxyType(
         "relu": {"reglu": True},
     }
 )
-ACTIVATION_FIELDS = ("swiglu", "geglu", "reglu", "relu", "squared_relu", "bias_gelu_fusion")
+ACTIVATION_FIELDS = (
+    *("swiglu", "geglu", "reglu", "liglu", "relu", "squared_relu"),
+    "bias_gelu_fusion",
+)
 
 
 @dataclass(frozen=True)

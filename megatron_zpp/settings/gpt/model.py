@@ -71,6 +71,7 @@ class ModelConfig(PositionConfig):
     squared_relu: bool = model_flag(False, "squared ReLU in the MLP")
     relu: bool = model_flag(False, "ReLU in the MLP")
     reglu: bool = model_flag(False, "gated ReLU in the MLP")
+    liglu: bool = model_flag(False, "product of two linear layers in the MLP (bilinear)")
     bias_gelu_fusion: bool = model_flag(
         True,
         "the exact (erf) GELU instead of its tanh form",
@@ -119,7 +120,7 @@ class ModelConfig(PositionConfig):
             "{1} needs --normalization RMSNorm without --apply-layernorm-1p",
         ),
         *(
-            one_of("swiglu", gelu, "reglu", "relu", "squared_relu", message=_ACTIVATIONS)
+            one_of("swiglu", gelu, "reglu", "liglu", "relu", "squared_relu", message=_ACTIVATIONS)
             for gelu in ("geglu", "openai_gelu")  # these two go together
         ),
     )
@@ -136,12 +137,13 @@ class ModelConfig(PositionConfig):
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate, a third matrix."""
-        return self.swiglu or self.geglu or self.reglu
+        return self.swiglu or self.geglu or self.reglu or self.liglu
 
     @property
     def has_gelu(self) -> bool:
         """Whether the MLP's nonlinearity is GELU, in one of its two forms."""
-        return not (self.swiglu or self.squared_relu or self.relu or self.reglu)
+        others = (self.swiglu, self.squared_relu, self.relu, self.reglu, self.liglu)
+        return not any(others)
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -191,6 +193,11 @@ class ModelFlags(Section):
         None,
         "multiquery: one key-value head for all; multihead: one for each query head",
         choices=("multihead", "multiquery"),
+    )
+    glu_activation: str | None = flag(
+        None,
+        "--swiglu, --geglu (exact), --reglu or --liglu, by default with an MLP of 4h",
+        choices=("geglu", "liglu", "reglu", "swiglu"),
     )
     no_position_embedding: bool = flag(
         False,

@@ -32,7 +32,11 @@ class PositionConfig(SizeConfig):
         "learned_absolute",
         "how positions enter",
         choices=POSITION_EMBEDDINGS,
-        shorthands={"use-rotary-position-embeddings": "rope"},
+        shorthands={
+            "use-rotary-position-embeddings": "rope",
+            "use-alibi-position-embeddings": "alibi",
+        },
+        synonyms={"rotary": "rope", "absolute": "learned_absolute"},  # BigScience's names
     )
     rotary_percent: float = _rope_flag(
         1.0, "share of a head's channels that rotary positions turn", above=0, maximum=1
@@ -42,6 +46,9 @@ class PositionConfig(SizeConfig):
         "base of the rotary frequencies",
         minimum=1,
         aliases=("rotary-position-embeddings-theta",),
+    )
+    rotary_interleaved: bool = _rope_flag(
+        False, "turn neighbouring channels as pairs, instead of channels i and i + half"
     )
     use_rope_scaling: bool = _rope_flag(
         False, "scale rotary frequencies as Llama 3.1 does, for contexts beyond 8192 tokens"

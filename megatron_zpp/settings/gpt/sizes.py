@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag
 from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS
+from zeropp.errors import InputError
 from zeropp.settings.schema import Rule, at_most
 
 _PRETRAINED = NoEffect(
@@ -57,8 +58,16 @@ class SizeConfig(Section):
         minimum=1,
         shorthands={"no-pad-vocab-size": 1, "disable-pad-vocab-size": 1},
     )
+    pad_vocab_size_to: int | None = model_flag(
+        None, "rows of the padded vocabulary", minimum=1, aliases=("padded-vocab-size",)
+    )
 
     rules = (
+        Rule(
+            ("pad_vocab_size_to", "make_vocab_size_divisible_by"),
+            lambda rows, multiple: rows is not None and rows % multiple,
+            "{} is not a multiple of {}: change one of them",
+        ),
         Rule(
             ("hidden_size", "num_attention_heads", "kv_channels"),
             lambda width, heads, channels: channels is None and width % heads,
@@ -92,6 +101,14 @@ class SizeConfig(Section):
         return self.max_position_embeddings or self.seq_length
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """`vocab_size` rounded up to a multiple of `make_vocab_size_divisible_by`."""
+        """`vocab_size` rounded up to a multiple of `make_vocab_size_divisible_by`.
+
+        Raises InputError if `pad_vocab_size_to` is less.
+        """
+        if self.pad_vocab_size_to is not None and self.pad_vocab_size_to < vocab_size:
+            raise InputError(
+                f"--pad-vocab-size-to {self.pad_vocab_size_to} is less than the {vocab_size} "
+                "entries of the tokenizer: give as many or more"
+            )
         multiple = self.make_vocab_size_divisible_by
         return (vocab_size + multiple - 1) // multiple * multiple

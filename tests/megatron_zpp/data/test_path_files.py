@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.gpt_dataset import build_datasets
+from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.path_files import with_named_paths
 from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
@@ -87,7 +88,8 @@ def test_ranges_of_several_datasets_have_their_weights(tmp_path):
     [
         ("train", "expected NAME: WEIGHT FROM:TO PREFIX"),
         ("train: 1 p", "expected NAME: WEIGHT FROM:TO PREFIX"),
-        ("train: 1 0:1 p, 1 0:0.5 q", "different ranges"),
+        ("train: 0 0:1 p", "0 is not a weight above 0"),
+        ("train: -1 0:1 p", "-1 is not a weight above 0"),
         ("train: 1 0.5:0.5 p", "0.5:0.5 is not FROM:TO"),
         ("train: 1 0:1.5 p", "0:1.5 is not FROM:TO"),
         ("train: 1 0:.. p", "0:.. is not FROM:TO"),
@@ -100,10 +102,33 @@ def test_ranges_that_are_none_are_named(group, message):
     assert message in str(caught.value) and "--train-weighted-split-paths" in str(caught.value)
 
 
-def test_a_split_has_one_group():
+def test_training_has_one_group():
     groups = ("en: 1 0:1 p", "fr: 1 0:1 q")
-    with pytest.raises(InputError, match="--valid-weighted-split-paths: 2 groups"):
-        with_named_paths(DataConfig(valid_weighted_split_paths=groups))
+    with pytest.raises(InputError, match="--train-weighted-split-paths: 2 groups"):
+        with_named_paths(DataConfig(train_weighted_split_paths=groups))
+
+
+def test_groups_of_validation_are_equal_shares_of_one_set(tmp_path, caplog):
+    """Each group is a set of its own in BigScience's program."""
+    caplog.set_level("INFO", "megatron_zpp")
+    common = {"data_cache_path": str(tmp_path)}
+    groups = (f"one: 3 0:0.5 {A}, 1 0.5:1 {A}", f"other: 5 0:1 {B}")
+    data = with_named_paths(DataConfig(valid_weighted_split_paths=groups, **common))
+    assert data.valid_data_path == ("0.75", A, "0.25", A, "1", B)
+    assert data.split_ranges == ("0:1", "0:0.5,0.5:1,0:1", "0:1")
+    assert "2 groups, of which each is an equal share" in caplog.text
+    _, valid, _ = build_datasets(data, 16, (0, 8, 0), 1234, VOCAB_SIZE)
+    read = [sorted(set(dataset.index.document.tolist())) for dataset in valid.datasets]
+    half, end = len(IndexedDataset(A)) // 2, len(IndexedDataset(A))
+    assert read == [[*range(half)], [*range(half, end)], [*range(len(IndexedDataset(B)))]]
+    assert np.bincount(valid.dataset_index).tolist() == [3, 1, 4]
+
+
+def test_each_dataset_has_its_range_or_all_have_one(tmp_path):
+    ranges = ("0:0.5,0.5:1", "0:1", "0:1")
+    data = DataConfig(train_data_path=(A, A, B), split_ranges=ranges, data_cache_path=str(tmp_path))
+    with pytest.raises(InputError, match="2 ranges for the 3 datasets of train"):
+        build_datasets(data, 16, (8, 0, 0), 1234, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(

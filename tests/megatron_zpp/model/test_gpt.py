@@ -21,6 +21,8 @@ VARIANTS = {
     "no positions": replace(GPT2, position_embedding_type="none"),
     "half rotary": replace(GPT2, position_embedding_type="rope", rotary_percent=0.5),
     "one group, no rotary": replace(GPT2, num_query_groups=1),
+    "interleaved rotary": replace(LLAMA, rotary_interleaved=True, qk_layernorm=True),
+    "liglu": replace(GPT2, liglu=True),
     "wide heads": replace(GPT2, kv_channels=12),
     "residual after norm": replace(GPT2, apply_residual_connection_post_layernorm=True),
     "fp32 residual": replace(LLAMA, fp32_residual_connection=True),

@@ -26,6 +26,7 @@ ACTIVATIONS = {
     "openai": ({"openai_gelu": True, "bias_gelu_fusion": False}, tanh_gelu),
     "squared relu": ({"squared_relu": True}, lambda x: max(x, 0) ** 2),
     "swiglu": ({"swiglu": True}, lambda x: x / (1 + math.exp(-x))),
+    "liglu": ({"liglu": True}, lambda x: x),
 }
 
 
@@ -51,6 +52,27 @@ def test_rotate_is_a_complex_product(channels: int) -> None:
     result = rotate(x, rotary_table(positions, base_frequencies(channels, 500.0)))
     torch.testing.assert_close(result, expected, rtol=0, atol=5e-5)
     assert torch.equal(result[..., channels:], x[..., channels:])
+
+
+@pytest.mark.parametrize("channels", [8, 4])
+def test_rotate_turns_neighbouring_channels(channels: int) -> None:
+    """Products of queries and keys are those of channels 2i and 2i + 1 as complex numbers."""
+    q, k = torch.randn(2, 2, 5, 3, 1, 8).double()
+    speed = 500.0 ** (-torch.arange(0, channels, 2).double() / channels)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [7, 0, 100, 3, 1]])
+    angle = positions[:, :, None, None, None] * speed
+    turn = torch.polar(torch.ones_like(angle), angle)
+    exact, found = [], []
+    rotary = rotary_table(positions, base_frequencies(channels, 500.0))
+    for x in (q, k):
+        pairs = torch.view_as_complex(x[..., :channels].unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * turn).flatten(-2)
+        exact.append(torch.cat((turned, x[..., channels:]), dim=-1))
+        found.append(rotate(x.float(), rotary, is_interleaved=True).double())
+        assert torch.equal(found[-1][..., channels:], x.float()[..., channels:].double())
+    products = [torch.einsum("bsknd,btknd->bstkn", *pair) for pair in (exact, found)]
+    # angles up to 100 in fp32: 6e-6 radians, times |q| |k| of at most 40
+    torch.testing.assert_close(products[1], products[0], rtol=0, atol=5e-4)
 
 
 def test_rotate_is_exact_in_16_bit() -> None:

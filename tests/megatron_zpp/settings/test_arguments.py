@@ -32,6 +32,18 @@ SETTINGS = """
 --make-vocab-size-divisible-by 8      model.make_vocab_size_divisible_by 8
 --no-pad-vocab-size                   model.make_vocab_size_divisible_by 1
 --disable-pad-vocab-size              model.make_vocab_size_divisible_by 1
+--pad-vocab-size-to 640               model.make_vocab_size_divisible_by 640
+--pad-vocab-size-to 640               model.pad_vocab_size_to 640
+--padded-vocab-size 640               model.pad_vocab_size_to 640
+--position-embedding-type rotary      model.position_embedding_type "rope"
+--position-embedding-type absolute    model.position_embedding_type "learned_absolute"
+--use-alibi-position-embeddings       model.position_embedding_type "alibi"
+--rotary-interleaved                  model.rotary_interleaved true
+--liglu                               model.liglu true
+--glu-activation geglu                model.geglu true
+--glu-activation geglu                model.bias_gelu_fusion false
+--glu-activation swiglu               model.ffn_hidden_size 1024
+--glu-activation liglu                model.liglu true
 --untie-embeddings-and-output-weights model.untie_embeddings_and_output_weights true
 --disable-bias-linear                 model.disable_bias_linear true
 --swiglu                              model.swiglu true
@@ -103,6 +115,9 @@ SETTINGS = """
 --deterministic-mode                  training.deterministic_mode true
 --calculate-per-token-loss            training.calculate_per_token_loss true
 --skip-train                          training.skip_train true
+--no-train                            training.skip_train true
+--kill-switch-path f                  training.kill_switch_path "f"
+--kill-switch-file f                  training.kill_switch_path "f"
 --seed 42                             training.seed 42
 --compile                             training.compile true
 --tensor-model-parallel-size 1        parallel.tensor_model_parallel_size 1
@@ -160,6 +175,7 @@ SETTINGS = """
 --vocab-size 300                      tokenizer.vocab_size 300
 --vocab-extra-ids 3                   tokenizer.vocab_extra_ids 3
 --optimizer adam                      optimizer.optimizer "adam"
+--optimizer FusedAdamW                optimizer.optimizer "adam"
 --lr 6e-5                             optimizer.lr 6e-5
 --lr 6e-5                             schedule.lr 6e-5
 --min-lr 1e-6                         schedule.min_lr 1e-6
@@ -183,6 +199,8 @@ SETTINGS = """
 --lr-wsd-decay-samples 3              schedule.lr_wsd_decay_samples 3
 --override-opt_param-scheduler        schedule.override_opt_param_scheduler true
 --override-opt-param-scheduler        schedule.override_opt_param_scheduler true
+--override-lr-scheduler               schedule.override_opt_param_scheduler true
+--use-checkpoint-lr-scheduler         schedule.use_checkpoint_opt_param_scheduler true
 --use-checkpoint-opt_param-scheduler  schedule.use_checkpoint_opt_param_scheduler true
 --weight-decay 0.1                    optimizer.weight_decay 0.1
 --clip-grad 0.5                       optimizer.clip_grad 0.5
@@ -212,6 +230,7 @@ SETTINGS = """
 --no-verify-checkpoint               checkpoint.no_verify_checkpoint true
 --finetune                            checkpoint.finetune true
 --reset-iteration                     checkpoint.reset_iteration true
+--reset-progress                      checkpoint.reset_iteration true
 --eval-iters 0                        evaluation.eval_iters 0
 --eval-interval 50                    evaluation.eval_interval 50
 --log-interval 1                      log.log_interval 1
@@ -228,10 +247,14 @@ SETTINGS = """
 --log-params-norm                     log.log_params_norm true
 --log-num-zeros-in-grad               log.log_num_zeros_in_grad true
 --logging-level 40                    log.logging_level 40
+--log-level 40                        log.logging_level 40
+--log-level warning                   log.logging_level 30
 --log-throughput                      log.log_throughput true
 --wandb-project p                     log.wandb_project "p"
+--wandb-project-name p                log.wandb_project "p"
 --wandb-exp-name e                    log.wandb_exp_name "e"
 --wandb-entity e                      log.wandb_entity "e"
+--wandb-entity-name e                 log.wandb_entity "e"
 --wandb-save-dir d                    log.wandb_save_dir "d"
 """
 
@@ -256,6 +279,8 @@ PAIRS = """
     parallel.decoder_first_pipeline_num_layers 1
 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 \
     parallel.decoder_last_pipeline_num_layers 1
+--pipeline-model-parallel-size 2 --pp-partition-method type:transformer|embedding \
+    parallel.pp_partition_method "type:transformer|embedding"
 --step-batch-size-schedule 0:4 2.5k:8 \
     batch.step_batch_size_schedule ["0:4", "2.5k:8"]
 --rampup-batch-size 4 4 60 --global-batch-size 16    batch.rampup_batch_size [4, 4, 60]

@@ -197,6 +197,10 @@ def test_derived_sizes_of_the_model():
     assert (model.ffn_size, model.head_dim, model.kv_heads) == (768, 32, 6)
     assert model.num_positions == model.seq_length
     assert [model.padded_vocab_size(size) for size in (1, 128, 129)] == [128, 128, 256]
+    padded = ModelConfig(make_vocab_size_divisible_by=250880, pad_vocab_size_to=250880)
+    assert [padded.padded_vocab_size(size) for size in (1, 250880)] == [250880] * 2
+    with pytest.raises(InputError, match="--pad-vocab-size-to 250880 is less than the 250881"):
+        padded.padded_vocab_size(250881)
     # Megatron: int(8h/3/64)*64; 8*192/3 = 512, 8*200/3 = 533.3.
     assert ModelConfig(hidden_size=192, swiglu=True).ffn_size == 512
     assert ModelConfig(hidden_size=200, swiglu=True).ffn_size == 512

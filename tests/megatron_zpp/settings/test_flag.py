@@ -27,6 +27,8 @@ PAIRS = """
 --initial-loss-scale 16 | --fp16 --loss-scale 8 | --fp16
 --lr-wsd-decay-iters 5 | | --lr-decay-style WSD
 --min-lr 1e-06 | --lr-decay-style constant | --lr-decay-style cosine
+--lr-decay-iters 5 | --lr-decay-tokens 9000 | --lr-decay-style cosine
+--lr-decay-samples 5 | --lr-decay-tokens 9000 | --lr-decay-style cosine
 --lr-warmup-init 1e-06 | | --lr-warmup-iters 3
 --recompute-num-layers 2 | | --checkpoint-activations
 --rotary-base 500 | | --use-rotary-position-embeddings

@@ -23,6 +23,7 @@ from megatron_zpp.settings.flags_without_effect import (
     refused_flags,
     what_is_missing,
 )
+from tests.megatron_zpp.settings.fork_flags import OF_FORKS
 from zeropp.errors import InputError
 from zeropp.settings.schema import settings_of
 
@@ -224,7 +225,8 @@ def test_a_flag_that_is_not_here_names_what_is_missing(use, folder):
 
 def test_every_pattern_of_what_is_missing_matches_a_flag_that_is_not_here():
     """Others would only catch slips of the keyboard, as of a flag that is here."""
-    names = [name for use in USES if (name := plain(use.flag)) not in KNOWN]
+    flags = [*(use.flag for use in USES), *OF_FORKS]
+    names = [name for flag in flags if (name := plain(flag)) not in KNOWN]
     for patterns in refused_flags().values():
         for pattern in patterns:
             regex = re.compile(pattern.replace("*", ".*"))
@@ -240,7 +242,7 @@ def test_no_flag_is_live_and_said_to_change_nothing():
 
 
 def test_every_flag_without_effect_is_one_of_megatrons():
-    known = {plain(use.flag) for use in USES}
+    known = {plain(use.flag) for use in USES} | {plain(flag) for flag in OF_FORKS}
     assert {plain(f"--{flag.name}") for flag in flags_without_effect()} <= known | OTHER_NAMES
 
 
@@ -262,14 +264,11 @@ def test_reasons_name_flags_that_are_live():
         ("--recompute-modules moe_act", "--recompute-granularity full"),
         ("--rerun-mode report_stats", "no step is computed twice"),
         ("--exit-signal SIGUSR1", "SIGTERM and SIGINT"),
-        ("--outer-dp-sharding-strategy optim", "zero_hpz_partition_size"),
-        ("--num-distributed-optimizer-instances 2", "zero_hpz_partition_size"),
         ("--data-parallel-sharding-strategy everything", "expected one of no_shard, optim"),
         ("--check-weight-hash-across-dp-replicas-interval 8", "weight_step_check_interval"),
         ("--hybrid-context-parallel", "--context-parallel-size"),
         ("--load-tag global_step8", "--ckpt-step"),
         ("--ckpt-convert-format torch", "--from-checkpoint reads them"),
-        ("--kill-switch-file f", "--exit-signal-handler"),
         ("--qk-clip", "--qk-layernorm"),
         ("--embedding-init-method-std 0.1", "--init-method-std"),
         ("--repeated-dataloader", "--dataloader-type cyclic"),

@@ -254,6 +254,9 @@ def test_lengths_of_the_schedule_become_samples_through_the_ramp():
         config(sizes, {"train_iters": 10}, {"lr_warmup_tokens": 100, "lr_decay_tokens": 300})
     )
     assert (tokens.learning_rate.warmup, tokens.learning_rate.decay) == (12.5, 37.5)
+    both = {"lr_warmup_samples": 3, "lr_decay_samples": 9, "lr_decay_tokens": 300}
+    counted = Schedules.of(config(sizes, {"train_iters": 10}, both)).learning_rate
+    assert (counted.warmup, counted.decay) == (3, 37.5)  # as in Megatron-DeepSpeed
     share = Schedules.of(config(sizes, {"train_samples": 50}, {"lr_warmup_fraction": 0.25}))
     assert (share.learning_rate.warmup, share.learning_rate.decay) == (12.5, 50)
     wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 9, "lr_warmup_samples": 2}

@@ -79,6 +79,19 @@ def test_what_all_ranks_refuse_is_said_on_each_machine(
     assert said == ["no such folder"] * lines
 
 
+def test_a_file_stops_a_run_which_saves(tmp_path, capsys):
+    flags = TRAINING.replace("--train-iters 1", "--train-iters 3") + str(tmp_path / "save")
+    words = [*flags.split(), "--kill-switch-path", str(tmp_path / "stop")]
+    (tmp_path / "stop").touch()
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "stopping after iteration 1: --kill-switch-path" in printed
+    (tmp_path / "stop").unlink()
+    assert main([*words, "--load", str(tmp_path / "save")]) == 0
+    assert "stopping" not in capsys.readouterr().out
+    assert (tmp_path / "save/iter_0000003").is_dir()
+
+
 def test_ranks_without_a_signal_say_which_rank_had_one(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_SAVE)
     flags = (TRAINING + str(tmp_path / "save")).split()
