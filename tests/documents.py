@@ -32,7 +32,7 @@ from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
 from tools.fetch_smollm2 import FetchConfig
 from zeropp.errors import InputError
-from zeropp.ranks import launcher as launch
+from zeropp.ranks.launcher.options import parse as parse_launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"zeropp", "megatron_zpp", "tests", "tools", "docs", "examples", "benchmarks", ".ci"}
@@ -177,7 +177,7 @@ def known_flags() -> frozenset[str]:
     for script, sections in SECTIONS.items():
         words |= set(vocabulary(sections, IDLE.get(script, ())))
     own = {f"--{word}" for word in words} | OTHER_FLAGS
-    sources = [ROOT / "zeropp/ranks/launcher.py", *ROOT.glob("benchmarks/**/*.py")]
+    sources = [ROOT / "zeropp/ranks/launcher/options.py", *ROOT.glob("benchmarks/**/*.py")]
     sources += ROOT.glob("tools/*.py")
     for path in sources:
         own |= set(re.findall(r'"(--[\w-]+)"', path.read_text()))
@@ -192,7 +192,7 @@ def _launched(program: str, arguments: list[str]) -> tuple[str, list[str], int]:
     if program == "python":
         return arguments[0], arguments[1:], 1
     if program == "zeropp":
-        options = launch._parse(arguments)
+        options = parse_launcher(arguments)
         if not options.command:
             raise InputError("no script given")
         ranks = options.num_ranks or options.num_gpus or GPUS

@@ -116,6 +116,41 @@ def describe(interfaces: Mapping[str, Sequence[str]]) -> str:
     return ", ".join(f"{name} ({ips[0]})" for name, ips in interfaces.items() if ips) or "none"
 
 
+def resolve(host: str) -> str | None:
+    """Return the first address of a host's name; None if it is unknown."""
+    try:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError):
+        return None
+
+
+def is_own(ip: str) -> bool:
+    """Return whether this machine has an address."""
+    family, kind, protocol, _, address = socket.getaddrinfo(ip, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as trial:
+        try:
+            trial.bind(address)
+        except OSError:
+            return False
+    return True
+
+
+def source_towards(ip: str) -> str | None:
+    """Return the address of this machine from which it sends to another one; None without a way."""
+    family, *_, address = socket.getaddrinfo(ip, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sender:
+        try:
+            sender.connect(address)  # sends nothing
+        except OSError:
+            return None
+        return sender.getsockname()[0]
+
+
+def interface_of(ip: str) -> str | None:
+    """Return the interface that has an address of this machine."""
+    return next((name for name, ips in list_interfaces().items() if ip in ips), None)
+
+
 def network_of_this_process() -> str:
     """Identify the network stack of this process, whose loopback addresses are its own."""
     if NETWORK_NAMESPACE.exists():

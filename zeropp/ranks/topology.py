@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from zeropp.errors import InputError
 
+# Of the variables that libraries read, those that mean the same on every machine.
+SENT_PREFIXES = ("GLOO_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "TORCH_", "UCX_")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
@@ -69,6 +72,30 @@ def usable_cores() -> list[int]:
 def share_cores(num_ranks: int) -> None:
     """Divide the cores among the ranks that this process starts, unless OMP_NUM_THREADS is set."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cores()) // num_ranks)))
+
+
+def variables_for_other_machines() -> dict[str, str]:
+    """Return the variables that ranks on other machines get from the one that starts them."""
+    return {name: value for name, value in os.environ.items() if name.startswith(SENT_PREFIXES)}
+
+
+def use_gpus(numbers: list[int]) -> None:
+    """Let the processes that this one starts use only these of the GPUs that it may use.
+
+    Raises InputError if CUDA_VISIBLE_DEVICES allows fewer.
+    """
+    usable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = usable.split(",") if usable else [str(number) for number in range(max(numbers) + 1)]
+    if max(numbers) >= len(names):
+        raise InputError(f"GPU {max(numbers)}: CUDA_VISIBLE_DEVICES={usable} has {len(names)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in numbers)
+
+
+def gloo_interfaces(default: str | None) -> str | None:
+    """Let gloo use an interface unless the user has chosen others; return the setting."""
+    if default is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", default)
+    return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def use_deterministic_cublas() -> None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zeropp.ranks.launcher import _report_failure, main
+from zeropp.ranks.launcher import main
+from zeropp.ranks.launcher.failed_rank import report_failure
 from zeropp.ranks.topology import usable_cores
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 START_SECONDS = 90  # importing torch in the launcher and its ranks, on a busy machine
 END_SECONDS = 60  # what is promised after a rank has died
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
@@ -270,7 +271,7 @@ def test_the_rank_that_really_failed_is_named(codes, seconds, line, capsys) -> N
         for rank, code in enumerate(codes)
     }
     times = {100 + rank: time for rank, time in enumerate(seconds) if time is not None}
-    code = _report_failure(failures, times)
+    code = report_failure(failures, times)
     assert capsys.readouterr().err == f"zeropp: {line}\n"
     named = codes[int(line.split()[1])]
     assert code == (named if named > 0 else 128 - named)
@@ -312,9 +313,36 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(start: Callable, tmp_pat
         (["--num_ranks", "4", "--ranks_per_node", "3", "{script}"], "a divisor of 4 ranks"),
         (["--num_ranks", "4096", "--bind_cores_to_rank", "{script}"], "4096 ranks need 4096 cores"),
         (["--num_ranks", "1", "--max_restarts", "-1", "{script}"], "-1: expected at least 0"),
-        (["--num_ranks", "1", "--hostfile", "h"], "unknown option --hostfile"),
-        (["--num_nodes", "2", "--num_ranks", "1", "{script}", "-x"], "torchrun --nnodes 2 .* -x$"),
-        (["--num_nodes", "2", "-m", "a.b", "-x"], "torchrun --nnodes 2 .* --module a.b -x$"),
+        (["--num_ranks", "1", "--hostfiles", "h"], "unknown option --hostfiles"),
+        (["--hostfile", "none", "{script}"], "--hostfile none: No such file .* worker-1 slots=8$"),
+        (["--num_nodes", "2", "--num_ranks", "1", "{script}", "-x"], "--hostfile FILE .*\n.* -x$"),
+        (["--num_nodes", "2", "-m", "json.tool", "-x"], "--node_rank N .* --module json.tool -x$"),
+        (["--num_ranks", "1", "--node_rank", "0", "{script}"], "expected --num_nodes N above it"),
+        (["--node_rank", "0", "--hostfile", "{hosts}", "{script}"], "of this machine only"),
+        (["--num_ranks", "1", "--ssh_port", "70000", "{script}"], "a port from 1 to 65535"),
+        (
+            [
+                *"--num_ranks 1 --num_nodes 2 --node_rank 1 --master_addr a".split(),
+                "--max_restarts",
+                "1",
+                "{script}",
+            ],
+            "would restart one machine alone",
+        ),
+        (
+            [
+                *"--num_ranks 1 --num_nodes 2 --node_rank 0 --master_addr 192.0.2.1".split(),
+                "{script}",
+            ],
+            "--master_addr 192.0.2.1 is no address of the first machine",
+        ),
+        (
+            [
+                *"--num_ranks 1 --num_nodes 2 --node_rank 1 --master_addr no.invalid".split(),
+                "{script}",
+            ],
+            "does not know the name --master_addr no.invalid",
+        ),
     ],
 )
 def test_mistakes_are_explained(
@@ -322,9 +350,11 @@ def test_mistakes_are_explained(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(0)")
-    assert main([argument.format(script=script) for argument in arguments]) == 2
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    given = {"script": script, "hosts": tmp_path / "hosts"}
+    assert main([argument.format(**given) for argument in arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and re.search(words, error.strip()), error
+    assert error.startswith("error: ") and re.search(words, error.strip(), re.DOTALL), error
 
 
 @ON_CPU
