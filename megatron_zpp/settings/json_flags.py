@@ -16,6 +16,10 @@ REASONS = MappingProxyType(
         f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": (
             "checkpoints stay sharded; tools/consolidate.py writes one 16-bit file"
         ),
+        "fp16.consecutive_hysteresis": (
+            "hysteresis returns after loss_scale_window steps without overflow, as in Megatron"
+        ),
+        "bf16.check_grad_overflow": "an update from gradients that are not finite is never made",
         "scheduler": "--lr-decay-style and its like set the learning-rate schedule",
         "steps_per_print": "use --log-interval",
         "wall_clock_breakdown": "use --log-timers-to-tensorboard",

@@ -144,6 +144,10 @@ class PrecisionConfig(Section):
         return "bfloat16" if self.bf16 else "float32"
 
 
+def _adam_or_other(json_type: str) -> str:
+    return "adam" if json_type in ("Adam", "AdamW") else json_type.lower()
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """AdamW and gradient clipping."""
@@ -153,7 +157,7 @@ class OptimizerConfig(Section):
         "the optimizer (Adam with decoupled weight decay)",
         choices=("adam",),
         synonyms=dict.fromkeys(("adamw", "fusedadam", "fusedadamw"), "adam"),
-        same_as=SameAs("optimizer.type", to_flag=lambda _: "adam", to_json=lambda _: "Adam"),
+        same_as=SameAs("optimizer.type", to_flag=_adam_or_other, to_json=lambda _: "Adam"),
     )
     lr: float = flag(3e-4, "largest learning rate", minimum=0, same_as="optimizer.params.lr")
     min_lr: float = flag(

@@ -5,7 +5,7 @@ the model as the JSON says, and makes the optimizer and the schedule hold the sh
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ def initialize(
     _require_clear(zero, optimizer, lr_scheduler)
     environment, device = _join(dist_init_required)
     mesh = _data_mesh(mesh_param, environment, device)
+    notices = tuple(_notices(zero, optimizer, lr_scheduler))
     environment = replace(environment, world_size=mesh.size())
     batch = zero.resolve_batch(mesh.size())
     names = names_of(model)
@@ -98,10 +99,11 @@ def initialize(
     schedule = _build_schedule(zero, lr_scheduler, optimizer)
     loader = _build_loader(training_data, collate_fn, batch, mesh)
     engine = Engine(sharding, zero, batch, environment, device, optimizer, schedule)
+    engine.training_dataloader = loader
     if optimizer is not None:  # DeepSpeed has this call on the optimizer
         optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
     if mesh.get_local_rank() == 0:
-        for line in zero.notices():
+        for line in notices:
             log.info(line)
         log.info("ZeRO stage %d, %d ranks, %s", zero.stage, mesh.size(), batch)
         for name, text in sharding.describe(batch.micro_batches):
@@ -156,23 +158,31 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _require_clear(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> None:
-    """Raise InputError for keys that are "auto", and for two optimizers or schedules."""
-    unfilled = sorted(zero.unresolved_auto_keys)
+    """Raise InputError for keys that are "auto", and for a schedule without an optimizer."""
+    given = {"optimizer": optimizer is not None, "scheduler": lr_scheduler is not None}
+    unfilled = sorted(
+        name for name in zero.unresolved_auto_keys if not given.get(name.partition(".")[0])
+    )
     if unfilled:
         raise InputError(
             f'{zero.source}: {", ".join(unfilled)} = "auto": zeropp.initialize has no other '
             "setting to take it from; write the value"
         )
-    for name, argument in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
-        json_type = zero.value(f"{name}.type")
-        if argument is not None and json_type is not None:
-            raise InputError(
-                f'{name}.type = "{json_type}" in the JSON, and zeropp.initialize got one too: '
-                "keep one"
-            )
     has_schedule = zero.scheduler.type is not None or lr_scheduler is not None
     if has_schedule and optimizer is None and zero.optimizer.type is None:
         raise InputError("a learning-rate schedule without an optimizer: give or name one too")
+
+
+def _notices(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> Iterator[str]:
+    """Yield a line for each key without effect, also because an argument takes its place."""
+    yield from zero.notices()
+    for name, argument in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
+        json_type = zero.value(f"{name}.type")
+        if argument is not None and json_type is not None:
+            yield (
+                f'{name}.type = "{json_type}" in the JSON has no effect: zeropp.initialize was '
+                "given one, which is used"
+            )
 
 
 def _join(dist_init_required: bool | None) -> tuple[Environment, torch.device]:
@@ -214,11 +224,7 @@ def _build_optimizer(
     parameters or groups to optimize, None for all trainable ones.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        held = {*map(id, _parameters_in(optimizer.param_groups))}
-        if chosen is not None and {*map(id, _parameters_in(chosen))} != held:
-            raise InputError(
-                "model_parameters are not those of the optimizer that is given too: leave them out"
-            )
+        _compare(optimizer, chosen)
         remap(optimizer, names, model)
         return optimizer
     if optimizer is None and zero.optimizer.type is None:
@@ -240,15 +246,48 @@ def _build_optimizer(
                 f"made a {type(result).__name__}"
             )
         return result
-    params = zero.optimizer.params
-    settings = {
-        "lr": JSON_LR if params.lr is None else params.lr,
-        "betas": params.betas or (0.9, 0.999),
-        "eps": 1e-8 if params.eps is None else params.eps,
-        "weight_decay": params.weight_decay or 0.0,
-        "torch_on_cpu": params.torch_adam,
-    }
-    return fastest_adamw(parameters, **settings)
+    return _named_optimizer(zero, parameters)
+
+
+def _compare(optimizer: torch.optim.Optimizer, chosen: list | None) -> None:
+    """Say that the optimizer's parameters count where `model_parameters` are more.
+
+    Raises InputError if the optimizer has others, too.
+    """
+    held = {*map(id, _parameters_in(optimizer.param_groups))}
+    given = held if chosen is None else {*map(id, _parameters_in(chosen))}
+    if not held <= given:
+        raise InputError(
+            "model_parameters are not those of the optimizer that is given too: leave them out"
+        )
+    if held < given:
+        log.info(
+            "model_parameters has no effect: the %d parameters of the optimizer that was given are "
+            "trained, and not the %d others",
+            len(held),
+            len(given - held),
+        )
+
+
+def _named_optimizer(zero: ZeroConfig, parameters: list[Any]) -> torch.optim.Optimizer:
+    """Return the optimizer that the JSON names, ours or torch's, on parameters or groups."""
+    kind, settings = zero.optimizer.type, zero.optimizer.arguments()
+    if kind in ("Adam", "AdamW"):
+        settings = {
+            "lr": JSON_LR,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+        } | settings
+        return fastest_adamw(parameters, torch_on_cpu=settings.pop("torch_adam"), **settings)
+    if not hasattr(torch.optim, kind):
+        raise InputError(
+            f'optimizer.type = "{kind}": PyTorch {torch.__version__} has no torch.optim.{kind}; '
+            "give zeropp.initialize an optimizer of that kind, or name another one"
+        )
+    are_sharded = {isinstance(parameter, DTensor) for parameter in _parameters_in(parameters)}
+    one_by_one = {"foreach": False} if len(are_sharded) == 2 else {}
+    return getattr(torch.optim, kind)(parameters, **settings, **one_by_one)
 
 
 def _offload_optimizer(

@@ -72,3 +72,22 @@ class LossScaler:
             self.clean_steps = 0
             self.overflows_left = self.hysteresis
             self.scale *= 2
+
+
+@dataclass(kw_only=True)
+class DeepSpeedLossScaler(LossScaler):
+    """Grows as DeepSpeed's scale does: after `window` clean steps, in the first step behind them.
+
+    With a window of 2 that is in clean steps 3, 5 and so on, where Megatron's grows in 2, 4. With
+    `consecutive_hysteresis` each clean step restores the hysteresis.
+    """
+
+    consecutive_hysteresis: bool = False
+
+    def _grow(self) -> None:
+        if self.consecutive_hysteresis:
+            self.overflows_left = self.hysteresis
+        if self.clean_steps and self.clean_steps % self.window == 0:
+            self.overflows_left = self.hysteresis
+            self.scale *= 2
+        self.clean_steps += 1

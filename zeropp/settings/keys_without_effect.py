@@ -7,7 +7,7 @@ from types import MappingProxyType
 from zeropp.settings.json_keys import JsonSection, Key
 from zeropp.settings.no_effect_tables import read_toml, settings_without_effect
 
-_SECTION = "activation_checkpointing"  # which has no other keys
+_SECTIONS = ("activation_checkpointing", "tensor_parallel")  # which have no other keys
 
 
 @cache
@@ -18,5 +18,6 @@ def keys_without_effect() -> Mapping[str, Key]:
     )
     refused = read_toml(__package__, "refused.toml")
     keys |= settings_without_effect(Key, refused, section=JsonSection, no_effect=())
-    keys[_SECTION] = Key(name=_SECTION, section=JsonSection, type=JsonSection, default=None)
+    for name in _SECTIONS:
+        keys[name] = Key(name=name, section=JsonSection, type=JsonSection, default=None)
     return MappingProxyType(keys)

@@ -4,10 +4,14 @@
 in `no_effect.toml` and `refused.toml`.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
+from zeropp.errors import InputError
 from zeropp.settings.json_keys import JsonSection, NoEffect, key, needs
+from zeropp.settings.schema import settings_of
 
 BITS = (4, 8, 16)
 GRADIENT_BITS = (3, *BITS)
@@ -65,14 +69,102 @@ class Fp16(JsonSection):
     initial_scale_power: int = key(16, minimum=0, maximum=127, auto=True)
     loss_scale_window: int = key(1000, minimum=1, auto=True)  # steps without overflow
     hysteresis: int = key(2, minimum=1, auto=True)
+    consecutive_hysteresis: bool = key(False)
     min_loss_scale: float = key(1.0, minimum=0, auto=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16(JsonSection):
+    """With `check_grad_overflow`, steps whose gradients are not finite are skipped, not errors."""
+
     path: ClassVar[str] = "bf16"
 
     enabled: bool = key(False, auto=True)
+    check_grad_overflow: bool = key(False, no_effect=needs("bf16.enabled"))
+
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "torch_adam")
+OPTIMIZERS = MappingProxyType(  # -> the parameters of each
+    {
+        "Adam": _ADAM,
+        "AdamW": _ADAM,
+        "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
+        "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+        "Lion": ("lr", "betas", "weight_decay"),
+    }
+)
+_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+SCHEDULES = MappingProxyType(  # -> the parameters of each, besides last_batch_iteration
+    {
+        "LRRangeTest": (
+            "lr_range_test_min_lr",
+            "lr_range_test_step_size",
+            "lr_range_test_step_rate",
+            "lr_range_test_staircase",
+        ),
+        "OneCycle": (
+            "cycle_min_lr",
+            "cycle_max_lr",
+            "decay_lr_rate",
+            "cycle_first_step_size",
+            "cycle_second_step_size",
+            "cycle_first_stair_count",
+            "cycle_second_stair_count",
+            "decay_step_size",
+            "cycle_momentum",
+            "cycle_min_mom",
+            "cycle_max_mom",
+            "decay_mom_rate",
+        ),
+        "WarmupLR": _WARMUP,
+        "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
+        "WarmupCosineLR": (
+            "warmup_min_ratio",
+            "warmup_num_steps",
+            "warmup_type",
+            "cos_min_ratio",
+            "total_num_steps",
+        ),
+    }
+)
+_NEEDED = MappingProxyType(
+    {
+        "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+        "WarmupDecayLR": ("total_num_steps",),
+        "WarmupCosineLR": ("total_num_steps",),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Named(JsonSection):
+    """A section with a type and the parameters of all types."""
+
+    taken: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType({})
+    always_taken: ClassVar[tuple[str, ...]] = ()
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the parameters of the type that have values.
+
+        Raises InputError for parameters of other types, and without those that the type needs.
+        """
+        names = (*self.taken[self.type], *self.always_taken)
+        arguments = {}
+        for entry in settings_of(type(self.params)):
+            value = self.params.value(entry.name)
+            if entry.name in names:
+                arguments[entry.name] = value
+            elif value != entry.default:
+                raise InputError(
+                    f'{entry.assignment(value)}: {self.path}.type = "{self.type}" takes '
+                    f"{', '.join(names)}"
+                )
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        for name in _NEEDED.get(self.type, ()):
+            if name not in arguments:
+                needed = f"{self.path}.params.{name}"
+                raise InputError(f'{self.path}.type = "{self.type}" needs {needed}')
+        return arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +176,22 @@ class OptimizerParams(JsonSection):
     eps: float | None = key(None, minimum=0, auto=True)
     weight_decay: float | None = key(None, minimum=0, auto=True)
     torch_adam: bool = key(False)  # on CPUs
+    momentum: float | None = key(None, minimum=0)
+    dampening: float | None = key(None)
+    nesterov: bool | None = key(None)
+    lr_decay: float | None = key(None, minimum=0)
+    initial_accumulator_value: float | None = key(None, minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(JsonSection):
+class Optimizer(_Named):
     """`Adam` and `AdamW` are the same here, as in DeepSpeed: decoupled weight decay."""
 
     path: ClassVar[str] = "optimizer"
+    taken = OPTIMIZERS
 
-    type: str | None = key(None, choices=("Adam", "AdamW"))
+    type: str | None = key(None, choices=tuple(OPTIMIZERS))
     params: OptimizerParams = key(OptimizerParams())
-
-
-SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +206,31 @@ class SchedulerParams(JsonSection):
     cos_min_ratio: float = key(0.0001, minimum=0, maximum=1, auto=True)
     total_num_steps: int | None = key(None, minimum=1, auto=True)
     last_batch_iteration: int = key(-1, minimum=-1)
+    lr_range_test_min_lr: float = key(1e-3, minimum=0)
+    lr_range_test_step_size: int = key(2000, minimum=1)
+    lr_range_test_step_rate: float = key(1.0, minimum=0)
+    lr_range_test_staircase: bool = key(False)
+    cycle_min_lr: float | None = key(None, minimum=0)
+    cycle_max_lr: float | None = key(None, minimum=0)
+    decay_lr_rate: float = key(0.0, minimum=0)
+    cycle_first_step_size: int = key(2000, minimum=1)
+    cycle_second_step_size: int | None = key(None, minimum=0)
+    cycle_first_stair_count: int = key(0, minimum=0)
+    cycle_second_stair_count: int | None = key(None, minimum=0)
+    decay_step_size: int = key(0, minimum=0)
+    cycle_momentum: bool = key(True)
+    cycle_min_mom: float = key(0.8, minimum=0, maximum=1)
+    cycle_max_mom: float = key(0.9, minimum=0, maximum=1)
+    decay_mom_rate: float = key(0.0, minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheduler(JsonSection):
+class Scheduler(_Named):
     path: ClassVar[str] = "scheduler"
+    taken = SCHEDULES
+    always_taken = ("last_batch_iteration",)
 
-    type: str | None = key(None, choices=SCHEDULES)
+    type: str | None = key(None, choices=tuple(SCHEDULES))
     params: SchedulerParams = key(SchedulerParams())
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from zeropp import InputError, LossScaler
+from zeropp.optim.loss_scale import DeepSpeedLossScaler
 
 
 def test_halves_after_hysteresis_and_doubles_after_a_clean_window():
@@ -47,3 +48,34 @@ def test_resuming_from_its_state_changes_nothing():
     for move in moves[4:]:
         straight.update(move), second.update(move)
     assert second == straight
+
+
+@pytest.mark.parametrize(
+    ("kind", "growing"), [(DeepSpeedLossScaler, [3, 5, 7]), (LossScaler, [2, 4, 6])]
+)
+def test_each_rule_grows_after_its_own_clean_steps(kind, growing):
+    """With a window of 2; DeepSpeed's rule counts the first clean step as number 0."""
+    scaler, grown = kind(scale=8.0, window=2), []
+    for step in range(1, 8):
+        before = scaler.scale
+        scaler.update(overflow=False)
+        grown += [step] * (scaler.scale == 2 * before)
+    assert grown == growing
+    scaler.update(overflow=True)  # within the hysteresis
+    assert scaler.scale == before * (2 if growing[-1] == 7 else 1)
+    after = []
+    for step in range(1, 6):
+        before = scaler.scale
+        scaler.update(overflow=False)
+        after += [step] * (scaler.scale == 2 * before)
+    assert after == [number for number in growing if number < 6]
+
+
+def test_clean_steps_restore_the_hysteresis_at_once_if_that_is_asked_for():
+    scales = {}
+    for consecutive in (False, True):
+        scaler = DeepSpeedLossScaler(scale=8.0, window=100, consecutive_hysteresis=consecutive)
+        for overflow in (True, False, True, True):
+            scaler.update(overflow)
+        scales[consecutive] = scaler.scale
+    assert scales == {False: 2.0, True: 4.0}
