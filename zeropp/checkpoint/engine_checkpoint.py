@@ -146,17 +146,16 @@ def find(folder: Path, tag: str | None, *, may_be_empty: bool = False) -> Path |
     tags = sorted(path.name for path in folder.glob("[!.]*") if checkpoints.is_complete(path))
     if not tags and folder.is_dir():
         _require_own(folder, tag)
-    existing = f"there are {', '.join(tags)}" if tags else "there is none"
+    existing = f"there are {', '.join(tags)}" if tags else "there is no checkpoint"
     if tag is None:
         tag = checkpoints.latest()
     if tag is None:
-        what = f"{folder / LATEST} does not exist"
         if may_be_empty:
-            log.warning(
-                "%s, and nothing is loaded: to load a checkpoint by its tag, %s", what, existing
-            )
+            log.warning("%s does not exist, and nothing is loaded; %s", folder / LATEST, existing)
             return None
-        raise InputError(f"{what}: give the tag of a checkpoint; {existing}")
+        raise InputError(
+            f"{folder / LATEST} does not exist: give the tag of a checkpoint; {existing}"
+        )
     path = checkpoints.find(tag)
     if path is None:
         raise InputError(f"there is no complete checkpoint {tag} in {folder}; {existing}")

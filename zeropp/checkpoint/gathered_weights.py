@@ -18,15 +18,21 @@ from zeropp.ranks.coordination import fail_together, rank
 
 
 def save_gathered_weights(
-    model: nn.Module, path: Path, dtype: torch.dtype, masters: Masters
+    model: nn.Module,
+    path: Path,
+    dtype: torch.dtype,
+    masters: Masters,
+    *,
+    exclude_frozen: bool = False,
 ) -> None:
     """Write the state dict to `path` from rank 0, floats as `dtype`; all ranks call it.
 
-    A parameter that has an fp32 master in `masters` is written from that, which may be newer. A
-    `.safetensors` file holds tied weights once, under their first name; any other file is written
-    by torch.save and keeps them tied. Raises OSError on all ranks if the file cannot be written.
+    `exclude_frozen` leaves out parameters that do not require gradients. A parameter that has an
+    fp32 master in `masters` is written from that, which may be newer. A `.safetensors` file holds
+    tied weights once, under their first name; any other file is written by torch.save and keeps
+    them tied. Raises OSError on all ranks if the file cannot be written.
     """
-    weights = gather_weights(model, dtype, masters)
+    weights = gather_weights(model, dtype, masters, exclude_frozen=exclude_frozen)
     with fail_together():
         if rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)

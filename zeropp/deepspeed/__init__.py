@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from zeropp.deepspeed.build_engine import initialize
     from zeropp.deepspeed.comm import init_distributed
     from zeropp.deepspeed.engine import Engine as DeepSpeedEngine
+    from zeropp.deepspeed.runtime.activation_checkpointing import checkpointing
 
 __all__ = [
     "DeepSpeedEngine",
     "accelerator",
     "add_config_arguments",
     "checkpoint",
+    "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",
@@ -51,6 +53,8 @@ _MODULES = MappingProxyType(
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f"{__name__}.{name}")
+    if name == "checkpointing":
+        return import_module(f"{__name__}.runtime.activation_checkpointing.checkpointing")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -69,6 +69,11 @@ class Accelerator:
         """Whether the device computes in float16."""
         return True
 
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The formats that engines compute in on the device."""
+        dtypes = [torch.float32, torch.float16]
+        return [*dtypes, torch.bfloat16] if self.is_bf16_supported() else dtypes
+
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is on a device of this kind."""
         return tensor.device.type == self._device.type

@@ -5,25 +5,34 @@
         engine.backward(loss)       # of loss / gradient_accumulation_steps, times fp16's scale
         engine.step()               # updates the weights after the last micro-batch only
 
+`engine.module(batch)` and `loss.backward()` may stand for the first two; fp16 needs
+`engine.backward`, or `engine.scale`, for its scale.
 A program that calls `set_gradient_accumulation_boundary` before each backward pass, as accelerate
 does, decides which micro-batch is the last one, and may call `step()` only after that one.
 The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimizer_step`.
 """
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
 
 from zeropp.checkpoint.state_tensors import settle
 from zeropp.deepspeed.engine_files import EngineFiles
+from zeropp.deepspeed.engine_settings import EngineSettings
+from zeropp.deepspeed.parameter_values import answer_questions
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
+from zeropp.deepspeed.whole_steps import WholeSteps
 from zeropp.errors import InputError
-from zeropp.optim.loss_scale import LossScaler
+from zeropp.optim.loss_scale import DeepSpeedLossScaler
 from zeropp.optim.step_or_skip import optimizer_step
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import BatchSizes, ZeroConfig
@@ -43,11 +52,27 @@ class ThroughputTimer:
         self.epoch_count += 1
 
 
-class Engine(EngineFiles, nn.Module):
+class HookOfEngine:
+    """Calls a method of an engine while that lives; does nothing in a copy of its module."""
+
+    def __init__(self, method: Callable | None = None) -> None:
+        self._method = (lambda: None) if method is None else WeakMethod(method)
+
+    @torch.compiler.disable
+    def __call__(self, *arguments: Any) -> Any:
+        method = self._method()
+        return None if method is None else method(*arguments)
+
+    def __deepcopy__(self, _: object) -> "HookOfEngine":
+        return HookOfEngine()
+
+
+class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
     """A sharded model with its optimizer, schedule, loss scale and counters.
 
-    `global_steps` counts optimizer steps, including skipped ones; `micro_steps` counts calls of
-    `step()`. Other attributes, such as `engine.generate`, are looked up in the model.
+    `global_steps` counts optimizer steps, including skipped ones, and `global_samples` their
+    samples; `micro_steps` counts micro-batches. Other attributes, such as `engine.generate`, are
+    looked up in the model.
     """
 
     def __init__(
@@ -69,16 +94,25 @@ class Engine(EngineFiles, nn.Module):
         self.global_rank, self.local_rank = environment.rank, environment.local_rank
         self.world_size = environment.world_size  # ranks of the mesh, as in DeepSpeed
         self._is_first = dist.get_rank(sharding.group) == 0
-        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.scaler = _loss_scaler(config)
         self._state_dicts = WholeStateDicts(sharding)
         self._state_dicts.include(self.module)
         self.tput_timer = ThroughputTimer()
         self._grad_norm: float | None = None
         self._forwards = self._backwards = 0  # of this micro-batch
+        self._depth = 0  # of calls of the module within its own forward
+        self._in_backward = self._is_scaled = False  # by `backward` and by `scale`
+        self._micro_batches_done = 0  # of this step
         self._is_boundary: bool | None = None  # if the caller says so, and not the number of steps
         self._announced = 0  # micro-batches since the last `step()`, if so
+        self._in_no_sync = self._has_unsent = False  # gradients that only this rank has
+        self._was_applied = False
         self._losses = torch.zeros((), device=device)  # sum over this step's micro-batches
+        self._knows_losses = True
+        answer_questions(self)
+        self.module.register_forward_pre_hook(HookOfEngine(self._before_forward))
+        self.module.register_forward_hook(HookOfEngine(self._after_forward), always_call=True)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -90,10 +124,6 @@ class Engine(EngineFiles, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. In train() mode with gradients, this begins a micro-batch."""
-        if torch.is_grad_enabled() and self.training:
-            if self._forwards == 0:
-                self.sharding.begin_micro_step(last=self.is_gradient_accumulation_boundary())
-            self._forwards += 1
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() and self.sharding.stage == 3:
             self.sharding.release()
@@ -108,9 +138,10 @@ class Engine(EngineFiles, nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Accumulate the gradients of `loss` / accumulation steps; return `loss` unchanged.
+        """Accumulate the gradients of `loss` / accumulation steps, and return that.
 
-        Raises InputError without a forward pass before it, or for a loss of several elements.
+        With `scale_wrt_gas=False`, it is `loss` itself. Raises InputError without a forward pass
+        before it, or for a loss of several elements.
         """
         if not self._forwards:
             raise InputError(
@@ -119,44 +150,87 @@ class Engine(EngineFiles, nn.Module):
             )
         if loss.numel() != 1:
             raise InputError(f"the loss has shape {list(loss.shape)}: give its mean, one number")
-        scale = self.loss_scale
-        if scale_wrt_gas:
-            scale /= self.batch.micro_batches
-        (loss.float() * scale).sum().backward(retain_graph=retain_graph)
+        divisor = self.batch.micro_batches if scale_wrt_gas else 1
+        self._in_backward = True
+        try:
+            scaled = loss.float() * (self.loss_scale / divisor)
+            scaled.sum().backward(retain_graph=retain_graph)
+        finally:
+            self._in_backward = False
         self._backwards += 1
         self._losses += loss.detach().sum()
-        return loss
+        return loss if divisor == 1 else loss / divisor
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` times fp16's scale, for a program that calls `backward()` on it itself."""
+        self._is_scaled = True
+        return loss.float() * self.loss_scale
 
     def step(self) -> None:
         """End a micro-batch; after the last one of a step, clip, update and step the schedule.
 
-        Raises InputError without a backward pass before it, without an optimizer, and for
-        non-finite gradients if there is no loss scale to lower.
+        Raises InputError without a backward pass before it, without an optimizer, inside `no_sync`,
+        and for non-finite gradients if there is no loss scale to lower.
         """
         if self.optimizer is None:
             raise InputError(
                 "engine.step() needs an optimizer: give zeropp.initialize one, or name one in the "
                 "JSON's optimizer section"
             )
+        if self._in_no_sync:
+            raise InputError("engine.step() inside engine.no_sync(): call it after the context")
         if not self._backwards:
             raise InputError("engine.step() without engine.backward(loss) before it")
-        boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += max(1, self._announced)
-        self._forwards = self._backwards = self._announced = 0
-        if boundary:
+        is_boundary = self.is_gradient_accumulation_boundary()
+        count = max(1, self._announced)
+        self.micro_steps += count
+        self._micro_batches_done += count
+        self._was_applied = False
+        self._end_micro_batch()
+        if is_boundary:
+            self._micro_batches_done = 0
             self._optimizer_step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes only add up this rank's gradients; the next one outside sends all.
+
+        Micro-batches inside are not counted, and `step()` may not be called. Raises InputError at
+        stages 2 and 3, which average gradients after each pass, and inside itself.
+        """
+        if not self.sharding.plan.reduces_once and self.sharding.units:
+            raise InputError(
+                f"engine.no_sync() at ZeRO stage {self.sharding.stage}, which averages gradients "
+                "after each backward pass: use stage 0 or 1, or zeropp.reduce_gradients_once"
+            )
+        if self._in_no_sync:
+            raise InputError("engine.no_sync() inside engine.no_sync(): enter it once")
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+            self._has_unsent = self._has_unsent or self._backwards > 0
+            self._end_micro_batch()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated the weights."""
+        return self._was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients: offloaded ones too, and those of the micro-batches of this step."""
         self.sharding.discard_gradients(set_to_none)
+        self._has_unsent = False
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights."""
+        if self._in_no_sync:
+            return False
         if self._is_boundary is not None:
             return self._is_boundary
-        return (self.micro_steps + 1) % self.batch.micro_batches == 0
+        return self._micro_batches_done + 1 >= self.batch.micro_batches
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward pass is the last one of a step.
@@ -165,31 +239,7 @@ class Engine(EngineFiles, nn.Module):
         """
         self._is_boundary = bool(is_boundary)
         self._announced += 1
-        self.sharding.begin_micro_step(last=self._is_boundary)
-
-    def train_batch_size(self) -> int:
-        """Samples of a step, on all ranks."""
-        return self.batch.samples
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch, on one rank."""
-        return self.batch.micro_samples
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        return self.batch.micro_batches
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage, 0 to 3."""
-        return self.sharding.stage
-
-    def fp16_enabled(self) -> bool:
-        """Whether forward and backward compute in float16."""
-        return self.zero_config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether forward and backward compute in bfloat16."""
-        return self.zero_config.bf16.enabled
+        self.sharding.begin_micro_step(last=self.is_gradient_accumulation_boundary())
 
     def quantize_nontrainable_params(self) -> None:
         """Quantize the parameters that are frozen now, and train those that were added (MixZ++).
@@ -207,11 +257,6 @@ class Engine(EngineFiles, nn.Module):
         """Return the L2 norm of the last step's gradients before clipping; None before a step."""
         return self._grad_norm
 
-    def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group for the next step."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group["lr"] for group in groups]
-
     def destroy(self) -> None:
         """Wait for an update under way, and drop the optimizer and the schedule.
 
@@ -227,17 +272,63 @@ class Engine(EngineFiles, nn.Module):
         """The factor that fp16 losses are multiplied by; 1 in other formats."""
         return self.scaler.scale if self.scaler else 1.0
 
+    def _before_forward(self, *_: object) -> None:
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled() and self.training:
+            if self._forwards == 0:
+                self.sharding.begin_micro_step(last=self.is_gradient_accumulation_boundary())
+            self._forwards += 1
+
+    def _after_forward(self, _: nn.Module, __: tuple, output: Any) -> Any:
+        """Take notice of a backward pass that this engine does not make.
+
+        An output may be used by another one, as logits are by their loss. So that a gradient is
+        divided once, the caller gets views, through which only gradients from outside come.
+        """
+        self._depth = max(0, self._depth - 1)
+        if self._depth or not (torch.is_grad_enabled() and self.training):
+            return None
+        hook = HookOfEngine(self._take_gradient)
+
+        def watched(each: Any) -> Any:
+            if not isinstance(each, torch.Tensor) or not each.requires_grad:
+                return each
+            view = each.view_as(each) if self.batch.micro_batches > 1 else each
+            view.register_hook(hook)
+            return view
+
+        return pytree.tree_map(watched, output)
+
+    def _take_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Divide what comes from outside of `backward` as that does."""
+        if self._in_backward:
+            return None
+        if self.scaler and not self._is_scaled:
+            raise InputError(
+                "loss.backward() under fp16 computes gradients of a loss without its scale, and "
+                "small ones would vanish: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+        self._backwards += 1
+        self._knows_losses = False
+        return gradient / self.batch.micro_batches if self.batch.micro_batches > 1 else None
+
+    def _end_micro_batch(self) -> None:
+        self._forwards = self._backwards = self._announced = 0
+        self._is_scaled = False
+
     def _mid_step(self) -> bool:
         if self._is_boundary is not None:
             return self._announced > 0 or not self._is_boundary
-        return self.micro_steps % self.batch.micro_batches != 0
+        return self._micro_batches_done > 0 or self._has_unsent
 
     def _begin_step_again(self) -> None:
         """Discard what the micro-batches of this step have left."""
         self.zero_grad()
-        self._forwards = self._backwards = self._announced = 0
+        self._end_micro_batch()
         self._is_boundary = None
-        self.micro_steps -= self.micro_steps % self.batch.micro_batches
+        self.micro_steps -= self._micro_batches_done
+        self._micro_batches_done = 0
         self._losses = torch.zeros_like(self._losses)
 
     def _optimizer_step(self) -> None:
@@ -248,28 +339,40 @@ class Engine(EngineFiles, nn.Module):
             clip_grad=self.zero_config.gradient_clipping,
             scaler=self.scaler,
         )
+        self._has_unsent = False
         self.global_steps += 1
+        self.global_samples += self.batch.samples
         self.skipped_steps += result.skipped
+        self._was_applied = not result.skipped
         self._grad_norm = result.grad_norm
         if result.skipped and not self.scaler:
-            raise InputError(
-                f"the norm of the gradients is {result.grad_norm} at step {self.global_steps}, and "
-                "no update was made: lower the learning rate, clip the gradients, or look at the "
-                "data"
-            )
+            self._note_overflow()
         if self.lr_scheduler is not None and not result.skipped:
             self.lr_scheduler.step()
         self._report()
 
+    def _note_overflow(self) -> None:
+        """Raise InputError for gradients that are not finite, or warn if the JSON skips them."""
+        norm, step = self._grad_norm, self.global_steps
+        if not self.zero_config.bf16.check_grad_overflow:
+            raise InputError(
+                f"the norm of the gradients is {norm} at step {step}, and no update was made: "
+                "lower the learning rate, clip the gradients, or look at the data"
+            )
+        if self._is_first:
+            log.warning("step %d is skipped: its gradients are not finite", step)
+
     def _report(self) -> None:
         every, losses = self.zero_config.steps_per_print, self._losses
+        knows_losses, self._knows_losses = self._knows_losses, True
         self._losses = torch.zeros_like(losses)
         if every and self.global_steps % every == 0 and self._is_first:
             scale = f", loss scale {self.loss_scale:g}" if self.scaler else ""
+            mean = losses.item() / self.batch.micro_batches
             log.info(
-                "step %d, loss %.4f (rank 0), gradient norm %.3f, lr %s, skipped %d%s",
+                "step %d, %sgradient norm %.3f, lr %s, skipped %d%s",
                 self.global_steps,
-                losses.item() / self.batch.micro_batches,
+                f"loss {mean:.4f} (rank 0), " if knows_losses else "",
                 self._grad_norm,
                 ", ".join(f"{lr:g}" for lr in self.get_lr()),
                 self.skipped_steps,
@@ -277,16 +380,17 @@ class Engine(EngineFiles, nn.Module):
             )
 
 
-def _loss_scaler(config: ZeroConfig) -> LossScaler | None:
+def _loss_scaler(config: ZeroConfig) -> DeepSpeedLossScaler | None:
     """Return the scaler of the JSON's fp16 section; None in other formats."""
     fp16 = config.fp16
     if not fp16.enabled:
         return None
     fixed = fp16.loss_scale > 0
-    return LossScaler(
+    return DeepSpeedLossScaler(
         scale=fp16.loss_scale if fixed else 2.0**fp16.initial_scale_power,
         min_scale=fp16.min_loss_scale,
         window=fp16.loss_scale_window,
         hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
         dynamic=not fixed,
     )

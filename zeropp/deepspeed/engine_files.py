@@ -14,6 +14,7 @@ from zeropp.checkpoint.gathered_weights import gather_weights, save_gathered_wei
 from zeropp.checkpoint.state_tensors import masters_of
 from zeropp.deepspeed.utils.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from zeropp.errors import InputError
+from zeropp.fsdp_adapter import WholeParameter
 from zeropp.ranks.coordination import among, fail_together
 
 
@@ -49,15 +50,16 @@ class EngineFiles:
         Raises InputError between the micro-batches of a step, whose gradients are not saved, and
         as `zeropp.checkpoint.engine_checkpoint.save` does.
         """
+        self._require_shards("save_checkpoint")
         if self._mid_step():
             raise InputError(
-                "save_checkpoint in the middle of a step would lose its gradients: save where "
-                f"micro_steps ({self.micro_steps}) is a multiple of "
-                f"gradient_accumulation_steps ({self.batch.micro_batches})"
+                "save_checkpoint in the middle of a step would lose its gradients: save after the "
+                f"engine.step() that updates the weights, the last of {self.batch.micro_batches}"
             )
         self.sharding.require_same_order()
         state = {
             "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
             "loss_scaler": self.scaler.state_dict() if self.scaler else {},
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler else {},
@@ -97,6 +99,7 @@ class EngineFiles:
         Between the micro-batches of a step, its gradients are discarded and the step begins again.
         Raises InputError as `zeropp.checkpoint.engine_checkpoint.load` does.
         """
+        self._require_shards("load_checkpoint")
         with_optimizer = load_optimizer_states and not load_module_only
         optimizer = self.optimizer if with_optimizer else None
         self.sharding.weights_changed()
@@ -114,6 +117,9 @@ class EngineFiles:
         self._begin_step_again()
         if not load_module_only:
             self.global_steps, self.skipped_steps = state["global_steps"], state["skipped_steps"]
+            self.global_samples = state.get(
+                "global_samples", self.global_steps * self.batch.samples
+            )
             self.micro_steps = self.global_steps * self.batch.micro_batches
         if optimizer is not None:
             _restore_options(optimizer, state["param_groups"], path)
@@ -124,9 +130,37 @@ class EngineFiles:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         return path, state["client_state"]
 
+    def _require_shards(self, call: str) -> None:
+        if any(isinstance(each, WholeParameter) for each in self.module.parameters()):
+            raise InputError(
+                f"{call} inside GatheredParameters, where parameters are whole and no shards: call "
+                "it outside; a state may be loaded inside by engine.module.load_state_dict"
+            )
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the model's whole state dict, without frozen parameters if that is asked for.
+
+        All ranks must call it, as for `engine.module.state_dict()`.
+        """
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
     @_among_its_ranks
     def save_16bit_model(
-        self, save_dir: Path | str, save_filename: str = "pytorch_model.bin"
+        self,
+        save_dir: Path | str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
     ) -> Path:
         """Write the full 16-bit weights to one file from rank 0; all ranks must call it.
 
@@ -138,10 +172,20 @@ class EngineFiles:
         if dtype == torch.float32:
             dtype = torch.bfloat16
         try:
-            save_gathered_weights(self.module, path, dtype, masters_of(self.optimizer))
+            save_gathered_weights(
+                self.module,
+                path,
+                dtype,
+                masters_of(self.optimizer),
+                exclude_frozen=exclude_frozen_parameters,
+            )
         except OSError as error:
             raise InputError(f"cannot write {path}: {error}") from error
         return path
+
+    def empty_partition_cache(self) -> None:
+        """Free weights that passes without backward have left gathered."""
+        self.sharding.release()
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether the JSON's `stage3_gather_16bit_weights_on_model_save` is set."""

@@ -50,9 +50,12 @@ def Init(  # noqa: N802  (DeepSpeed's name)
     enabled: bool = True,
     config_dict_or_path: Mapping | Path | str | None = None,
     config: Mapping | Path | str | None = None,
+    mem_efficient_linear: bool = True,
     **others: Any,
 ) -> Iterator[None]:
     """Build a model without allocating it; `zeropp.initialize` and `zeropp.shard` do that.
+
+    `mem_efficient_linear` is accepted: PyTorch's own linear layer is used.
 
     The initialization of parameters is recorded and replayed later, one parameter at a time, on the
     first rank, with the same random numbers; each rank keeps only its shard. Raises InputError for

@@ -57,6 +57,7 @@ from zeropp.fsdp_adapter.gradients import (
     discard_gradients,
     set_gradient_dtypes,
     take_gradients,
+    unreduced_gradient,
 )
 from zeropp.fsdp_adapter.parameters import (
     Versions,
@@ -92,6 +93,7 @@ from zeropp.fsdp_adapter.units import (
     refresh_parameters,
     replica_axes,
     shard_like,
+    shard_of,
     shard_unit,
     shards,
     store,

@@ -24,6 +24,16 @@ def accumulates(unit: FSDPModule) -> bool:
     )
 
 
+def unreduced_gradient(unit: FSDPModule, shard: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's whole gradient of a parameter that is to be reduced later."""
+    for parameter in parameters_of(unit):
+        if parameter.sharded_param is shard:
+            if parameter.unsharded_accumulated_grad is not None:
+                return parameter.unsharded_accumulated_grad
+            return getattr(parameter, "_unsharded_param", shard).grad
+    return None
+
+
 def take_gradients(
     unit: FSDPModule, take: WeakMethod[Callable[[nn.Parameter, torch.Tensor], None]]
 ) -> None:

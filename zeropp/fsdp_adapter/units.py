@@ -210,6 +210,14 @@ def shards(unit: FSDPModule) -> list[nn.Parameter]:
     return [parameter.sharded_param for parameter in parameters_of(unit)]
 
 
+def shard_of(unit: FSDPModule, parameter: torch.Tensor) -> nn.Parameter | None:
+    """Return the shard of a parameter of the unit, given as that or as gathered for a pass."""
+    for each in parameters_of(unit):
+        if parameter is each.sharded_param or parameter is getattr(each, "_unsharded_param", None):
+            return each.sharded_param
+    return None
+
+
 def _spec(parameter: FSDPParam) -> ShardSpec:
     is_packed = hasattr(parameter.sharded_param._local_tensor, "fsdp_pre_all_gather")
     return ShardSpec(

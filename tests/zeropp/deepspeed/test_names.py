@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import inspect
+import re
 
 import pytest
 import torch
@@ -10,11 +12,12 @@ from torch import nn
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import run
+from tests.zeropp.deepspeed.small_engine import logged, run
 from tests.zeropp.small_model import small_model
 from zeropp import InputError, deepspeed
 from zeropp.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from zeropp.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zeropp.deepspeed.runtime.utils import see_memory_usage
 
 
 def test_every_public_name_is_where_deepspeed_has_it():
@@ -25,7 +28,14 @@ def test_every_public_name_is_where_deepspeed_has_it():
     assert deepspeed.get_accelerator is deepspeed.accelerator.get_accelerator
     parameters = importlib.import_module("zeropp.deepspeed.runtime.zero.partition_parameters")
     assert parameters.Init is zeropp.zero.Init is deepspeed.zero.Init
-    assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+    schedules = deepspeed.runtime.lr_schedules
+    for name in schedules.VALID_LR_SCHEDULES:
+        assert getattr(schedules, name).__name__ == name
+    assert schedules.CYCLE_MAX_LR == "cycle_max_lr" and schedules.TOTAL_NUM_STEPS in str(
+        inspect.signature(schedules.WarmupDecayLR)
+    )
+    for name in deepspeed.utils.__all__:
+        assert getattr(deepspeed.utils, name) is not None
     assert deepspeed.utils.logger.name == "zeropp"
     with pytest.raises(AttributeError, match="pipe"):
         _ = deepspeed.pipe
@@ -47,7 +57,42 @@ def test_the_cpu_as_an_accelerator():
     assert accelerator.is_available() and accelerator.device_count() == 1
     assert accelerator.communication_backend_name() == "gloo"
     assert accelerator.on_accelerator(torch.ones(1))
+    assert accelerator.supported_dtypes() == [torch.float32, torch.float16, torch.bfloat16]
     accelerator.synchronize()  # of torch.cpu
+
+
+def test_memory_is_printed_only_if_that_is_asked_for(capsys):
+    see_memory_usage("before")
+    assert not capsys.readouterr().out
+    see_memory_usage("before", force=True)
+    text = capsys.readouterr().out
+    assert text.startswith("before\n") and re.search(r"CPU memory that is free: \d+\.\d\d GB", text)
+
+
+def test_recomputed_activations_have_the_same_gradients():
+    """Dropout draws the same numbers when a layer is computed again."""
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
+    gradients, calls = [], []
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    for wrap in (lambda function, x: function(x), deepspeed.checkpointing.checkpoint):
+        torch.manual_seed(1)
+        layer.zero_grad()
+        wrap(layer, torch.ones(4, 8, requires_grad=True)).sum().backward()
+        gradients.append(layer[0].weight.grad.clone())
+    assert torch.equal(*gradients) and len(calls) == 3 and deepspeed.checkpointing.is_configured()
+    with logged() as lines:
+        deepspeed.checkpointing.configure(None, partition_activations=True, profile=False)
+    assert len(lines) == 1 and "configure(partition_activations) has no effect here" in lines[0]
+    deepspeed.checkpointing.reset()
+
+
+@ranks(2)
+def test_messages_of_some_ranks():
+    with logged() as lines:
+        deepspeed.utils.log_dist("one", ranks=[1])
+        deepspeed.utils.log_dist("all", ranks=[-1])
+    own = dist.get_rank()
+    assert lines == ["[Rank 1] one"] * own + [f"[Rank {own}] all"]
 
 
 @ranks(2)

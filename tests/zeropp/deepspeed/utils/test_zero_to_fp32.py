@@ -143,7 +143,11 @@ def save_stored_quantized(folder: Path) -> None:
 
 def test_what_cannot_be_read_is_said_in_one_sentence(tmp_path):
     for folder, options, message in (
-        ("nowhere", {}, "latest does not exist: give the tag of a checkpoint; there is none"),
+        (
+            "nowhere",
+            {},
+            "latest does not exist: give the tag of a checkpoint; there is no checkpoint",
+        ),
         ("here", {"tag": "other"}, "no complete checkpoint other in .*; there are global_step1"),
         ("here", {"max_shard_size": "many"}, "max_shard_size = 'many': expected a size"),
         ("theirs", {}, "is a checkpoint of DeepSpeed"),
@@ -160,7 +164,7 @@ def test_what_cannot_be_read_is_said_in_one_sentence(tmp_path):
             convert_zero_checkpoint_to_fp32_state_dict(
                 tmp_path / folder, tmp_path / "output", **options
             )
-    with pytest.raises(SystemExit, match="zero_to_fp32.py: .*there is none"):
+    with pytest.raises(SystemExit, match="zero_to_fp32.py: .*there is no checkpoint"):
         main([str(tmp_path / "nowhere"), str(tmp_path / "output")])
     with pytest.raises(InputError, match="is of another model"):
         load_state_dict_from_zero_checkpoint(nn.Linear(2, 2), tmp_path / "here")

@@ -1,0 +1,151 @@
+"""What an engine holds of one parameter: its fp32 weight, its gradient, its optimizer's state.
+
+A function of `deepspeed.utils` gets a parameter and no engine. As a notice of written weights, it
+asks by an optimizer's step that changes nothing, whose hooks every engine has; the parameter's own
+answers.
+"""
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.checkpoint.state_tensors import masters_of, settle
+from zeropp.errors import InputError
+from zeropp.optim.step_or_skip import local_part
+from zeropp.sharding.materialize import part_for_rank
+from zeropp.wire.kept_weights import Notice, notify_weights_written
+
+
+class Question(Notice):
+    """Asks the engines of this process for the values of a parameter, maybe as it is gathered."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        super().__init__([torch.zeros(())])  # no optimizer may hold a gathered parameter
+        self.parameter = parameter
+        self.answer: ParameterValues | None = None
+
+
+def answer_questions(engine: Any) -> None:
+    """Let `values_of` find the parameters of this engine as long as it lives."""
+    reference = weakref.ref(engine)
+    handle = register_optimizer_step_post_hook(partial(_answer, reference))
+    weakref.finalize(engine, handle.remove)
+
+
+def values_of(parameter: torch.Tensor) -> "ParameterValues | None":
+    """Return the values of an engine's parameter; None if it is frozen.
+
+    Raises InputError for any other tensor, and inside `GatheredParameters` of it.
+    """
+    question = Question(parameter)
+    question.step()
+    if question.answer is None:
+        raise InputError(
+            f"a parameter of shape {list(parameter.shape)} is not one of an engine's: take it from "
+            "engine.module after zeropp.initialize, which puts shards in the places of parameters"
+        )
+    if isinstance(question.answer.shard, fsdp.WholeParameter):
+        raise InputError(
+            "inside GatheredParameters the values of its parameters are in them: read and write "
+            "these, or call this outside"
+        )
+    return question.answer if parameter.requires_grad else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterValues:
+    """Reads and writes what belongs to one trained parameter; all ranks write alike.
+
+    `shard` is the parameter as its engine's optimizer knows it, `unit` the FSDP unit that it is in,
+    `device` where the model computes.
+    """
+
+    shard: nn.Parameter
+    unit: fsdp.FSDPModule | None
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The fp32 weight: the optimizer's, where it has its own."""
+        return masters_of(self.optimizer).get(self.shard, self.shard)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The mean over the ranks, or this rank's whole gradient before it was averaged."""
+        if getattr(self.optimizer, "takes_factor", False):
+            self.optimizer.await_gradients()
+        if (mean := self.weight.grad) is not None or self.unit is None:
+            return mean
+        return fsdp.unreduced_gradient(self.unit, self.shard)
+
+    def state(self, key: str) -> torch.Tensor | None:
+        """The optimizer's state of that name, sharded as the weight is if it has its shape."""
+        if self.optimizer is None:
+            return None
+        settle(self.optimizer)
+        value = self.optimizer.state.get(self.weight, {}).get(key)
+        if not isinstance(value, torch.Tensor):
+            return None
+        is_part = isinstance(self.weight, DTensor) and not isinstance(value, DTensor)
+        if is_part and value.ndim and value.shape == self.weight.to_local().shape:
+            return fsdp.shard_like(self.weight, value)
+        return value
+
+    def whole(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a copy of a whole tensor in fp32, on the device; all ranks call it."""
+        if tensor is None:
+            return None
+        copied = tensor.detach().to(self.device, torch.float32, copy=True)
+        return fsdp.gather_whole(copied) if isinstance(copied, DTensor) else copied
+
+    def local(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a copy of this rank's part of a tensor in fp32, on the device."""
+        if tensor is None:
+            return None
+        return local_part(tensor.detach()).to(self.device, torch.float32, copy=True)
+
+    @torch.no_grad()
+    def write(self, tensor: torch.Tensor, value: Any, *, whole: bool) -> None:
+        """Write a whole value, or this rank's part of one, into a tensor."""
+        expected = tensor.shape if whole else local_part(tensor).shape
+        if not isinstance(value, torch.Tensor) or value.shape != expected:
+            given = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            part = "" if whole else "this rank's part, "
+            raise InputError(f"the new value is {given}: expected {part}{list(expected)}")
+        if whole and isinstance(tensor, DTensor):
+            value = part_for_rank(value.detach().to(self.device), tensor)
+        local_part(tensor).copy_(value)
+
+    def write_weight(self, value: Any, *, whole: bool) -> None:
+        """Write the fp32 weight, and what the model computes with; gathered weights are dropped."""
+        weight = self.weight
+        self.write(self.shard, value, whole=whole)
+        notify_weights_written([self.shard])  # an offloaded optimizer reads the rounded one
+        self.write(weight, value, whole=whole)
+
+
+def _answer(reference: weakref.ref, question: torch.optim.Optimizer, *_: object) -> None:
+    if isinstance(question, Question) and (engine := reference()) is not None:
+        unit, shard = _find(engine, question.parameter)
+        if shard is not None:
+            question.answer = ParameterValues(
+                shard=shard, unit=unit, optimizer=engine.optimizer, device=engine.device
+            )
+
+
+def _find(
+    engine: Any, parameter: torch.Tensor
+) -> tuple[fsdp.FSDPModule | None, nn.Parameter | None]:
+    for unit in engine.sharding.units:
+        if (shard := fsdp.shard_of(unit, parameter)) is not None:
+            return unit, shard
+    is_plain = any(parameter is each for each in engine.module.parameters())
+    return None, parameter if is_plain else None

@@ -1,0 +1,93 @@
+"""`engine.train_batch`: a whole step in one call, as DeepSpeed's pipelines have it; its data."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from zeropp.errors import InputError
+
+
+class RepeatingLoader:
+    """An iterator over `loader` that begins again at its end.
+
+    A sampler with `set_epoch` gets the number of each round, so that it shuffles anew. Raises
+    StopIteration only for a loader without batches.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader, self._epoch = loader, 0
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        """Batches of one round."""
+        return len(self.loader)
+
+    def __next__(self) -> Any:
+        for batch in self._batches:
+            return batch
+        self._epoch += 1
+        sampler = getattr(self.loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self._epoch)
+        self._batches = iter(self.loader)
+        return next(self._batches)
+
+
+class WholeSteps:
+    """The method of `Engine` that takes whole steps; `training_dataloader` has its data."""
+
+    training_dataloader: DataLoader | None = None
+    _repeated_data: RepeatingLoader | None = None
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Take a whole step with the next micro-batches; return their mean loss over all ranks.
+
+        `data_iter` yields what the model is called with: a dict of its keyword arguments, a tuple
+        or list of its arguments, or the only one. By default it is the loader of
+        `zeropp.initialize`, over and over. The model returns its loss, as it is, as `.loss` or as
+        `["loss"]`, or first in a tuple. Raises InputError for a model that does not, and without
+        data.
+        """
+        if data_iter is None:
+            if self._repeated_data is None and self.training_dataloader is None:
+                raise InputError("train_batch() needs data: give it, or training_data at first")
+            self._repeated_data = self._repeated_data or RepeatingLoader(self.training_dataloader)
+            data_iter = self._repeated_data
+        total = torch.zeros((), device=self.device)
+        for _ in range(self.batch.micro_batches):
+            arguments, keywords = _arguments(next(data_iter), self.device)
+            loss = _loss_in(self(*arguments, **keywords))
+            self.backward(loss)
+            self.step()
+            total += loss.detach().sum() / self.batch.micro_batches
+        dist.all_reduce(total, group=self.sharding.group)
+        return total / self.world_size
+
+
+def _arguments(batch: Any, device: torch.device) -> tuple[tuple, dict]:
+    """Return the arguments and keyword arguments that a batch stands for, on the device."""
+    moved = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), batch)
+    if isinstance(moved, Mapping):
+        return (), dict(moved)
+    return tuple(moved) if isinstance(moved, tuple | list) else (moved,), {}
+
+
+def _loss_in(output: Any) -> torch.Tensor:
+    """Return the loss in what a model returned; raise InputError if there is none."""
+    loss = output[0] if isinstance(output, tuple | list) and output else output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    loss = getattr(output, "loss", loss)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise InputError(
+            f"train_batch() needs a model that returns its loss, and it returned a "
+            f"{type(output).__name__}: call engine(batch), engine.backward and engine.step instead"
+        )
+    return loss
