@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_zpp.commands import convert_hf, evaluate, preprocess_data
 from tests.launched import ROOT, launching, zeropp
@@ -75,6 +76,18 @@ def test_the_loss_falls(log: str) -> None:
     first, *_, last = map(float, losses(log))
     assert len(losses(log)) == STEPS
     assert first > 5 and last < first - 1, losses(log)  # 256 bytes: ln 256 is 5.5
+
+
+def test_the_start_says_how_long_and_how_large(folder: Path, log: str) -> None:
+    words = re.search(r"length +8 iterations, 4,096 tokens, (\S+) epochs of the data", log)
+    samples = int(re.search(r"train: (\d+) samples of 32 tokens", log)[1])  # of one epoch
+    assert float(words[1]) == pytest.approx(8 * 16 / samples, rel=0.06)  # two digits
+    words = re.search(r"about (\S+) MiB each, the first after iteration 4, then every 4", log)
+    saved = FileSystemReader(folder / "checkpoints/iter_0000008").read_metadata()
+    tensors = saved.state_dict_metadata.values()
+    num_bytes = sum(each.size.numel() * each.properties.dtype.itemsize for each in tensors)
+    assert float(words[1]) * 2**20 == pytest.approx(num_bytes, rel=0.01)  # and steps
+    assert re.search(r"\nnext checkpoint after iteration 4, in about \d+:\d\d\n", log)
 
 
 def test_a_run_goes_on_to_the_same_digits(folder: Path, log: str) -> None:

@@ -19,6 +19,7 @@ from megatron_zpp.settings.command_line import (
 from megatron_zpp.settings.flag import Flag, Section
 from zeropp.errors import InputError, NetworkError
 from zeropp.ranks.topology import Environment
+from zeropp.settings.schema import no_effect_line
 
 FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -60,9 +61,13 @@ def run_command(
             run = partial(run, environment)
             logging.getLogger().setLevel(logging.WARNING if environment.rank else logging.INFO)
         typed = read(argv, vocabulary(sections, idle))
-        for name, assignment in typed.items():
-            if reason := assignment.flag.why_ignored or no_effect.get(name):
-                log.warning("%s has no effect here: %s", assignment, reason)
+        ignored = {
+            str(assignment): reason
+            for name, assignment in typed.items()
+            if (reason := assignment.flag.why_ignored or no_effect.get(name))
+        }
+        if ignored:
+            log.warning("%s", no_effect_line(ignored))
         run(*(build_section(section, typed) for section in sections))
     except (InputError, OSError) as error:
         keeps_apart = isinstance(error, NetworkError)  # ranks cannot tell each other

@@ -89,11 +89,18 @@ class BlendedDataset:
     def __init__(self, datasets: list, index: tuple[np.ndarray, np.ndarray]) -> None:
         self.datasets = datasets
         self.dataset_index, self.dataset_sample_index = index
-        counts = count_samples(self.dataset_index, len(datasets))
-        assert all(len(dataset) >= count for dataset, count in zip(datasets, counts, strict=True))
+        self._counts = count_samples(self.dataset_index, len(datasets))
+        pairs = zip(datasets, self._counts, strict=True)
+        assert all(len(dataset) >= count for dataset, count in pairs)
 
     def __len__(self) -> int:
         return len(self.dataset_index)
+
+    def epochs(self, num_samples: float) -> tuple[float, ...]:
+        """How often `num_samples` samples go through the text of each dataset."""
+        share = num_samples / len(self)
+        pairs = zip(self.datasets, self._counts, strict=True)
+        return tuple(epochs for each, count in pairs for epochs in each.epochs(count * share))
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return sample `index`: dict(tokens int64 [S + 1])."""

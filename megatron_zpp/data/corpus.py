@@ -73,7 +73,7 @@ def load_standard_library(
     texts = _read_source_files(source)
     settings = {"format": FORMAT, "seed": SEED, "split": SPLIT, "vocab_size": vocab_size}
     key = _digest(texts, settings)
-    folder = Path(cache) / f"stdlib-{platform.python_version()}-{key[:16]}"
+    folder = Path(cache) / f"stdlib-{platform.python_version()}-{key[:12]}"
     try:
         if not folder.exists():
             _build(folder, list(texts.values()), vocab_size)
@@ -171,7 +171,7 @@ def _build(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    logger.info("default corpus: built in %.1f s, kept in %s", time.monotonic() - start, folder)
+    logger.info("default corpus: built in %.1f s", time.monotonic() - start)
 
 
 def _write_corpus(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
@@ -179,13 +179,12 @@ def _write_corpus(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
     num_bytes = sum(len(text.encode()) for text in texts)
     training_texts = texts[: _validation_range(len(texts)).start]
     logger.info(
-        "default corpus: %d files of the Python %s standard library, %.1f MB; training a tokenizer "
-        "of %d entries on %d of them",
-        len(texts),
-        platform.python_version(),
-        num_bytes / 1e6,
-        vocab_size,
-        len(training_texts),
+        "default corpus: %d files of the Python %s standard library, %.1f MB",
+        *(len(texts), platform.python_version(), num_bytes / 1e6),
+    )
+    logger.info(
+        "default corpus: training a tokenizer of %d entries on %d of them",
+        *(vocab_size, len(training_texts)),
     )
     model = train_tokenizer(training_texts, vocab_size)
     write_atomically(folder / TOKENIZER, model.to_str(pretty=True))

@@ -64,9 +64,14 @@ class GPTDataset:
             seed=spec.seed,
         )
         self.index = spec.cache.sample_index(source.lengths, request, source.prefix, split)
+        self._epoch_tokens = request.num_tokens(source.lengths)
 
     def __len__(self) -> int:
         return len(self.index.shuffle)
+
+    def epochs(self, num_samples: float) -> tuple[float, ...]:
+        """How often `num_samples` samples go through the text."""
+        return (num_samples * self.spec.seq_length / self._epoch_tokens,)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return sample `index`: dict(tokens int64 [S + 1]).
@@ -202,13 +207,10 @@ class _Builder:
             dataset = self._unweighted(parts, size)
         else:
             dataset = self._weighted(parts, weights, size)
-        logger.info(
-            "%s: %d samples of %d tokens from %s",
-            name,
-            len(dataset),
-            self.spec.seq_length,
-            ", ".join(prefixes),
-        )
+        # With `--split` all splits are of the same files, which the start-up table names.
+        source = f" from {', '.join(prefixes)}" if self.split_text is None else ""
+        shape = len(dataset), self.spec.seq_length
+        logger.info("%s: %d samples of %d tokens%s", name, *shape, source)
         return dataset
 
     def _unweighted(self, parts: list[_Part], size: int | None) -> BlendedDataset:

@@ -20,7 +20,8 @@ ALL_PURPOSES = (*PURPOSES, *AXES)
 KEYS = tuple((purpose, hop) for purpose in ALL_PURPOSES for hop in HOPS)
 ACROSS_NODES, IN_NODE = "across_nodes", "in_node"
 MIB = 2**20
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+BYTES = (1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+COUNTS = (1000, ("", "k", "M", "G", "T"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,8 @@ class CommunicationMeter:
         sent, plain = sum_over(total.sent, ACROSS_NODES), sum_over(total.plain, ACROSS_NODES)
         if not sent:
             return []
-        between = ("between nodes", _amount(sent, total.steps))
+        per_step = f"{size(sent / total.steps)} per node and step"
+        between = ("between nodes", f"{per_step}, {size(sent)} in {total.steps:,} steps")
         if sharding.num_ranks == 1:
             return [between]
         dtypes = dict.fromkeys((sharding.compute_dtype, sharding.plan.units[0].wire_dtype))
@@ -149,8 +151,8 @@ class CommunicationMeter:
             between,
             (
                 f"plain ZeRO-{sharding.stage}",
-                f"{_amount(plain, total.steps)}: {plain / sent:.1f} times as much\n"
-                f"(by formula: {formats}, one ring over all ranks for each collective)",
+                f"{size(plain / total.steps)} per node and step: {plain / sent:.1f} times as much\n"
+                f"(by formula: {formats},\none ring over all ranks for each collective)",
             ),
         ]
 
@@ -190,20 +192,10 @@ def sum_over(num_bytes: Counter, hop: str) -> float:
     return sum(num_bytes[purpose, hop] for purpose in ALL_PURPOSES)
 
 
-def size(num_bytes: float) -> str:
-    """For example 7.20 MiB."""
-    units = iter(UNITS)
-    unit = next(units)
-    while num_bytes >= 999.5 and unit != UNITS[-1]:
-        num_bytes, unit = num_bytes / 1024, next(units)
-    return f"{three_digits(num_bytes)} {unit}"
-
-
-def three_digits(number: float) -> str:
-    """The first three digits of a number below 1000, without an exponent."""
-    decimals = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
-    return f"{number:.{decimals}f}"
-
-
-def _amount(num_bytes: float, steps: int) -> str:
-    return f"{size(num_bytes / steps)} per node and step, {size(num_bytes)} in {steps:,} steps"
+def size(number: float, units: tuple[int, tuple[str, ...]] = BYTES) -> str:
+    """The first three digits of a number in the unit that suits it, for example 7.20 MiB."""
+    base, (unit, *larger) = units
+    while number >= 999.5 and larger:
+        number, unit = number / base, larger.pop(0)
+    decimals = 0 if number >= 99.95 or not unit.strip("B ") else 1 if number >= 9.995 else 2
+    return f"{number:.{decimals}f}{unit}"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from megatron_zpp.monitor.communication import (
     ACROSS_NODES,
+    COUNTS,
     Communication,
     size,
     sum_over,
-    three_digits,
 )
 from megatron_zpp.monitor.memory import Memory, memory_line
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
@@ -95,7 +95,7 @@ class ShortLines:
             "step": f"step {last.iteration:{width}}/{last.train_iters}",
             "loss": f"loss {_loss(interval.loss)}",
             "lr": f"lr {_learning_rate(last.learning_rate):>6}",
-            "speed": f"{_count(interval.tokens_per_second):>5} tok/s",
+            "speed": f"{size(interval.tokens_per_second, COUNTS):>5} tok/s",
             "throughput": _throughput(interval) if self.throughput else "",
             "unusual": ", ".join(_unusual(interval)),
             "sent": _sent_between_nodes(last.communication),
@@ -175,14 +175,6 @@ def _learning_rate(rate: float) -> str:
     """For example 1.4e-3."""
     digits, exponent = f"{rate:.1e}".split("e")
     return f"{digits}e{int(exponent)}" if rate else "0"
-
-
-def _count(number: float) -> str:
-    """For example 987, 12.3k or 1.23M."""
-    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * unit:
-            return three_digits(number / unit) + suffix
-    return three_digits(number)
 
 
 def _throughput_fields(interval: Interval) -> list[str]:

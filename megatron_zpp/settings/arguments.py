@@ -190,10 +190,11 @@ def _zero(
 
 
 def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
-    for assignment in typed.values():
-        reason = assignment.flag.why_no_effect(config)
-        if reason:
-            log.info("%s has no effect here: %s", assignment, reason)
+    ignored = {
+        str(assignment): reason
+        for assignment in typed.values()
+        if (reason := assignment.flag.why_no_effect(config))
+    }
     model = config.model
     if model.has_gelu and not model.bias_gelu_fusion:
         name = "--glu-activation geglu" if model.geglu and "glu_activation" in typed else ""
@@ -206,5 +207,5 @@ def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
             "after %d iterations",
             Schedules.of(config).length.iterations,
         )
-    for line in config.zero.notices(REASONS):
-        log.info("%s: %s", config.zero.source, line)
+    for line in config.zero.notices(REASONS, ignored):
+        log.info("%s", line)

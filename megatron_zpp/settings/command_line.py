@@ -73,6 +73,7 @@ def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, Assi
     setting with different values.
     """
     typed: dict[str, Assignment] = {}
+    repeated: dict[str, Assignment] = {}
     for spelling, values in _groups(argv):
         meaning = meanings.get(_plain(spelling[2:]))
         if meaning is None:
@@ -82,8 +83,10 @@ def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, Assi
         if old is not None and old.value != new.value:
             if old.spelling != new.spelling:
                 raise InputError(f"{old} and {new} contradict: they set the same; keep one")
-            log.info("%s is given twice: the last, %s, is used", old.spelling, new)
+            repeated[new.flag.name] = new
         typed[new.flag.name] = new
+    if repeated:
+        log.info("given twice, the last is used: %s", ", ".join(map(str, repeated.values())))
     return typed
 
 

@@ -7,7 +7,7 @@ import torch
 from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.interchange.pretrained_model import lora_summary
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.monitor.communication import CommunicationMeter
+from megatron_zpp.monitor.communication import CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
@@ -23,7 +23,7 @@ from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.train.inputs import open_inputs
+from megatron_zpp.train.inputs import TRAIN, open_inputs
 from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
@@ -34,6 +34,8 @@ from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.grid import find_nodes
 from zeropp.wire.route import require_fit
+
+FP32_BYTES, MOMENTS = 4, 2  # Adam has two moments of each weight
 
 log = logging.getLogger("megatron_zpp")
 
@@ -158,36 +160,70 @@ def open_metrics(
 
 def summary(run: Run) -> list[tuple[str, object]]:
     """Rows of the table printed before training, as (name, value)."""
-    config, trainer, model = run.config, run.trainer, run.config.model
+    config, trainer, ranks, model = run.config, run.trainer, run.ranks, run.config.model
     sharding, batch = trainer.sharding, trainer.schedules.batch_size.final
-    micro_batches = batch // (config.batch.micro_batch_size * run.ranks.num_replicas)
+    micro_batches = batch // (config.batch.micro_batch_size * ranks.num_replicas)
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {run.tokenizer.vocab_size:,}"
     )
-    share = "ranks" if run.ranks.num_replicas == run.ranks.num_ranks else "replicas"
+    share = "ranks" if ranks.num_replicas == ranks.num_ranks else "replicas"
+    threads = torch.get_num_threads()
     compute_dtype = str(sharding.compute_dtype).removeprefix("torch.")
     sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
     return [
-        ("model", f"{shape}: {sharding.model.num_parameters():,} parameters"),
+        ("model", f"{sharding.model.num_parameters():,} parameters\n{shape}"),
         *lora_summary(config, sharding.model),
         ("data", " ".join(sources)),
         (
             "batch",
-            f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-batches "
-            f"of {config.batch.micro_batch_size} on each of {run.ranks.num_replicas} {share}",
+            f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-"
+            f"batch{'es' * (micro_batches > 1)} of {config.batch.micro_batch_size} on each of "
+            f"{ranks.num_replicas} {share}",
         ),
-        ("length", f"{trainer.schedules.length.iterations:,} iterations"),
+        ("length", length_of(run)),
+        ("checkpoints", checkpoints_of(run)),
         ("precision", f"{compute_dtype}, weights and Adam in float32"),
-        ("device", f"{run.ranks.device}, {torch.get_num_threads()} threads"),
+        ("device", f"{ranks.device}, {threads} thread{'s' * (threads > 1)}"),
         *(matmul_rate_rows(run.metrics.matmul_rate) if config.log.log_throughput else []),
-        *parallel_rows(run.ranks),
-        *pipeline_rows(run, micro_batches),
+        *(parallel_rows(ranks) if ranks.num_replicas < ranks.num_ranks else []),
+        *(pipeline_rows(run, micro_batches) if ranks.pipeline_size > 1 else []),
         *([("plan", run.step_watch.expected)] if run.step_watch else []),
         ("ZeRO stage", sharding.stage),
-        *offload_rows(config),
+        *(offload_rows(config) if config.zero.offloads_optimizer else []),
         *sharding.describe(micro_batches, trainer.communication.expected_on_node(micro_batches)),
     ]
+
+
+def length_of(run: Run) -> str:
+    """Iterations, tokens and epochs of the whole run."""
+    length, dataset = run.trainer.schedules.length, run.batches.datasets[TRAIN]
+    tokens = length.samples * run.config.model.seq_length
+    text = f"{length.iterations:,} iterations, {tokens:,} tokens"
+    if run.config.data.mock_data or dataset is None:
+        return text
+    epochs = [f"{each:.2g}" for each in sorted(dataset.epochs(length.samples))]
+    return f"{text}, {' to '.join(dict.fromkeys((epochs[0], epochs[-1])))} epochs of the data"
+
+
+def checkpoints_of(run: Run) -> str:
+    """When checkpoints are saved, and how large they are, without headers and padding."""
+    options = run.config.checkpoint
+    first = run.saver.next_save(run.trainer.counters.iteration)
+    if first is None:
+        return "none: --save FOLDER saves them"
+    trained = run.trainer.sharding.model.num_parameters(trained_only=True)
+    frozen = run.trainer.sharding.model.num_parameters() - trained
+    num_bytes = FP32_BYTES * trained * (1 if options.no_save_optim else 1 + MOMENTS)
+    if not run.config.zero.stores_frozen:
+        num_bytes += FP32_BYTES * frozen
+    if run.config.zero.zeropp.weight_steps:
+        num_bytes += trained  # the codes that the nodes have
+    is_last = first == run.trainer.schedules.length.iterations
+    text = f"about {size(num_bytes)} each, the first after iteration {first:,}"
+    text += ", the last" if is_last else f", then every {options.save_interval:,}"
+    kept = options.keep_checkpoints
+    return text + (f";\nthe newest {kept} are kept" if kept and not is_last else "")
 
 
 def check_nodes(config: Config, ranks: Ranks) -> None:
@@ -207,9 +243,7 @@ def check_nodes(config: Config, ranks: Ranks) -> None:
 
 
 def parallel_rows(ranks: Ranks) -> list[tuple[str, str]]:
-    """A row that says how the ranks share the work, where they do not only share the samples."""
-    if ranks.num_replicas == ranks.num_ranks:
-        return []
+    """A row that says how ranks share the work that do not only share the samples."""
     parts = [f"{ranks.num_replicas} replica{'s' * (ranks.num_replicas > 1)}"]
     for what, members in ranks.sharing().items():
         in_node = all(ranks.nodes.same(ranks.rank, member) for member in members)
@@ -220,16 +254,14 @@ def parallel_rows(ranks: Ranks) -> list[tuple[str, str]]:
 
 def pipeline_rows(run: Run, micro_batches: int) -> list[tuple[str, str]]:
     """A row with the stages of a pipeline, and how long its ranks wait for each other."""
-    size = run.ranks.pipeline_size
-    if size == 1:
-        return []
+    ranks = run.ranks.pipeline_size
     stages = run.config.parallel.stages(run.config.model.num_layers)
     counts = list(map(len, stages))
     layers = f"{counts[0]}" if len(set(counts)) == 1 else ", ".join(map(str, counts))
-    waiting = waiting_share(size, micro_batches, len(stages) // size)
-    if micro_batches < size and run.ranks.rank == 0:
+    waiting = waiting_share(ranks, micro_batches, len(stages) // ranks)
+    if micro_batches < ranks and run.ranks.rank == 0:
         log.warning(
-            f"{micro_batches} micro-batches for {size} ranks that share the layers: each rank "
+            f"{micro_batches} micro-batches for {ranks} ranks that share the layers: each rank "
             f"waits for others in {waiting:.0%} of a step; more micro-batches, or fewer stages, "
             "would shorten that"
         )
@@ -242,9 +274,7 @@ def pipeline_rows(run: Run, micro_batches: int) -> list[tuple[str, str]]:
 
 
 def offload_rows(config: Config) -> list[tuple[str, str]]:
-    """A row that says where the optimizer is, if it is not on the device."""
-    if not config.zero.offloads_optimizer:
-        return []
+    """A row that says where the offloaded optimizer is."""
     ratio = config.zero.zero_optimization.offload_optimizer.ratio
     text = "on the host"
     if ratio < 1.0:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from megatron_zpp.monitor.log_lines import duration
 from megatron_zpp.monitor.loss_watch import LossWatch
+from megatron_zpp.monitor.metrics import Interval
 from megatron_zpp.train.diagnosis import describe_spike, source_of_non_finite
 from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.run import Run
@@ -20,6 +22,7 @@ class IterationLog:
     run: Run
     loss_watch: LossWatch = field(default_factory=LossWatch)
     unread: PendingIteration | None = None
+    _has_announced_save: bool = False
 
     def add(self, iteration: PendingIteration) -> None:
         """Add an iteration, which may be logged later than now; log the one before."""
@@ -33,6 +36,17 @@ class IterationLog:
         if self.unread is not None:
             unread, self.unread = self.unread, None
             self._log(unread)
+
+    def _announce_save(self, interval: Interval) -> None:
+        """Log when the next checkpoint is due; once, as soon as the time of a step is known."""
+        self._has_announced_save = True
+        last = interval.last.iteration
+        due = self.run.saver.next_save(last - 1)
+        if due is not None and due > last:
+            seconds = (due - last) * interval.seconds_per_iteration
+            self.run.console.line(
+                f"next checkpoint after iteration {due}, in about {duration(seconds)}"
+            )
 
     def _log(self, pending: PendingIteration) -> None:
         """Wait for the numbers of an iteration and log them.
@@ -50,7 +64,9 @@ class IterationLog:
                 "--lr-warmup-iters, lower --clip-grad, or look at the data; then resume from the "
                 f"last checkpoint, with --skip-samples {samples} without this batch"
             )
-        run.metrics.iteration(iteration)
+        interval = run.metrics.iteration(iteration)
+        if interval is not None and not self._has_announced_save:
+            self._announce_save(interval)
         warning = run.step_watch.warning(iteration.seconds) if run.step_watch else None
         if warning is not None:
             run.console.line(warning)

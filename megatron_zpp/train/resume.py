@@ -78,6 +78,14 @@ class Saver:
         if self.writer is None:
             self.console.line(f"saved checkpoint {path}")
 
+    def next_save(self, iteration: int) -> int | None:
+        """When the first checkpoint after `iteration` is due; None without `--save`."""
+        options, last = self.trainer.config.checkpoint, self.trainer.schedules.length.iterations
+        if options.save is None:
+            return None
+        interval = options.save_interval or last
+        return min(last, (iteration // interval + 1) * interval)
+
     def log_progress(self) -> None:
         """Log a checkpoint that has become complete beside training."""
         if self.writer is not None:

@@ -31,6 +31,17 @@ class NoEffect:
     when: Callable[[Any], bool] | None = None
 
 
+def no_effect_line(reasons: Mapping[str, str]) -> str:
+    """One line for settings without effect, each with its reason; those of one reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        by_reason.setdefault(why, []).append(name)
+    if len(reasons) == 1:
+        return "".join(f"{name} has no effect here: {why}" for name, why in reasons.items())
+    parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
+    return f"no effect here: {'; '.join(parts)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One setting of a section.

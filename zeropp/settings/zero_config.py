@@ -27,6 +27,7 @@ from zeropp.settings.deepspeed_json import (
 from zeropp.settings.json_keys import JsonSection, Key, NoEffect, key
 from zeropp.settings.keys_without_effect import keys_without_effect
 from zeropp.settings.rules import BATCH_KEYS, RULES
+from zeropp.settings.schema import no_effect_line
 from zeropp.settings.sections import (
     Bf16,
     Fp16,
@@ -178,24 +179,30 @@ class ZeroConfig(JsonSection):
             and not entry.why_no_effect(self)
         )
 
-    def notices(self, reasons: Mapping[str, str] = MappingProxyType({})) -> tuple[str, ...]:
-        """A line for each key in the file that has an old name or no effect, and why.
+    def notices(
+        self,
+        reasons: Mapping[str, str] = MappingProxyType({}),
+        others: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[str, ...]:
+        """A line for each key in the file that has an old name, and one for all without effect.
 
         `reasons` are those of a program which does not honour all that `zeropp.initialize` does, by
-        dotted key; they come before the general ones.
+        dotted key; they come before the general ones. `others` are further settings of the program
+        without effect, and why.
         """
         lines = [
             f"{old} is an old name of {' and '.join(OLD_NAMES[old][0])}" for old in self.old_names
         ]
+        ignored = dict(others)
         ignored_sections: tuple[str, ...] = ()
         for dotted, entry in all_keys(ZeroConfig).items():
             if dotted.startswith(ignored_sections) or not self._in_file(dotted):
                 continue
             reason = reasons.get(dotted) or entry.why_no_effect(self)
             if reason:
-                lines.append(f"{dotted} has no effect here: {reason}")
+                ignored[dotted] = reason
                 ignored_sections += (f"{dotted}.",)
-        return tuple(lines)
+        return (*lines, no_effect_line(ignored)) if ignored else tuple(lines)
 
     @classmethod
     def setting(cls, dotted: str) -> Key:

@@ -20,8 +20,9 @@ def describe(plan: Plan, num_micro_batches: int = 1, sent: Sent | None = None) -
     `sent` replaces the forecast of a node's bytes, which only covers weights and gradients.
     """
     if plan.num_ranks == 1:
-        alone = ("collectives", "none: one rank" + (" of the data axis" if sent else ""))
-        return (alone, ("sends", _table(sent))) if sent else (alone,)
+        if not sent or not any(sent.values()):
+            return (("collectives", "none: one rank"),)
+        return (("collectives", "none: one rank of the data axis"), ("sends", _table(sent)))
     nodes = plan.axis.nodes
     if plan.stage == 0:
         width = f"{8 * REDUCED_WHOLE.itemsize} bit among {plan.num_ranks} ranks"
@@ -63,7 +64,7 @@ def _hops(route: Route, wire: torch.dtype, order: tuple[str, str]) -> str:
             width = f"{8 * wire.itemsize} bit" if bits == UNQUANTIZED else f"INT{bits}"
             members = f"{hops[name].size}" if words else f"{hops[name].size} ranks"
             words.append(f"{width} among {members} {_where(hops[name])}")
-    return ", then ".join(words)
+    return ",\nthen ".join(words)
 
 
 def _table(sent: Sent) -> str:

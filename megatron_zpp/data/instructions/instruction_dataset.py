@@ -67,6 +67,10 @@ class InstructionDataset:
     def __len__(self) -> int:
         return len(self._order)
 
+    def epochs(self, num_samples: float) -> tuple[float, ...]:
+        """How often `num_samples` rows go through the examples."""
+        return (num_samples / self.num_rows,)
+
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return row `index`: dict(tokens int64 [S + 1]); negative tokens are complements."""
         row = self._order[index]

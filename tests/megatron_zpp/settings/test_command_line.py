@@ -67,8 +67,9 @@ def test_the_same_setting_given_twice(caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
     assert config_of("--batch-size 2 --micro-batch-size 2").batch.micro_batch_size == 2
     assert "twice" not in caplog.text
-    assert config_of("--lr 1e-3 --lr 1e-4").optimizer.lr == 1e-4
-    assert "--lr is given twice: the last, --lr 0.0001, is used" in caplog.text
+    config = config_of("--lr 1e-3 --lr 1e-4 --seed 1 --seed 2 --seed 3")
+    assert (config.optimizer.lr, config.training.seed) == (1e-4, 3)
+    assert "given twice, the last is used: --lr 0.0001, --seed 3\n" in caplog.text
 
 
 def test_help_lists_every_flag_and_ends_well(capsys):

@@ -191,8 +191,9 @@ def test_the_zero_section_is_settled_from_the_flags(line, path, value, tmp_path)
 
 def test_json_notices_are_passed_on(tmp_path, caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
-    config_of("", 1, {"steps_per_print": 10}, tmp_path)
-    assert "ds.json: steps_per_print has no effect here" in caplog.text
+    config_of("--eval-iters 0 --eval-interval 5", 1, {"steps_per_print": 10}, tmp_path)
+    assert "no effect here: --eval-interval 5 (" in caplog.text
+    assert "); steps_per_print (use --log-interval)" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -221,8 +221,8 @@ def described(sharding: Sharding) -> dict[str, str]:
     [
         (4, "all-gather, INT8 among 4 ranks of a node",
          "all-to-all, INT8 among 4 ranks of a node"),
-        (2, "all-gather, INT8 among 2 ranks across nodes, then INT8 among 2 of a node",
-         "all-to-all, INT8 among 2 ranks of a node, then INT4 among 2 across nodes"),
+        (2, "all-gather, INT8 among 2 ranks across nodes,\nthen INT8 among 2 of a node",
+         "all-to-all, INT8 among 2 ranks of a node,\nthen INT4 among 2 across nodes"),
         (1, "all-gather, INT8 among 4 ranks across nodes",
          "all-to-all, INT4 among 4 ranks across nodes"),
     ],
