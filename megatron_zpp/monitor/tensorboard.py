@@ -1,12 +1,14 @@
 """TensorBoard's event files: one folder for each axis that curves are drawn over.
 
+By default that is one axis, iterations.
+
 A resumed run shows each step once because of `SummaryWriter(purge_step=...)`: TensorBoard drops
 what an interrupted process wrote at or beyond that step. It does so for all curves in a folder.
 Curves over iterations, samples and tokens therefore cannot share one: their steps count different
 things.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -19,14 +21,19 @@ FILENAME_SUFFIX = ".zpp"  # tells the event files of this program from those of 
 
 
 class TensorBoard(Writer):
-    """Writes scalars to `folder` (over iterations) and to `vs_samples` and `vs_tokens` in it.
+    """Writes scalars over `axes` to `folder`, and to `vs_samples` and `vs_tokens` in it.
 
     `resumed_at` is the position of the loaded checkpoint: later points of an earlier process are
     not shown any more.
     """
 
     def __init__(
-        self, folder: Path, names: ScalarNames, queue_size: int, resumed_at: Position | None
+        self,
+        folder: Path,
+        names: ScalarNames,
+        axes: Sequence[Axis],
+        queue_size: int,
+        resumed_at: Position | None,
     ) -> None:
         self._names = names
         self._writers = {
@@ -37,7 +44,7 @@ class TensorBoard(Writer):
                 flush_secs=FLUSH_SECONDS,
                 filename_suffix=FILENAME_SUFFIX,
             )
-            for axis in Axis
+            for axis in axes
         }
 
     def settings(self, settings: Mapping[str, object]) -> None:
@@ -51,8 +58,9 @@ class TensorBoard(Writer):
     def iteration(self, iteration: Iteration) -> None:
         """Write everything known after one iteration."""
         self._write(self._names.iteration(iteration), iteration)
-        for axis, scalars in self._names.progress(iteration).items():
-            self._write_over(axis, scalars, iteration)
+        if len(self._writers) > 1:
+            for axis, scalars in self._names.progress(iteration).items():
+                self._write_over(axis, scalars, iteration)
 
     def interval(self, interval: Interval) -> None:
         """Write what is known once per log interval."""
@@ -74,7 +82,7 @@ class TensorBoard(Writer):
 
     def _write(self, curves: Iterable[Curves], position: Position) -> None:
         for axes, scalars in curves:
-            for axis in axes:
+            for axis in self._writers.keys() & axes:
                 named = {name + axis.suffix: value for name, value in scalars.items()}
                 self._write_over(axis, named, position)
 

@@ -1,8 +1,9 @@
 """The names of the scalars in TensorBoard, and the value that each of them shows.
 
 The names are Megatron-DeepSpeed's, where it has one; `throughput` is Megatron-LM's. Weights &
-Biases gets the same names. As in Megatron-DeepSpeed most curves are drawn three times: over
-iterations, over samples (" vs samples" is appended to the name) and over tokens (" vs tokens").
+Biases gets the same names. With `--log-all-axes-to-tensorboard` most curves are drawn three times,
+as in Megatron-DeepSpeed: over iterations, over samples (" vs samples" is appended to the name) and
+over tokens (" vs tokens"). `OVERVIEW` is what one looks at first, under names that sort first.
 """
 
 import enum
@@ -47,6 +48,7 @@ class Axis(enum.Enum):
 
 ALL_AXES = tuple(Axis)
 ITERATIONS = (Axis.ITERATIONS,)
+OVERVIEW = "0-overview/"
 Curves = tuple[tuple[Axis, ...], Scalars]  # scalars, and the axes that they are drawn over
 
 
@@ -66,6 +68,14 @@ class ScalarNames:
 
     def interval(self, interval: Interval) -> Iterator[Curves]:
         """All that is known once per log interval."""
+        yield (
+            ITERATIONS,
+            {
+                f"{OVERVIEW}1 training loss": interval.loss,
+                f"{OVERVIEW}3 tokens per second": interval.tokens_per_second,
+                f"{OVERVIEW}4 seconds per step": interval.seconds_per_iteration,
+            },
+        )
         if self.config.log_timers_to_tensorboard:
             yield ALL_AXES, {"iteration-time/iteration-time": interval.seconds_per_iteration}
         if self.config.log_throughput:
@@ -79,6 +89,8 @@ class ScalarNames:
 
     def validation(self, validation: Validation) -> Iterator[Curves]:
         """The held-out loss and, if asked for, its perplexity."""
+        if validation.split == "validation":
+            yield ITERATIONS, {f"{OVERVIEW}2 held-out loss": validation.loss}
         name = f"lm-loss-validation/lm loss {validation.split}"
         yield ALL_AXES, {name: validation.loss}
         if self.config.log_validation_ppl_to_tensorboard:

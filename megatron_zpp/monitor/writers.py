@@ -4,13 +4,14 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation, Writer
 from megatron_zpp.monitor.tensorboard import FILENAME_SUFFIX, TensorBoard
 from megatron_zpp.monitor.tensorboard_names import (
+    ALL_AXES,
     ITERATIONS,
     Axis,
     Curves,
@@ -50,8 +51,9 @@ def open_writers(
     names = ScalarNames(config, world_size)
     writers: list[Writer] = []
     if config.tensorboard_dir:
-        folder = _prepare_folder(config.tensorboard_dir, resumed_at)
-        tensorboard = TensorBoard(folder, names, config.tensorboard_queue_size, resumed_at)
+        axes = ALL_AXES if config.log_all_axes_to_tensorboard else ITERATIONS
+        folder = _prepare_folder(config.tensorboard_dir, axes, resumed_at)
+        tensorboard = TensorBoard(folder, names, axes, config.tensorboard_queue_size, resumed_at)
         tensorboard.settings(settings or {})
         writers += [tensorboard, JsonLines(folder / JSON_LINES)]
     if config.wandb_project:
@@ -151,11 +153,11 @@ class WeightsAndBiases(Writer):
             self._run.log(scalars, step=iteration)
 
 
-def _prepare_folder(name: str, resumed_at: Position | None) -> Path:
+def _prepare_folder(name: str, axes: Sequence[Axis], resumed_at: Position | None) -> Path:
     """Create the folder; set aside, or cut at the checkpoint, what earlier processes left in it."""
     folder = Path(name)
     try:
-        for axis in Axis:
+        for axis in axes:
             (folder / axis.folder).mkdir(parents=True, exist_ok=True)
         if resumed_at is None:
             _set_aside(folder)

@@ -222,6 +222,11 @@ class LogConfig(Section):
     log_memory_to_tensorboard: bool = flag(
         False, "memory in use as scalars", no_effect=_NEEDS_WRITER
     )
+    log_all_axes_to_tensorboard: bool = flag(
+        False,
+        "curves over samples and over tokens too, as Megatron-DeepSpeed draws them",
+        no_effect=_NEEDS_TENSORBOARD,
+    )
     log_world_size_to_tensorboard: bool = flag(
         False, "the number of ranks as a scalar", no_effect=_NEEDS_WRITER
     )

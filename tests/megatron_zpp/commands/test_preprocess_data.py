@@ -312,7 +312,7 @@ def test_flags_without_effect_say_so(tmp_path: Path) -> None:
         "--keep-sequential-samples", "--workers", 1,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    assert "no effect here: --partitions 2 (text is streamed" in process.stderr
+    assert "no effect here: --partitions 2, --keep-sequential-samples (text" in process.stderr
     assert documents_of(tmp_path / "x_text_document") == [[97], [98]]
 
 
