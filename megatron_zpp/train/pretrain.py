@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
@@ -137,6 +138,20 @@ def how_to_resume(checkpoint: CheckpointConfig) -> str:
     return f"continue with --load {checkpoint.save}"
 
 
+def last_checkpoint(checkpoint: CheckpointConfig) -> str:
+    """What remains of a run that a signal ended at once, and how to continue it."""
+    if checkpoint.save is None:
+        return how_to_resume(checkpoint)
+    latest = checkpoint_folder(Path(checkpoint.save)).latest()
+    if latest is None:
+        return (
+            f"there is no checkpoint in {checkpoint.save} yet: --save-interval N saves one every N "
+            "iterations, and --exit-signal-handler one at a signal"
+        )
+    what = f"the last checkpoint in {checkpoint.save} is of iteration {latest}"
+    return f"{what}; {how_to_resume(checkpoint)}"
+
+
 def output_folders(config: Config) -> list[tuple[str, str]]:
     """Where the TensorBoard logs and the checkpoints are."""
     rows = [("TensorBoard", config.log.tensorboard_dir), ("checkpoints", config.checkpoint.save)]
@@ -165,10 +180,10 @@ def _pretrain_and_report(
         pretrain(config, ranks, console, stopping)
         return 0
     except Interrupted as interruption:
-        return _report_interruption(interruption, console, heartbeat)
+        return _report_interruption(interruption, config, console, heartbeat)
     except Exception as error:
         if stopping.interruption:  # which torch's checkpoint code caught, and then failed
-            return _report_interruption(stopping.interruption, console, heartbeat)
+            return _report_interruption(stopping.interruption, config, console, heartbeat)
         stopping.ignore_signals()
         if isinstance(error, InputError):
             is_first = heartbeat is None or heartbeat.publish_own_failure(str(error))
@@ -192,7 +207,7 @@ def _pretrain_and_report(
 
 
 def _report_interruption(
-    interruption: Interrupted, console: Console, heartbeat: Heartbeat | None
+    interruption: Interrupted, config: Config, console: Console, heartbeat: Heartbeat | None
 ) -> int:
     """Say that a signal ends this rank, or which failure it follows from; return the status."""
     failure = None
@@ -201,4 +216,6 @@ def _report_interruption(
     if heartbeat and failure is None:  # ranks of other machines may have got no signal
         heartbeat.publish_own_failure(str(interruption))
     console.notice(logging.ERROR, failure or str(interruption))
+    if failure is None:
+        console.line(last_checkpoint(config.checkpoint))
     return interruption.code

@@ -4,12 +4,15 @@ import os
 import pickle
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from unittest.mock import MagicMock
 
 import pytest
 
 from megatron_zpp.commands.pretrain import main
+from megatron_zpp.settings.config import CheckpointConfig
 from megatron_zpp.train import pretrain
+from megatron_zpp.train.pretrain import last_checkpoint
 from megatron_zpp.train.stop import Interrupted
 from tests.launched import LAUNCH, launching, rank_pid, wait_for
 from zeropp.errors import InputError
@@ -56,7 +59,19 @@ def test_what_fails_after_an_interruption_was_caught_is_not_the_cause(monkeypatc
 
     monkeypatch.setattr(pretrain, "pretrain", save)
     assert main(TRAINING.removesuffix("--save ").split()) == 130
-    assert capsys.readouterr().out.endswith("\nerror: stopped by SIGINT\n")
+    *_, error, advice = capsys.readouterr().out.splitlines()
+    assert error == "error: stopped by SIGINT"
+    assert advice == "nothing was saved: --save FOLDER saves checkpoints"
+
+
+def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path):
+    options = CheckpointConfig(save=str(tmp_path), load=str(tmp_path))
+    assert f"no checkpoint in {tmp_path} yet: --save-interval N" in last_checkpoint(options)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("50")
+    words = f"the last checkpoint in {tmp_path} is of iteration 50; "
+    assert last_checkpoint(options) == words + "run the same command again to continue"
+    elsewhere = replace(options, load=None)
+    assert last_checkpoint(elsewhere) == words + f"continue with --load {tmp_path}"
 
 
 @pytest.mark.parametrize(
