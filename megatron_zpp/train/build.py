@@ -196,11 +196,11 @@ def summary(run: Run) -> list[tuple[str, object]]:
 
 
 def length_of(run: Run) -> str:
-    """Iterations, tokens and epochs of the whole run."""
+    """Iterations and tokens of the whole run, and the epochs of a dataset that counts them."""
     length, dataset = run.trainer.schedules.length, run.batches.datasets[TRAIN]
     tokens = length.samples * run.config.model.seq_length
     text = f"{length.iterations:,} iterations, {tokens:,} tokens"
-    if run.config.data.mock_data or dataset is None:
+    if not hasattr(dataset, "epochs"):
         return text
     epochs = [f"{each:.2g}" for each in sorted(dataset.epochs(length.samples))]
     return f"{text}, {' to '.join(dict.fromkeys((epochs[0], epochs[-1])))} epochs of the data"
