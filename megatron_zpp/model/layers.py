@@ -127,8 +127,10 @@ class Attention(nn.Module):
         self.layer, self.rotary_kind = layer, rotary_kinds(config)[layer]
         self.scores = Scores.of(config, layer, axis)
         self.head_dim = config.head_dim
-        self.kv_heads = config.kv_heads // (1 if axis is None else axis.size)
-        self.group_size = config.num_attention_heads // config.kv_heads
+        num_ranks = 1 if axis is None else axis.size
+        self.kv_heads = max(config.kv_heads // num_ranks, 1)
+        self.group_size = config.num_attention_heads // max(config.kv_heads, num_ranks)
+        self.ranks_per_group = max(num_ranks // config.kv_heads, 1)
         self.dropout = config.attention_dropout
         self.is_interleaved = config.rotary_interleaved
         hidden, width = config.hidden_size, config.num_attention_heads * self.head_dim
@@ -154,7 +156,8 @@ class Attention(nn.Module):
             x = self.axis.enter(x, splits_rows)
         queries = self.group_size
         shape = (*x.shape[:2], self.kv_heads, queries + 2, self.head_dim)
-        qkv = self.qkv(x).view(shape)  # [B, S, K, Q + 2, D]
+        qkv = self.qkv(x) if self.ranks_per_group == 1 else self._own_heads(self.qkv(x))
+        qkv = qkv.view(shape)  # [B, S, K, Q + 2, D]
         qk, v = qkv.split((queries + 1, 1), dim=3)
         rotary = sequences.rotary[self.rotary_kind] if sequences.rotary else None
         q, k, v = (part.flatten(2, 3) for part in (*self._turned(qk, rotary), v))
@@ -165,6 +168,17 @@ class Attention(nn.Module):
         else:
             attended = self.core(q, k, v, sequences)
         return self.output(attended.flatten(2), splits_rows)
+
+    def _own_heads(self, qkv: Tensor) -> Tensor:
+        """Return this rank's queries with the key and the value of its group, [B, S, Q + 2, D].
+
+        Several ranks share a group, of whose channels each has a part: qkv [B, S, (N + 2K)D/T].
+        """
+        group, place = divmod(self.axis.place, self.ranks_per_group)
+        num_groups = self.axis.size // self.ranks_per_group
+        whole = self.axis.all_columns(qkv).unflatten(-1, (num_groups, -1, self.head_dim))
+        queries = whole[:, :, group].narrow(2, place * self.group_size, self.group_size)
+        return torch.cat((queries, whole[:, :, group, -2:]), dim=2)
 
     def _turned(self, qk: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Split qk [B, S, K, Q + 1, D] into queries and keys, normalized and then rotated."""

@@ -26,12 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_zpp.parallel.collectives import (
+    gather_columns,
     gather_rows,
     heads_of_own_rows,
     keep,
     moved,
     own_rows,
     rows_of_own_heads,
+    sum_columns,
     sum_rows,
     sum_whole,
 )
@@ -90,6 +92,10 @@ class TensorAxis:
         if splits_rows:
             return moved(x, self.peers, sum_rows, gather_rows)
         return moved(x, self.peers, sum_whole, keep)
+
+    def all_columns(self, x: Tensor) -> Tensor:
+        """Return the columns [B, S, H] of all ranks, which have [B, S, H/T] each."""
+        return moved(x, self.peers, gather_columns, sum_columns)
 
     def own_rows(self, x: Tensor) -> Tensor:
         """Return this rank's rows [B, S/T, H] of x [B, S, H]."""

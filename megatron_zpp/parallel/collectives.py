@@ -54,6 +54,11 @@ def gather_columns(x: Tensor, peers: Peers) -> Tensor:
     return _gather(x, peers).movedim(0, -2).flatten(-2)
 
 
+def sum_columns(x: Tensor, peers: Peers) -> Tensor:
+    """Return this rank's columns [..., V/T] of the sum over ranks of x [..., V]."""
+    return _sum_parts(x.unflatten(-1, (peers.size, -1)).movedim(-2, 0), peers)
+
+
 def rows_of_own_heads(x: Tensor, peers: Peers) -> Tensor:
     """Return all rows [B, S, N/T, D] of this rank's heads; each has [B, S/T, N, D] of all heads."""
     parts = x.unflatten(2, (peers.size, -1)).movedim(2, 0)

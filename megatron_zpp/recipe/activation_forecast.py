@@ -121,6 +121,7 @@ class Forecast:
         if stage.is_last:
             yield Move(axis="tensor", kind=REDUCE, hop=hop, num_bytes=self.tokens * FP32_BYTES)
             yield from _sum("tensor", hop, 2 * self.tokens, FP32_BYTES)
+        yield from self._shared_groups(stage, hop)
         squares = _part_bytes(hop, self.tokens, FP32_BYTES)
         yield from _in_layers("tensor", hop, SUM, squares, *self._norms_of_heads(stage))
 
@@ -143,6 +144,17 @@ class Forecast:
             for kind, is_forward in ((GATHER, True), (EXCHANGE, False)):
                 yield Move(axis="tensor", kind=kind, hop=hop, num_bytes=row, is_forward=is_forward)
 
+    def _shared_groups(self, stage: Part, hop: Hop) -> Iterator[Move]:
+        """Yield the moves of queries, keys and values where ranks share a head of keys."""
+        model = self.config.model
+        if model.kv_heads >= hop.size:
+            return
+        columns = (model.num_attention_heads + 2 * model.kv_heads) * model.head_dim // hop.size
+        part, (_, back, _) = self.tokens * columns * self.width, self._moves_back(stage)
+        again = self._recomputed(stage)
+        yield from _in_layers("tensor", hop, (GATHER,), part, len(stage.layers), again)
+        yield from _in_layers("tensor", hop, (EXCHANGE,), part, 0, back)
+
     def _norms_of_heads(self, stage: Part) -> tuple[int, int]:
         """Return how many normalizations of all heads sum squares, or their gradients.
 
@@ -159,7 +171,8 @@ class Forecast:
         model, layers = self.config.model, len(stage.layers)
         is_selective = self.config.recompute.recompute_granularity == "selective"
         heads, kv_heads = (
-            count // self.ranks.tensor_size for count in (model.num_attention_heads, model.kv_heads)
+            max(count // self.ranks.tensor_size, 1)
+            for count in (model.num_attention_heads, model.kv_heads)
         )
         _, back, _ = self._moves_back(stage)
         again = self._recomputed(stage)

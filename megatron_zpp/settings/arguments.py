@@ -118,12 +118,16 @@ def require_divisible(config: Config, num_replicas: int) -> None:
         "--pad-vocab-size-to" if model.pad_vocab_size_to else "--make-vocab-size-divisible-by"
     )
     _require_whole_sequences(config)
+    groups = model.kv_heads
+    if groups < tensor and tensor % groups == 0:
+        _require_shared_groups(config)
+        groups = tensor
     splits_rows, exchanges_heads = parallel.sequence_parallel, parallel.cp_comm_type == "a2a"
     rows, by_rows = (tensor * context, by_both) if splits_rows else (context, by_context)
     if context > 1 and not exchanges_heads:
         rows, by_rows = 2 * rows, f"{by_rows} in two parts each (--cp-comm-type allgather)"
     for name, count, size, splits in (
-        (heads, model.kv_heads, tensor, by_tensor),
+        (heads, groups, tensor, by_tensor),
         (
             "--num-attention-heads",
             model.num_attention_heads,
@@ -139,6 +143,22 @@ def require_divisible(config: Config, num_replicas: int) -> None:
             raise InputError(
                 f"{name} {count} cannot be split over {splits}: the nearest that can is {nearest}"
             )
+
+
+def _require_shared_groups(config: Config) -> None:
+    """Raise InputError for heads of keys and values that several tensor ranks cannot share."""
+    model, tensor = config.model, config.parallel.tensor_model_parallel_size
+    words = f"--num-query-groups {model.kv_heads} below --tensor-model-parallel-size {tensor}"
+    if model.qk_layernorm_across_heads:
+        raise InputError(
+            f"{words}: --qk-layernorm-across-heads needs a key of its own on each rank: lower the "
+            "second to the first"
+        )
+    if 2 * model.kv_heads * model.head_dim % tensor:
+        raise InputError(
+            f"{words}: the {2 * model.kv_heads} x {model.head_dim} channels of keys and values "
+            "cannot be shared out equally: change --kv-channels, or lower the second"
+        )
 
 
 def _require_whole_sequences(config: Config) -> None:

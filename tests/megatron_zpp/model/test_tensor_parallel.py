@@ -22,7 +22,7 @@ from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.recipe import model as recipe
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.inputs import TRAIN
-from tests.megatron_zpp.parallel.flags import GPT2, LENGTH, LLAMA, SP, TP2, TP4
+from tests.megatron_zpp.parallel.flags import GPT2, LENGTH, LLAMA, ONE_GROUP, SP, TP2, TP4
 from tests.megatron_zpp.train.training_runs import (
     RELATIVE,
     TINY,
@@ -46,7 +46,12 @@ from zeropp.wire.traffic import Traffic
     [
         (GPT2, 2, TP2 + "--zero-stage 0"),
         (GPT2, 4, TP2 + SP + "--zero-stage 3"),
-        (GPT2, 4, TP4 + SP),
+        (LLAMA, 4, TP4 + SP),  # two ranks share a key
+        (
+            LLAMA + ONE_GROUP + "--qk-layernorm --add-qkv-bias ",
+            4,
+            TP2 + SP + "--zero-stage 3 --recompute-granularity full",
+        ),
         (LLAMA, 2, TP2 + SP + "--zero-stage 3 --recompute-granularity full"),
         (LLAMA, 4, TP2 + "--zero-stage 1"),
     ],
@@ -71,7 +76,7 @@ def test_with_all_of_zeropp_and_gradients_once_per_step(tmp_path):
     zeropp = {"ranks_per_node": 2, "reduce_gradients_once": True}
     path = tmp_path / f"{dist.get_rank()}.json"
     path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
-    flags = f"{GPT2} {TP2} {SP} --global-batch-size 8 "
+    flags = f"{GPT2} {TP2} {SP} {ONE_GROUP} --global-batch-size 8 "
     expected = log_of(flags)
     log = log_of(f"{flags} --deepspeed_config {path}")
     if dist.get_rank() == 0:
@@ -83,7 +88,7 @@ def test_with_all_of_zeropp_and_gradients_once_per_step(tmp_path):
 
 @ranks(4, timeout=120)
 def test_a_stop_in_the_middle_changes_no_digit(tmp_path):
-    flags = f"{LENGTH} {TP2} {SP} --zero-stage 3 --bf16 "
+    flags = f"{LENGTH} {TP2} {SP} {ONE_GROUP} --zero-stage 3 --bf16 "
     require_same_digits_after_a_stop(flags, tmp_path, 2)
 
 
@@ -95,7 +100,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "how"), [(1, ""), (2, "--zero-stage 3"), (2, TP2), (4, TP2 + "--zero-stage 1")]
+    ("num_ranks", "how"), [(1, ""), (2, "--zero-stage 3"), (4, TP4), (4, TP2 + "--zero-stage 1")]
 )
 def test_a_checkpoint_goes_on_at_other_sizes(num_ranks, how, saved, alone, tmp_path):
     log = run(num_ranks, f"{LLAMA} {how} --load {saved}", tmp_path)
@@ -248,7 +253,22 @@ def test_a_sample_of_text_and_a_held_out_loss(tmp_path):
     ("num_ranks", "flags", "message"),
     [
         (3, TP2, "size 2 does not divide the 3 ranks: the nearest that does is 1"),
-        (4, TP4 + "--num-query-groups 2", "--num-query-groups 2 cannot be split .*: .* is 4"),
+        (
+            2,
+            TP2 + "--num-attention-heads 6 --num-query-groups 3 --kv-channels 8",
+            "--num-query-groups 3 cannot be split .*: .* is 4",
+        ),
+        (
+            4,
+            TP4 + "--num-query-groups 1 --kv-channels 7",
+            "groups 1 below .*size 4: the 2 x 7 channels of keys and values .* --kv-channels",
+        ),
+        (
+            4,
+            TP4 + "--num-query-groups 2 --qk-layernorm --qk-layernorm-across-heads "
+            "--normalization RMSNorm",
+            "groups 2 below .*size 4: --qk-layernorm-across-heads needs a key of its own",
+        ),
         (6, "--tensor-model-parallel-size 3", "--num-attention-heads 4 cannot .*: .* is 3"),
         (2, TP2 + "--ffn-hidden-size 77", "--ffn-hidden-size 77 cannot be split"),
         (2, TP2 + "--make-vocab-size-divisible-by 1", "divisible-by 1 cannot .* that can is 2"),

@@ -8,6 +8,7 @@ LLAMA = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --reset-attention-mask "
     "--reset-position-ids --eod-mask-loss "
 )
+ONE_GROUP = "--num-query-groups 1 "  # fewer than ranks that split each matrix
 DEEP = "--num-layers 4 --global-batch-size 8 "
 DEEP_GPT2, DEEP_LLAMA = GPT2 + DEEP, LLAMA + DEEP
 

@@ -4,7 +4,17 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.parallel.flags import CP2, CP4, GATHERED, GPT2, LENGTH, LLAMA, SP, TP2
+from tests.megatron_zpp.parallel.flags import (
+    CP2,
+    CP4,
+    GATHERED,
+    GPT2,
+    LENGTH,
+    LLAMA,
+    ONE_GROUP,
+    SP,
+    TP2,
+)
 from tests.megatron_zpp.train.training_runs import (
     RELATIVE,
     TINY,
@@ -24,7 +34,7 @@ from zeropp import InputError
     ("flags", "num_ranks", "how"),
     [
         (GPT2, 2, CP2 + "--zero-stage 3"),
-        (GPT2, 4, CP2 + TP2 + SP + "--zero-stage 0"),
+        (LLAMA + ONE_GROUP, 4, CP2 + TP2 + SP + "--zero-stage 0"),
         (LLAMA, 4, CP4 + "--zero-stage 1 --recompute-granularity full"),
         (LLAMA, 4, CP2 + GATHERED + "--zero-stage 2"),
         (GPT2, 4, CP4 + GATHERED + "--zero-stage 3"),

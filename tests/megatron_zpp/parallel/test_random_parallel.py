@@ -41,7 +41,7 @@ class Drawn:
         self.draw_sizes()
         num_layers = self.pipe * self.chunks * draw.randint(1, 2)
         heads = draw.choice([4, 8])
-        divisors = [each for each in (1, 2, 4, 8) if heads % each == 0 and each % self.tensor == 0]
+        divisors = [each for each in (1, 2, 4, 8) if heads % each == 0]
         positions = draw.choice(["learned_absolute", "rope", "none"])
         model = [
             f"--num-layers {num_layers} --hidden-size {heads * draw.choice([4, 6])}",

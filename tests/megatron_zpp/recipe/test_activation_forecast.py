@@ -12,6 +12,7 @@ from tests.megatron_zpp.parallel.flags import (
     CP4,
     GATHERED,
     NO_DROPOUT,
+    ONE_GROUP,
     PP2,
     SP,
     TP2,
@@ -30,13 +31,13 @@ FULL = "--recompute-granularity full "
 @pytest.mark.parametrize(
     "flags",
     [
-        TP2 + CP2 + FULL + NO_DROPOUT + "--untie-embeddings-and-output-weights",
+        TP2 + CP2 + FULL + NO_DROPOUT + ONE_GROUP + "--untie-embeddings-and-output-weights",
         TP2 + SP + PP2 + FULL + NO_DROPOUT + "--recompute-method block --recompute-num-layers 1",
         TP2 + PP2 + FULL + "--recompute-num-layers 3 --fp16",
         CP2 + PP2 + TWO_STAGES + "--bf16 --fp32-residual-connection",
         CP4 + "--num-query-groups 2 --recompute-granularity selective",
         CP2 + GATHERED + FULL + "--num-query-groups 2 --global-batch-size 8",
-        TP4 + "--swiglu --disable-bias-linear --zero-stage 0",
+        TP4 + "--swiglu --disable-bias-linear --zero-stage 0 --num-query-groups 2",
     ],
 )
 @ranks(4, timeout=120)
