@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
-from megatron_zpp.settings.data import BatchConfig, DataConfig, TokenizerConfig
+from megatron_zpp.settings.data import BatchConfig, DataConfig, FimConfig, TokenizerConfig
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.gpt.lora import LoraConfig
 from megatron_zpp.settings.gpt.model import ModelConfig
@@ -35,6 +35,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    fim: FimConfig = field(default_factory=FimConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

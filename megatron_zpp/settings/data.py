@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
+from typing import Any
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag
+from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
 from zeropp.errors import InputError
 from zeropp.settings.schema import Rule, one_of, requires
 
@@ -176,6 +177,35 @@ class DataConfig(Section):
     def names_data(self) -> bool:
         """Whether any flag names a dataset or made-up samples."""
         return self.mock_data or any(map(self._typed, SOURCES))
+
+
+def _fim_flag(default: Any, help: str, **facts: Any) -> Any:
+    """A flag of fill-in-the-middle, which --fim-rate switches on."""
+    reason = needs("--fim-rate above 0", lambda c: c.fim.fim_rate > 0)
+    return flag(default, help, no_effect=reason, **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FimConfig(Section):
+    """Fill-in-the-middle: how many documents get another order, and the tokens in them."""
+
+    fim_rate: float = flag(
+        0.0, "share of documents that become prefix, suffix and middle", minimum=0, maximum=1
+    )
+    fim_spm_rate: float = _fim_flag(
+        0.5, "share of these in which the suffix comes first", minimum=0, maximum=1
+    )
+    fim_split_sample: str | None = _fim_flag(
+        None, "token at which a document is split into parts that are put into another order"
+    )
+    fim_fragment_rate: float | None = _fim_flag(
+        None, "share of these parts (default: --fim-rate)", minimum=0, maximum=1
+    )
+    fim_no_prefix: str | None = _fim_flag(None, "texts that begin with this stay as they are")
+    fim_prefix_token: str = _fim_flag("<fim_prefix>", "token before the prefix")
+    fim_middle_token: str = _fim_flag("<fim_middle>", "token before the middle")
+    fim_suffix_token: str = _fim_flag("<fim_suffix>", "token before the suffix")
+    fim_pad_token: str = _fim_flag("<fim_pad>", "token behind a sample that became shorter")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,10 @@ class Tokenizer(ABC):
         """Return the name of an id, which special tokens have too though they decode to nothing."""
         return self.decode([token])
 
+    def id_of(self, name: str) -> int | None:
+        """Return the id of a special token; None if there is none of that name."""
+        return next((token for token, known in self.reserved.items() if known == name), None)
+
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
         """Return the text of ids that are in the vocabulary files, none of them reserved."""

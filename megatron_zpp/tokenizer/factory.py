@@ -28,6 +28,7 @@ TOKENIZER_TYPES = MappingProxyType(
         "HuggingFaceTokenizer": (HFTokenizer, ("tokenizer_model",)),
         "PretrainedFromHF": (HFTokenizer, ("tokenizer_model",)),  # BigScience's name of it
         "TokenizerFromFile": (HFTokenizer, ("tokenizer_model",)),  # BigCode's
+        "TokenizerFromFileWithFIM": (HFTokenizer, ("tokenizer_model",)),
         "ByteLevelTokenizer": (ByteLevelTokenizer, ()),
         "NullTokenizer": (NullTokenizer, ("vocab_size",)),
     }

@@ -60,6 +60,12 @@ class HFTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def id_of(self, name: str) -> int | None:
+        """Return the id of a token; None if there is none of that name."""
+        return (
+            super().id_of(name) if (token := self._tokenizer.token_to_id(name)) is None else token
+        )
+
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 

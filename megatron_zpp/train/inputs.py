@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron_zpp.data.fill_in_the_middle import filled_in_the_middle
 from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.instructions.instruction_dataset import build_instructions
 from megatron_zpp.data.loader import Loader
@@ -120,12 +121,20 @@ def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
         evaluation.eval_iters * batch,
     )
     if names_examples(config.data):
+        if config.fim.fim_rate:
+            raise InputError(
+                f"--fim-rate {config.fim.fim_rate:g} is for documents, and the data are examples: "
+                "leave it out"
+            )
         return build_instructions(
             config.data, config.model.seq_length, sizes, config.training.seed, tokenizer
         )
-    return build_datasets(
+    datasets = build_datasets(
         config.data, config.model.seq_length, sizes, config.training.seed, tokenizer.vocab_size
     )
+    if config.fim.fim_rate == 0:
+        return datasets
+    return filled_in_the_middle(datasets, config.fim, tokenizer, config.training.seed)
 
 
 def require_data(config: Config, datasets: tuple) -> None:

@@ -27,6 +27,7 @@ SAMPLE_ORDER = (
     ("training", ("seed",)),
     ("model", ("seq_length",)),
     ("data", ("data_path", "train_data_path", "split", "split_ranges", "dataloader_type")),
+    ("fim", ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate")),
 )
 
 log = logging.getLogger("megatron_zpp")
@@ -191,7 +192,7 @@ def sample_order_changes(settings: Mapping[str, Any], saved: Mapping[str, Any]) 
         f"{name} is {current[section][name]} now, {saved[section][name]} in the checkpoint"
         for section, names in SAMPLE_ORDER
         for name in names
-        if name in saved[section] and current[section][name] != saved[section][name]
+        if name in saved.get(section, {}) and current[section][name] != saved[section][name]
     ]
 
 

@@ -160,6 +160,15 @@ SETTINGS = """
 --split-ranges 0:0.9 .9:1 0:1         data.split_ranges ["0:0.9", ".9:1", "0:1"]
 --split 949,50,1                      data.split "949,50,1"
 --data-cache-path c                   data.data_cache_path "c"
+--fim-rate 0.5                        fim.fim_rate 0.5
+--fim-spm-rate 0.25                   fim.fim_spm_rate 0.25
+--fim-split-sample <file_sep>         fim.fim_split_sample "<file_sep>"
+--fim-fragment-rate 0.75              fim.fim_fragment_rate 0.75
+--fim-no-prefix #                     fim.fim_no_prefix "#"
+--fim-prefix-token p                  fim.fim_prefix_token "p"
+--fim-middle-token m                  fim.fim_middle_token "m"
+--fim-suffix-token s                  fim.fim_suffix_token "s"
+--fim-pad-token p                     fim.fim_pad_token "p"
 --num-workers 0                       data.num_workers 0
 --dataloader-type cyclic              data.dataloader_type "cyclic"
 --reset-position-ids                  data.reset_position_ids true
@@ -249,6 +258,7 @@ SETTINGS = """
 --logging-level 40                    log.logging_level 40
 --log-level 40                        log.logging_level 40
 --log-level warning                   log.logging_level 30
+--log-format megatron                 log.log_format "megatron"
 --log-throughput                      log.log_throughput true
 --wandb-project p                     log.wandb_project "p"
 --wandb-project-name p                log.wandb_project "p"

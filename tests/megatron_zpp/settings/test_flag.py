@@ -37,6 +37,7 @@ PAIRS = """
 --split 9,1,0 | --mock-data | --data-path d
 --data-cache-path c | --mock-data | --data-path d
 --data-cache-path c | --data-path d.jsonl | --data-path d
+--fim-spm-rate 0.25 | | --fim-rate 0.5
 --eval-interval 5 | --eval-iters 0 | --eval-iters 1
 --sample-length 5 | | --sample-prompt def
 --tensorboard-queue-size 5 | | --tensorboard-dir t

@@ -39,10 +39,10 @@ TRIALS = SMALL + (
     "--log-level-replica error --data-path p --split 949,50,1 --no-train"
 )
 STARCODER = SMALL + (
-    "--tensor-model-parallel-size 1 --attention-head-type multiquery --init-method-std 0.015625 "
+    "--tensor-model-parallel-size 2 --attention-head-type multiquery --init-method-std 0.015625 "
     "--max-position-embeddings 32 --attention-dropout 0.1 --micro-batch-size 1 "
     "--global-batch-size 16 --lr 0.0003 --min-lr 0.00003 --train-iters 250 --lr-decay-iters 250 "
-    "--lr-warmup-iters 20 --bf16 --use-flash-attn --use-distributed-optimizer "
+    "--lr-warmup-iters 20 --fim-rate 0.5 --bf16 --use-flash-attn --use-distributed-optimizer "
     "--valid-num-workers 0 --tokenizer-type TokenizerFromFile --tokenizer-file t --save c --load c "
     "--train-weighted-split-paths-path train --valid-weighted-split-paths-path valid "
     "--structured-logs --structured-logs-dir l --tensorboard-dir t --wandb-entity-name e "
@@ -75,9 +75,11 @@ ASKED = {
     "--pad-vocab-size-to 1280": "model.pad_vocab_size_to",
     "--position-embedding-type rotary": "model.position_embedding_type",
     "--glu-activation geglu": "model.geglu",
+    "--num-query-groups 1 --tensor-model-parallel-size 2": "model.num_query_groups",
     "--train-weighted-split-paths t": "data.train_weighted_split_paths",
     "--valid-weighted-split-paths t": "data.valid_weighted_split_paths",
     "--test-weighted-split-paths t": "data.test_weighted_split_paths",
+    "--fim-rate 0.5": "fim.fim_rate",
     "--lr-decay-tokens 9000": "schedule.lr_decay_tokens",
     "--log-level warning": "log.logging_level",
     "--codecarbon-dir c": "neither power nor emissions are measured",
