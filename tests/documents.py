@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"zeropp", "megatron_zpp", "tests", "tools", "docs", "examples", "benchmarks", ".ci"}
 GENERATED = (".", "runs", "build", "dist")  # prefixes of folders without documents of ours
 PROGRAMS = ("make", "python", "torchrun", "zeropp", "megatron-zpp", "sbatch")
+START_PAGES = ("docs/start_megatron.md", "docs/start_trainer.md", "docs/start_deepspeed.md")
 PRETRAIN = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py", "finetune_gpt.py")
 SECTIONS = {
     "tools/preprocess_data.py": (PreprocessConfig, TokenizerConfig),
@@ -84,15 +85,44 @@ class Document:
 
     def commands(self) -> Iterator[tuple[int, list[str]]]:
         """(line, words) of every call of one of `PROGRAMS`, in blocks and in sentences."""
-        lines = list(self.spans())
+        found = [
+            (line, shlex.split(span, comments=True))
+            for line, span in self.spans()
+            if Path(span.split(" ")[0]).name in PROGRAMS
+        ]
         for block in FENCED.finditer(self.text):
             if block[1] in ("", "sh", "bash"):
                 first = self.line_of(block.start()) + 1
-                joined = block[2].replace("\\\n", " ")
-                lines += [(first, line) for line in joined.splitlines()]
-        for number, line in lines:
-            if Path(line.split(" ")[0]).name in PROGRAMS and " " in line:
-                yield number, shlex.split(line, comments=True)
+                found += [(first, words) for words in split_commands(block[2])]
+        for line, words in found:
+            if Path(words[0]).name in PROGRAMS and len(words) > 1:
+                yield line, words
+
+    def steps(self) -> Iterator[tuple[list[str], str]]:
+        """(words, input) of what a reader types, in order: the commands of `sh` blocks, and files.
+
+        A block after a line that has a file's name as its last `code` and ends with a colon is that
+        file: `cat > NAME`, with the block as input.
+        """
+        for block in FENCED.finditer(self.text):
+            before = self.text[: block.start()].rstrip().rpartition("\n")[2]
+            names = SPAN.findall(before)
+            if block[1] == "sh":
+                yield from ((words, "") for words in split_commands(block[2]))
+            elif before.endswith(":") and names and FILE.fullmatch(names[-1]):
+                yield ["cat", ">", names[-1]], block[2]
+
+
+def split_commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a shell block, whose quotes may go over several lines."""
+    command = ""
+    for line in text.replace("\\\n", " ").splitlines(keepends=True):
+        command += line
+        with contextlib.suppress(ValueError):  # a quotation is still open
+            words = shlex.split(command, comments=True)
+            command = ""
+            if words:
+                yield words
 
 
 def read_documents() -> list[Document]:
@@ -118,8 +148,9 @@ def links(document: Document) -> Iterator[str]:
 
 def files(document: Document) -> Iterator[str]:
     """Names of the project's files that do not exist."""
+    own = [words[-1] for words, _ in document.steps() if words[0] == "cat"]
     for number, span in document.spans():
-        if not FILE.fullmatch(span):
+        if not FILE.fullmatch(span) or span in own:
             continue
         has_folder = span.split("/")[0] in FOLDERS
         if has_folder and not (ROOT / span).exists():
@@ -144,8 +175,8 @@ def tests(document: Document) -> Iterator[str]:
 
 
 def commands(document: Document) -> Iterator[str]:
-    """Commands that their programs would reject."""
-    for number, words in document.commands():
+    """Commands that their programs would reject; test_examples.py runs those of `START_PAGES`."""
+    for number, words in () if document.path in START_PAGES else document.commands():
         reason = problem(words)
         if reason:
             yield f"{number}: {' '.join(words)[:60]}: {reason}"

@@ -1,4 +1,4 @@
-"""Every example runs: the JSON files and the scripts, small, and the Slurm script up to srun."""
+"""Every example runs: JSON files, scripts, and what the README and the start pages tell to type."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_zpp.preprocess import PreprocessConfig, preprocess
 from megatron_zpp.settings.config import TokenizerConfig
-from tests.documents import problem
+from tests.documents import START_PAGES, Document, problem
 from tests.megatron_zpp.tokenizer.vocabularies import TEXTS, train_bpe
 from tests.megatron_zpp.train.training_runs import log_of, loss_values
 from tests.ranks import ranks
@@ -44,6 +44,16 @@ SCRIPTS = {
 }
 SLURM = "slurm.sh"
 TUTORIAL = "pretrain_zeropp_18b.sh"
+PAGES = {  # what starts from nothing: page -> what its last command leaves behind, or prints
+    "README.md": "checkpoints/latest_checkpointed_iteration.txt",
+    "docs/start_megatron.md": "checkpoints/first/latest_checkpointed_iteration.txt",
+    "docs/start_trainer.md": "sent for gradients, across_nodes",
+    "docs/start_deepspeed.md": "weights/pytorch_model.bin",
+}
+SHORT = (
+    "--train-iters 2 --lr-warmup-iters 1 --save-interval 2 --eval-iters 1 --log-interval 1 "
+    "--num-workers 0"
+)
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +193,51 @@ def test_json_runs(path, tmp_path) -> None:
     if dist.get_rank() == 0:
         assert len(loss_values(log)) == 2
         assert re.search(rf"ZeRO stage +{config.stage}\n", log)
+
+
+@pytest.fixture
+def clone(corpus, tmp_path) -> Path:
+    """A folder like a fresh clone after `make setup`, with 50 documents and GPT-2's two files."""
+    for path in ROOT.iterdir():
+        if not path.name.startswith((".", "runs", "build", "data", "checkpoints")):
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    for name in ("bin/activate", ".setup-done"):
+        (tmp_path / ".venv" / name).touch()
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes((corpus / name).read_bytes())
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[:50]]
+    (tmp_path / "corpus.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def typed(words: list[str], text: str, folder: Path) -> str:
+    """What a command prints that is typed in the folder, with text as its input; runs are short."""
+    program, *arguments = words
+    output = None
+    if ">" in arguments:
+        arguments, output = arguments[: arguments.index(">")], folder / arguments[-1]
+    if program == "source":
+        assert (folder / arguments[0]).exists()
+        return ""
+    if program == "make":  # each target but setup is a command of minutes
+        return printed([program, *(["-n"] if arguments != ["setup"] else []), *arguments], folder)
+    if program == "cat":
+        output.write_text(text)
+        return ""
+    programs = {"python": [], "zeropp": ["-m", "zeropp.ranks.launcher"]}
+    short = SHORT.split() if "pretrain_gpt.py" in arguments else []
+    said = printed([sys.executable, *programs[program], *arguments, *short], folder)
+    if output is not None:
+        output.write_text(said)
+    return said
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_tells_to_type_runs_as_printed(page, clone) -> None:
+    document = Document(page, (ROOT / page).read_text())
+    said = "".join(typed(words, text, clone) for words, text in document.steps())
+    assert {*PAGES} == {"README.md", *START_PAGES}
+    assert "make setup" in (ROOT / page).read_text() and "type next" in said
+    assert PAGES[page] in said or (clone / PAGES[page]).is_file(), said

@@ -1,6 +1,7 @@
 """Makes `.venv` and installs this clone in it, editable, on top of an existing torch if possible.
 
     python tools/make_environment.py [--torch VERSION [--exact]]
+    python tools/make_environment.py --next     # only says what to type next
 
 If the Python that runs this can import a supported torch, that torch is used and never replaced;
 otherwise VERSION is installed. Packages that can be imported already are not downloaded, so that a
@@ -25,11 +26,25 @@ VENV_PYTHON = FOLDER / "bin" / "python"
 TORCH_VERSION = "import torch; from importlib.metadata import version; print(version('torch'))"
 # Fails if setuptools is missing or needs a wheel package to build this one.
 CAN_BUILD = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
+WHAT = f"""setup: makes {FOLDER} and installs this project in it, with what it needs.
+setup: A torch that this Python has is used; else {{torch}} is downloaded, in a few minutes.
+setup: Nothing outside of that folder is changed; `make clean` removes it."""
+NEXT = """setup: .venv is ready. In this folder, type next
+
+  source .venv/bin/activate    # once in each shell: `python`, `zeropp`, ... are then those of .venv
+  make pretrain                # trains a small GPT on 4 ranks, a few minutes on 2 cores
+  zeropp --help                # starts ranks, on this machine or on several
+
+README.md goes on with your own data, your own trainer, and programs written for DeepSpeed."""
 
 
 def main() -> None:
     """Make or complete `.venv`; steps that are already done are skipped."""
     options = _options()
+    if options.next:
+        print(NEXT)
+        return
+    print(WHAT.format(torch=f"torch {options.torch}"), flush=True)
     if sys.version_info < OLDEST_PYTHON:
         sys.exit(
             f"error: this is Python {sys.version.split()[0]}; 3.10 or newer is needed: "
@@ -58,6 +73,7 @@ def _options() -> argparse.Namespace:
         "--torch", default="2.13.0", help="the version to install if no supported one is there"
     )
     parser.add_argument("--exact", action="store_true", help="accept no other version")
+    parser.add_argument("--next", action="store_true", help="only say what to type next")
     return parser.parse_args()
 
 
