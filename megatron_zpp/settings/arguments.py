@@ -10,25 +10,20 @@ from itertools import chain
 from typing import Any
 
 from megatron_zpp.settings import defaults
-from megatron_zpp.settings.command_line import HELP, Assignment, help_text, read, vocabulary
+from megatron_zpp.settings.command_line import HELP, Assignment, read, vocabulary
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ParallelConfig
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.gpt.model import ModelFlags
 from megatron_zpp.settings.json_flags import REASONS, ZeroFlags
 from megatron_zpp.settings.merge import json_values, merge
+from megatron_zpp.settings.run_help import run_help
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
 from zeropp.settings.deepspeed_json import JsonValues, read_json
 from zeropp.settings.schema import settings_of
 from zeropp.settings.zero_config import ZeroConfig
 
-USAGE = """\
-usage: {program} [FLAGS]
-
-Trains a GPT with ZeRO stages 0 to 3; torchrun or zeropp starts it on several ranks. The flags are
-Megatron's, and --deepspeed-config names a JSON file with DeepSpeed's keys. Everything has a
-default, the data too. The words of a flag may be separated by - or _."""
 FLAG_SECTIONS = (*SECTIONS.values(), ZeroFlags, ModelFlags)
 FLAGS = (*chain.from_iterable(map(settings_of, FLAG_SECTIONS)), *flags_without_effect())
 VOCABULARY = vocabulary(FLAG_SECTIONS, flags_without_effect())
@@ -44,7 +39,7 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     and SystemExit(0) after printing the help of `program`.
     """
     if any(word in HELP for word in argv):
-        print(help_text(USAGE.format(program=program), FLAG_SECTIONS, flags_without_effect()))
+        print(run_help(argv, program))
         raise SystemExit(0)
     typed = read(argv, VOCABULARY)
     if "dry_run_ranks" in typed:

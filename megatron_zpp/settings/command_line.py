@@ -69,22 +69,31 @@ def vocabulary(
 def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, Assignment]:
     """The flags that were typed, by the name of their setting.
 
-    Raises InputError for an unknown flag, a missing or wrong value, and for several names of one
-    setting with different values.
+    Raises InputError for unknown flags and missing or wrong values, all at once, and for
+    several names of one setting with different values.
     """
+    problems: list[str] = []
     typed: dict[str, Assignment] = {}
     repeated: dict[str, Assignment] = {}
     for spelling, values in _groups(argv):
         meaning = meanings.get(_plain(spelling[2:]))
         if meaning is None:
-            raise InputError(_unknown(spelling, meanings))
-        new = _assignment(meaning, spelling, values)
+            problems.append(_unknown(spelling, meanings))
+            continue
+        try:
+            new = _assignment(meaning, spelling, values)
+        except InputError as error:
+            problems.append(str(error))
+            continue
         old = typed.get(new.flag.name)
         if old is not None and old.value != new.value:
             if old.spelling != new.spelling:
                 raise InputError(f"{old} and {new} contradict: they set the same; keep one")
             repeated[new.flag.name] = new
         typed[new.flag.name] = new
+    if problems:
+        count = f"{len(problems)} mistakes in the command line:"
+        raise InputError("\n  ".join([count, *problems] if len(problems) > 1 else problems))
     if repeated:
         log.info("given twice, the last is used: %s", ", ".join(map(str, repeated.values())))
     return typed
@@ -126,7 +135,7 @@ def help_text(usage: str, sections: Iterable[type[Section]], idle: Iterable[Flag
     for section in sections:
         new = [flag for flag in settings_of(section) if flag.name not in described]
         described.update(flag.name for flag in new)
-        lines = [_flag_help(flag) for flag in new]
+        lines = [flag_help(flag) for flag in new]
         lines += [line for flag in new for line in _shorthand_help(flag)]
         title = (section.__doc__ or "").strip().split("\n")[0]
         if lines:
@@ -221,10 +230,12 @@ def _names(flag: Flag) -> str:
     return f"{names} {' '.join([metavar] * repeat)}" + (" ..." if flag.count == "+" else "")
 
 
-def _flag_help(flag: Flag) -> str:
+def flag_help(flag: Flag) -> str:
+    """The lines about a flag: its names, its values, what it does and its default."""
     text = flag.help
-    if flag.type is not bool and flag.default is not None:
-        text += f" (default {flag.text(flag.default)})"
+    defaults = flag.default if isinstance(flag.default, tuple) else (flag.default,)
+    if flag.type is not bool and None not in defaults:
+        text += f" (default {' '.join(map(flag.text, defaults))})"
     return _line(_names(flag), text)
 
 

@@ -93,7 +93,7 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Section):
-    """How often and on how much the held-out loss is measured, and what is generated at the end."""
+    """How often and on how much the held-out loss is measured, and a sample at the end."""
 
     eval_iters: int = flag(100, "batches of an evaluation; 0: none", minimum=0)
     eval_interval: int = flag(

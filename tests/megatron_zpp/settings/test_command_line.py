@@ -4,7 +4,6 @@ import logging
 
 import pytest
 
-from megatron_zpp.settings.arguments import FLAGS, parse
 from tests.megatron_zpp.settings.command_lines import config_of, error_of
 
 
@@ -72,11 +71,9 @@ def test_the_same_setting_given_twice(caplog):
     assert "given twice, the last is used: --lr 0.0001, --seed 3\n" in caplog.text
 
 
-def test_help_lists_every_flag_and_ends_well(capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse(["--num-layers", "x", "--help"], 1)
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    for flag in FLAGS:
-        assert flag.shown in shown
-    assert max(map(len, shown.splitlines())) <= 100
+def test_all_mistakes_of_a_command_line_are_reported_at_once():
+    first, *mistakes = error_of("--vocab-fil 2 --lr fast --seed 1 --hidden-sise").splitlines()
+    assert first == "3 mistakes in the command line:" and len(mistakes) == 3
+    assert mistakes[0].startswith("  unknown flag --vocab-fil; ")
+    assert mistakes[1].startswith("  --lr fast: expected a number")
+    assert mistakes[2].startswith("  unknown flag --hidden-sise; ")
