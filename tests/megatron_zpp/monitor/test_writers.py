@@ -129,9 +129,7 @@ def close(writers: list[Writer]) -> None:
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a folder: (step, value) of each scalar, over all axes."""
     points = {}
-    for axis in Axis:
-        if not (folder / axis.folder).exists():
-            continue
+    for axis in (each for each in Axis if (folder / each.folder).exists()):
         board = EventAccumulator(str(folder / axis.folder), size_guidance={"scalars": 0}).Reload()
         for name in board.Tags()["scalars"]:
             assert name not in points, f"{name} is drawn over two axes"
@@ -146,14 +144,7 @@ def position(number: int) -> Position:
 def test_every_name_of_megatron_deepspeed_over_three_axes(tmp_path):
     writers = opened(tmp_path, EVERYTHING)
     measured = {"loss_scale": 16.0, "grad_norm": 1.5, "num_zeros": 2.0, "params_norm": 3.0}
-    write(
-        writers,
-        range(3, 4),
-        memory=MEMORY,
-        forward_backward_seconds=0.25,
-        **EXTRA,
-        **measured,
-    )
+    write(writers, range(3, 4), memory=MEMORY, forward_backward_seconds=0.25, **EXTRA, **measured)
     validate(writers, 3, 2.0)
     validate(writers, 3, 1.0, split="test")
     close(writers)
@@ -210,10 +201,7 @@ def test_flags_left_out_write_nothing_of_theirs(tmp_path):
     validate(writers, 1, 2.0)
     close(writers)
     names = sorted(curves(tmp_path))
-    assert names[:4] == [
-        "0-overview/1 training loss", "0-overview/2 held-out loss",
-        "0-overview/3 tokens per second", "0-overview/4 seconds per step",
-    ]  # fmt: skip
+    assert [name[:11] for name in names[:5]] == ["0-overview/"] * 4 + ["comm/across"]
     assert {name for name in names[4:] if not name.startswith("comm/")} == {
         "learning-rate/learning-rate", "lm-loss-training/lm loss", "seqlen/actual_seq_length",
         "lm-loss-validation/lm loss validation",
