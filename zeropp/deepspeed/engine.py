@@ -180,7 +180,8 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         if self._in_no_sync:
             raise InputError("engine.step() inside engine.no_sync(): call it after the context")
         if not self._backwards:
-            raise InputError("engine.step() without engine.backward(loss) before it")
+            hint = ": one outside engine.no_sync() sends its gradients" if self._has_unsent else ""
+            raise InputError(f"engine.step() without engine.backward(loss) before it{hint}")
         is_boundary = self.is_gradient_accumulation_boundary()
         count = max(1, self._announced)
         self.micro_steps += count

@@ -1,6 +1,7 @@
 """`engine.train_batch`: a whole step in one call, as DeepSpeed's pipelines have it; its data."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -52,17 +53,25 @@ class WholeSteps:
         `data_iter` yields what the model is called with: a dict of its keyword arguments, a tuple
         or list of its arguments, or the only one. By default it is the loader of
         `zeropp.initialize`, over and over. The model returns its loss, as it is, as `.loss` or as
-        `["loss"]`, or first in a tuple. Raises InputError for a model that does not, and without
-        data.
+        `["loss"]`, or first in a tuple. Raises StopIteration at the end of the data, and InputError
+        for a model that returns no loss, without data, and if there is some for a part of a step.
         """
         if data_iter is None:
             if self._repeated_data is None and self.training_dataloader is None:
                 raise InputError("train_batch() needs data: give it, or training_data at first")
             self._repeated_data = self._repeated_data or RepeatingLoader(self.training_dataloader)
             data_iter = self._repeated_data
+        micro_batches = [*islice(data_iter, self.batch.micro_batches)]
+        if not micro_batches:
+            raise StopIteration
+        if len(micro_batches) < self.batch.micro_batches:
+            raise InputError(
+                f"train_batch() takes {self.batch.micro_batches} micro-batches, and the data ended "
+                f"after {len(micro_batches)}: leave out the last ones, or use RepeatingLoader"
+            )
         total = torch.zeros((), device=self.device)
-        for _ in range(self.batch.micro_batches):
-            arguments, keywords = _arguments(next(data_iter), self.device)
+        for micro_batch in micro_batches:
+            arguments, keywords = _arguments(micro_batch, self.device)
             loss = _loss_in(self(*arguments, **keywords))
             self.backward(loss)
             self.step()

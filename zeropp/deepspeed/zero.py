@@ -23,10 +23,12 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import world_size
 from zeropp.ranks.meeting import raising_together
+from zeropp.ranks.process_group import pick_device
+from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.passes import require_shards
-from zeropp.sharding.recorded_tensor import recording
+from zeropp.sharding.recorded_tensor import RecordedTensor, not_recording, recording
 from zeropp.wire.kept_weights import (
     ScalarsWritten,
     notify_weights_replaced,
@@ -118,9 +120,25 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
             ScalarsWritten(scalars, modifier_rank).step()
         if sharded or scalars:
             notify_weights_written([*sharded, *scalars])
+        _send_recorded(parameters, modifier_rank)
     elif sharded:
         for scalar, value in zip(scalars, before, strict=True):
             scalar.data.copy_(value)
+
+
+def _send_recorded(parameters: Iterable[torch.Tensor], source: int) -> None:
+    """Give the first rank, whose values count, what the rank `source` wrote before sharding."""
+    recorded = [each for each in dict.fromkeys(parameters) if isinstance(each, RecordedTensor)]
+    if source == 0 or not recorded:
+        return
+    device = pick_device(Environment.read())
+    with not_recording(), torch.no_grad():
+        for each in recorded:
+            values = torch.empty(each.shape, dtype=each.dtype, device=device)
+            if dist.get_rank() == source:
+                values.copy_(each.materialize())
+            dist.broadcast(values, source)
+            each.copy_(values.cpu())
 
 
 def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:

@@ -203,9 +203,14 @@ def test_whole_steps_by_train_batch():
         assert losses == pytest.approx(expected, rel=2**-22) and engine.global_samples == 24
     engine = engine_of(micro_batches=2)
     with pytest.raises(InputError, match="a model that returns its loss, and it returned a Tensor"):
-        engine.train_batch(iter([tokens_of(0)]))
+        engine.train_batch(iter([tokens_of(0)] * 2))
     with pytest.raises(InputError, match="needs data"):
         engine.train_batch()
+    with pytest.raises(InputError, match="takes 2 micro-batches, and the data ended after 1"):
+        engine.train_batch(iter(batches[:1]))
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter([]))
+    assert engine.micro_steps == 0
 
 
 @ranks(2)

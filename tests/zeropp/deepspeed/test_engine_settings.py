@@ -85,6 +85,8 @@ def test_without_sync_gradients_wait_for_the_next_pass_outside(stage, tmp_path):
     assert engine.micro_steps == 0
     with pytest.raises(InputError, match="in the middle of a step"):
         engine.save_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="one outside engine.no_sync.. sends its gradients"):
+        engine.step()
     engine.backward(loss_of(engine, mine[2]) / 3)
     engine.step()
     plain = small_model()

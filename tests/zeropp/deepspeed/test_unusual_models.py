@@ -10,7 +10,7 @@ from torch import nn
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import engine_of, run
+from tests.zeropp.deepspeed.small_engine import engine_of, gathered_parameters, run
 from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import InputError, deepspeed
 from zeropp.deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -128,6 +128,21 @@ def test_an_engine_made_inside_the_context_that_records_a_model(stage):
             other = SmallModel()
     assert run(engine, steps=2) == expected
     run(engine_of(other, stage=stage), steps=1)
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+@ranks(2)
+def test_what_a_rank_writes_before_the_model_is_sharded(writer):
+    with deepspeed.zero.Init():
+        model = small_model()
+    weight = model.blocks[0].up.weight
+    with zeropp.zero.GatheredParameters(weight, modifier_rank=writer):
+        if dist.get_rank() == writer:
+            nn.init.constant_(weight, 7.0 + writer)
+    engine = engine_of(model)
+    assert gathered_parameters(engine.module)["blocks.0.up.weight"].unique().tolist() == [
+        7 + writer
+    ]
 
 
 @pytest.mark.parametrize("stage", range(4))
