@@ -211,7 +211,7 @@ def choose(
             return path
         damages.append(f"{path}: {problem}")
         if rank() == 0:
-            log.warning("the checkpoint %s is damaged: %s; the one before is tried", path, problem)
+            log.warning("the checkpoint %s is damaged: %s; trying the previous one", path, problem)
     if damages:
         raise InputError(
             "no checkpoint is complete:\n  "

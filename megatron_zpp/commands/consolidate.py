@@ -36,7 +36,7 @@ class ConsolidateConfig(Section):
     output: str | None = flag(
         None, "file to write, or a folder for model.safetensors", required=True
     )
-    dtype: str = flag("fp32", "type of the numbers written", choices=tuple(DTYPES))
+    dtype: str = flag("fp32", "dtype of the written tensors", choices=tuple(DTYPES))
     max_shard_size: str | None = flag(
         None, "maximum size of a file, for example 5GB or 500MiB (default: a single file)"
     )

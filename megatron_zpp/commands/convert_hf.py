@@ -85,7 +85,7 @@ class ConvertConfig(Section):
         None, "the model that PEFT loads below the adapters (default: the folder of the base)"
     )
     dtype: str | None = flag(
-        None, "type of the numbers written (default: as saved)", choices=tuple(DTYPES)
+        None, "dtype of the written tensors (default: as saved)", choices=tuple(DTYPES)
     )
     max_shard_size: str = flag("5GB", "maximum size of a file of --to-hf, for example 500MiB")
     make_vocab_size_divisible_by: int | None = flag(

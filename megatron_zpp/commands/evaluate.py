@@ -44,7 +44,7 @@ class LengthConfig(Section):
     """How much of a text the model sees"""
 
     seq_length: int | None = flag(
-        None, "most tokens at once (default: the positions of the model)", minimum=1
+        None, "maximum context length in tokens (default: the model's)", minimum=1
     )
 
 
@@ -53,13 +53,14 @@ class PerplexityConfig(Section):
     """Perplexity; the tokenizer's flags replace the tokenizer that comes with the model"""
 
     data_path: tuple[str, ...] | None = flag(
-        None, "a dataset's prefix, a .txt, or a .jsonl of examples; each is measured by itself"
+        None,
+        "dataset prefixes, .txt files, or .jsonl files of examples; each is measured separately",
     )
     stride: int | None = flag(
         None, "tokens from one window to the next (default: --seq-length)", minimum=1
     )
-    limit: int | None = flag(None, "only the first so many documents of each file", minimum=1)
-    batch_size: int = flag(4, "passages computed at once", minimum=1)
+    limit: int | None = flag(None, "use only this many documents of each file", minimum=1)
+    batch_size: int = flag(4, "number of passages to compute at once", minimum=1)
     json: str | None = flag(None, "write the results to this file; - prints only them")
 
 

@@ -51,22 +51,22 @@ class GenerateConfig(Section):
         None, 'file of prompts: .jsonl with {"prompt": ...}, else one per line; -: standard input'
     )
     output: str | None = flag(None, "write prompts and texts to this .jsonl (default: print them)")
-    samples: int = flag(1, "texts of each prompt", minimum=1)
-    batch_size: int = flag(8, "texts generated at the same time", minimum=1)
+    samples: int = flag(1, "number of texts per prompt", minimum=1)
+    batch_size: int = flag(8, "number of texts to generate at the same time", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Section):
     """How the tokens are drawn, and what ends a text"""
 
-    max_new_tokens: int = flag(256, "most tokens of a text", minimum=1)
+    max_new_tokens: int = flag(256, "maximum number of tokens to generate", minimum=1)
     temperature: float = flag(0.8, "0: always the likeliest token; above 1: more random", minimum=0)
-    top_k: int = flag(0, "draw from this many likeliest tokens (default: from all)", minimum=0)
+    top_k: int = flag(0, "draw only from this many likeliest tokens (default: from all)", minimum=0)
     top_p: float = flag(
         1.0, "draw from the likeliest tokens whose probabilities sum to this", above=0, maximum=1
     )
     seed: int = flag(0, "seed of the first text; the next text has the next seed", minimum=0)
-    stop: tuple[str, ...] | None = flag(None, "texts that end a text and are left out")
+    stop: tuple[str, ...] | None = flag(None, "strings that end a text; they are not printed")
     stop_token: tuple[int, ...] | None = flag(
         None, "token ids that end a text, besides the end of document", minimum=0
     )

@@ -128,9 +128,9 @@ class Loader:
         self.close()
         if exit_code is not None:
             raise InputError(
-                f"a process that reads samples ahead has died (exit code {exit_code}); the system "
-                f"may have killed it as memory ran out: give fewer than --num-workers "
-                f"{self._data.num_workers}, or 0, with which the rank reads for itself"
+                f"a data worker has died (exit code {exit_code}); the system may have killed it "
+                f"because memory ran out: use fewer than --num-workers {self._data.num_workers}, "
+                "or 0 to read samples in the rank itself"
             ) from error
 
     def __iter__(self) -> "Loader":

@@ -50,12 +50,14 @@ def find_apex(device: torch.device) -> Apex | None:
     folders = package.submodule_search_locations or []
     for module in MODULES:
         if PathFinder.find_spec(f"apex.{module}", folders) is None:
-            log.info("the installed package apex is not NVIDIA Apex (no apex.%s): not used", module)
+            log.info(
+                "ignoring the installed package apex, which is not NVIDIA Apex (no apex.%s)", module
+            )
             return None
     try:
         return _load_apex()
     except (ImportError, AttributeError, RuntimeError) as error:
-        log.info("NVIDIA Apex is installed but not usable (%s): PyTorch's own is used", error)
+        log.info("NVIDIA Apex is installed but not usable (%s): using PyTorch instead", error)
         return None
 
 
@@ -136,7 +138,7 @@ def _load_apex() -> Apex:
     # Without its CUDA extensions, Apex imports but fails here.
     apex.layer_norm(1)
     apex.adam([nn.Parameter(torch.zeros(1))])
-    log.info("NVIDIA Apex: its fused normalization and Adam are used")
+    log.info("using NVIDIA Apex's fused normalization and Adam")
     return apex
 
 

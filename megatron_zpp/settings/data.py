@@ -111,9 +111,9 @@ class DataConfig(Section):
     reset_position_ids: bool = flag(False, "positions restart after each end of document")
     reset_attention_mask: bool = flag(False, "attention stops at the end of a document")
     eod_mask_loss: bool = flag(False, "no loss where the input is the end of a document")
-    mock_data: bool = flag(False, "made-up samples, for benchmarks")
+    mock_data: bool = flag(False, "synthetic samples, for benchmarks")
     skip_samples: tuple[str, ...] | None = flag(
-        None, "A:B ...: leave out the global batches with any of samples A to B-1 of the run"
+        None, "A:B ...: skip the global batches that contain any of samples A to B-1 of the run"
     )
 
     rules = (
@@ -232,7 +232,7 @@ class BatchConfig(Section):
     )
     step_batch_size_schedule: tuple[str, ...] | None = flag(
         None,
-        "TOKENS:SIZE ...: the size of the batch from so many tokens on, as in 0:16 2.4B:320 (K, M, "
+        "TOKENS:SIZE ...: batch size from this number of tokens on, as in 0:16 2.4B:320 (K, M, "
         "B, T: powers of 1000)",
     )
 

@@ -20,11 +20,11 @@ REASONS = MappingProxyType(
             "hysteresis returns after loss_scale_window steps without overflow, as in Megatron"
         ),
         "bf16.check_grad_overflow": "an update from gradients that are not finite is never made",
-        "scheduler": "--lr-decay-style and its like set the learning-rate schedule",
+        "scheduler": "use --lr-decay-style and the other learning-rate flags",
         "steps_per_print": "use --log-interval",
         "wall_clock_breakdown": "use --log-timers-to-tensorboard",
         "tensorboard": "use --tensorboard-dir",
-        "wandb": "use --wandb-project and its like",
+        "wandb": "use --wandb-project and the other --wandb flags",
         "flops_profiler": "use --log-throughput",
         "activation_checkpointing.number_checkpoints": "use --recompute-num-layers",
         "activation_checkpointing.partition_activations": "use --sequence-parallel",

@@ -183,7 +183,7 @@ class OptimizerConfig(Section):
     )
     no_weight_decay_cond_type: str | None = flag(
         None,
-        "gains of queries' and keys' normalizations decay as matrices do",
+        "apply weight decay to the gains of query and key normalizations, as to matrices",
         choices=("apply_wd_to_qk_layernorm",),
         shorthands={"apply-wd-to-qk-layernorm": "apply_wd_to_qk_layernorm"},
         no_effect=needs("--qk-layernorm", lambda c: c.model.qk_layernorm),
@@ -219,7 +219,7 @@ class OptimizerConfig(Section):
     )
     cpu_torch_adam: bool = flag(
         False,
-        "on CPUs PyTorch's AdamW instead of ours",
+        "on CPUs, use PyTorch's AdamW instead of zeropp's",
         aliases=("use-torch-optimizer-for-cpu-offload",),
         same_as="optimizer.params.torch_adam",
     )
@@ -266,7 +266,7 @@ class ScheduleConfig(Section):
         None, "samples until the minimum", minimum=1, no_effect=_DECAY_IN_TOKENS
     )
     lr_decay_tokens: int | None = flag(
-        None, "tokens until the minimum, whatever the two others say", minimum=1
+        None, "tokens until the minimum; replaces the two other lengths", minimum=1
     )
     lr_warmup_fraction: float | None = flag(
         None, "warm-up as a share of the decay", minimum=0, maximum=1, aliases=("warmup",)

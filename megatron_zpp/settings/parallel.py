@@ -39,21 +39,21 @@ class ParallelConfig(Section):
         1, "ranks that split each sequence", minimum=1, aliases=("ds-sequence-parallel-size",)
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of a stage, if each rank of a pipeline has several stages", minimum=1
+        None, "layers per stage, if each pipeline rank has several stages", minimum=1
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "stages of each rank of a pipeline (default: 1)", minimum=1
+        None, "stages per pipeline rank (default: 1)", minimum=1
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of a pipeline's first rank (default: as many as the others)", minimum=1
+        None, "layers of the first pipeline rank (default: as many as the others)", minimum=1
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers of a pipeline's last rank (default: as many as the others)", minimum=1
+        None, "layers of the last pipeline rank (default: as many as the others)", minimum=1
     )
     pp_partition_method: str | None = flag(
         None,
-        "what the ranks of a pipeline share out equally: uniform or type:transformer, blocks; "
-        "type:transformer|embedding, blocks and the embeddings at both ends",
+        "what to divide equally among pipeline ranks: blocks (uniform or type:transformer), or "
+        "blocks and the embeddings at both ends (type:transformer|embedding)",
         refused=dict.fromkeys(("parameters", "profile"), _NO_COUNTS),
         no_effect=needs(
             "--pipeline-model-parallel-size above 1",
@@ -62,7 +62,7 @@ class ParallelConfig(Section):
     )
     cp_comm_type: str = flag(
         "a2a",
-        "how ranks that split sequences attend to each other's tokens",
+        "how context-parallel ranks exchange what attention needs",
         choices=("a2a", "allgather"),
         refused=dict.fromkeys(("p2p", "a2a+p2p"), _NO_RING),
         no_effect=needs("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1),
@@ -79,7 +79,7 @@ class ParallelConfig(Section):
         None, "communication library (default: nccl on GPUs, else gloo)", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(
-        10.0, "a collective fails, and a rank that hangs ends the run, after so long", above=0
+        10.0, "time after which a collective fails and a rank that hangs ends the run", above=0
     )
 
     rules = (

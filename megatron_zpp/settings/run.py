@@ -41,8 +41,8 @@ class TrainingConfig(Section):
     )
     calculate_per_token_loss: bool = flag(
         False,
-        "the loss is the mean over a step's tokens that have one, instead of the mean over its "
-        "micro-batches of their means",
+        "average the loss over all tokens of a step that have one, instead of over the means of "
+        "its micro-batches",
     )
     exit_interval: int | None = flag(
         None, "save and stop at an iteration divisible by this", minimum=1
@@ -54,7 +54,7 @@ class TrainingConfig(Section):
         False, "save and stop on SIGTERM", aliases=("exit-signal-handler-for-training",)
     )
     kill_switch_path: str | None = flag(
-        None, "save and stop once there is a file of this name", aliases=("kill-switch-file",)
+        None, "save and stop when this file exists", aliases=("kill-switch-file",)
     )
     skip_train: bool = flag(False, "only evaluate", aliases=("no-train",))
     manual_gc: bool = flag(
@@ -76,9 +76,9 @@ class TrainingConfig(Section):
         False, "use only deterministic kernels; an operation without one is an error"
     )
     compile: bool = flag(False, "compile transformer blocks and the loss with torch.compile")
-    dry_run: bool = flag(False, "only print what the run will take, and whether it fits")
+    dry_run: bool = flag(False, "only print what the run needs, and whether it fits")
     dry_run_ranks: int | None = flag(
-        None, "ranks of the run to estimate (default: those launched)", minimum=1
+        None, "number of ranks to estimate for (default: those launched)", minimum=1
     )
 
     rules = (
@@ -150,7 +150,7 @@ class CheckpointConfig(Section):
     )
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
     no_load_lr_state: bool = flag(
-        False, "start the schedules at their beginning", no_effect=NEEDS_LOAD
+        False, "start the schedules from the beginning", no_effect=NEEDS_LOAD
     )
     reset_iteration: bool = flag(
         False,
@@ -187,14 +187,14 @@ class LogConfig(Section):
     )
     logging_level: int = flag(
         20,
-        "print notices from this level of Python's logging on: 20 all, 30 warnings, 40 errors",
+        "print log messages from this level of Python's logging: 20 all, 30 warnings, 40 errors",
         minimum=0,
         aliases=("log-level",),
         synonyms=LEVELS,
     )
     plan_file: str | None = flag(
         None,
-        "JSON of megatron-zpp plan: print the expected time of a step at the start, and warn "
+        "plan of megatron-zpp plan (--json): print the expected step time at the start, and warn "
         "after 20 iterations if steps take longer",
     )
     log_params_norm: bool = flag(False, "log the norm of the parameters")
@@ -204,23 +204,23 @@ class LogConfig(Section):
     )
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
     tensorboard_queue_size: int = flag(
-        1000, "scalars held before they are written", minimum=1, no_effect=_NEEDS_TENSORBOARD
+        1000, "number of scalars to buffer before writing", minimum=1, no_effect=_NEEDS_TENSORBOARD
     )
     tensorboard_log_interval: int = flag(
         1, "iterations between scalars", minimum=1, no_effect=_NEEDS_WRITER
     )
-    log_timers_to_tensorboard: bool = flag(False, "times as scalars", no_effect=_NEEDS_WRITER)
+    log_timers_to_tensorboard: bool = flag(False, "write times as scalars", no_effect=_NEEDS_WRITER)
     log_batch_size_to_tensorboard: bool = flag(
-        False, "the batch size as a scalar", no_effect=_NEEDS_WRITER
+        False, "write the batch size as a scalar", no_effect=_NEEDS_WRITER
     )
     log_validation_ppl_to_tensorboard: bool = flag(
-        False, "held-out perplexity as a scalar", no_effect=_NEEDS_WRITER
+        False, "write held-out perplexity as a scalar", no_effect=_NEEDS_WRITER
     )
     log_optimizer_states_to_tensorboard: bool = flag(
-        False, "norms of Adam's moments as scalars", no_effect=_NEEDS_WRITER
+        False, "write the norms of Adam's moments as scalars", no_effect=_NEEDS_WRITER
     )
     log_memory_to_tensorboard: bool = flag(
-        False, "memory in use as scalars", no_effect=_NEEDS_WRITER
+        False, "write memory use as scalars", no_effect=_NEEDS_WRITER
     )
     log_all_axes_to_tensorboard: bool = flag(
         False,
@@ -228,7 +228,7 @@ class LogConfig(Section):
         no_effect=_NEEDS_TENSORBOARD,
     )
     log_world_size_to_tensorboard: bool = flag(
-        False, "the number of ranks as a scalar", no_effect=_NEEDS_WRITER
+        False, "write the number of ranks as a scalar", no_effect=_NEEDS_WRITER
     )
     profile: bool = flag(
         False, "write a trace of some iterations to the folder profile in --tensorboard-dir"

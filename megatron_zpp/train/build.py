@@ -237,8 +237,8 @@ def check_nodes(config: Config, ranks: Ranks) -> None:
     if ranks.rank == 0 and per_node % ranks.tensor_size:
         log.warning(
             f"--tensor-model-parallel-size {ranks.tensor_size} with {per_node} ranks per node: "
-            "what tensor ranks send each other in every layer crosses nodes; a divisor of "
-            f"{per_node} would keep it in a node"
+            "the tensor-parallel messages of every layer cross nodes; with a divisor of "
+            f"{per_node}, they stay within a node"
         )
 
 
@@ -261,9 +261,8 @@ def pipeline_rows(run: Run, micro_batches: int) -> list[tuple[str, str]]:
     waiting = waiting_share(ranks, micro_batches, len(stages) // ranks)
     if micro_batches < ranks and run.ranks.rank == 0:
         log.warning(
-            f"{micro_batches} micro-batches for {ranks} ranks that share the layers: each rank "
-            f"waits for others in {waiting:.0%} of a step; more micro-batches, or fewer stages, "
-            "would shorten that"
+            f"{micro_batches} micro-batches on {ranks} pipeline ranks: each rank waits for others "
+            f"in {waiting:.0%} of a step; use more micro-batches, or fewer stages"
         )
     return [
         (

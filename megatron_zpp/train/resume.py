@@ -149,7 +149,7 @@ def load(
             raise no_checkpoint_error(options.load, "--exit-on-missing-checkpoint")
         if options.finetune:
             raise no_checkpoint_error(options.load, "--finetune")
-        log.info("--load %s holds no checkpoint: the run starts at its beginning", options.load)
+        log.info("--load %s holds no checkpoint: starting from the beginning", options.load)
         return beginning
     log.info("loaded checkpoint of iteration %d from %s", state.iteration, options.load)
     _require_same_adapters(config, state)
@@ -178,11 +178,11 @@ def _log_other_samples(config: Config, state: TrainingState) -> None:
     batch, saved = config.batch.global_batch_size, state.configuration["batch"]["global_batch_size"]
     if batch != saved:
         log.info(
-            f"the global batch is {batch} samples now, {saved} in the checkpoint: "
-            f"--global-batch-size {saved} goes on as before"
+            f"the global batch has {batch} samples, but {saved} in the checkpoint: "
+            f"--global-batch-size {saved} continues as before"
         )
     for line in sample_order_changes(run_settings(config), state.configuration):
-        log.info("%s: other samples come next than without that change", line)
+        log.info("%s: this changes which samples come next", line)
 
 
 def sample_order_changes(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -180,7 +180,11 @@ class FolderLock:
             if self.is_held():
                 self.path.unlink()
         except OSError as error:
-            log.warning("%s stays, and will be taken over: %s", self.path, error.strerror)
+            log.warning(
+                "cannot remove %s, so the next job has to take it over: %s",
+                self.path,
+                error.strerror,
+            )
 
     @contextmanager
     def touched(self) -> Iterator[None]:

@@ -98,11 +98,12 @@ class SavedCodes:
         if any(saved[name] != saved[name].of(rows[name]) for name in saved):
             self.obstacle = "are damaged"
         elif any(saved[name].shards != own[name].shards for name in saved):
-            self.obstacle = "are of other shards or numbers than this run's"
+            self.obstacle = "belong to other shards or another format than this run's"
         if reasons := [each for each in gather_objects(self.obstacle) if each is not None]:
             if rank() == 0:
                 log.info(
-                    "the checkpoint's codes of weights %s: whole codes cross the nodes once again",
+                    "cannot use the checkpoint's weight codes, which %s: whole codes cross the "
+                    "nodes once more",
                     reasons[0],
                 )
             return

@@ -121,8 +121,8 @@ def _require_model(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float64:
             raise InputError(
-                f"parameter {name} is torch.float64, and the widest that an engine computes and "
-                "updates is fp32: call model.float() first"
+                f"parameter {name} is torch.float64, but an engine computes and updates at most "
+                "fp32: call model.float() first"
             )
 
 

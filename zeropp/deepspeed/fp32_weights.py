@@ -40,4 +40,4 @@ def use_fp32_weights(model: nn.Module, also: Iterable[torch.Tensor], compute_for
             tensor.grad = tensor.grad.float()
     if halves:
         elements = sum(tensor.numel() for tensor in halves)
-        log.info("%s weights of the model were in 16 bit: they are kept in fp32", f"{elements:,}")
+        log.info("converted %s 16-bit weights of the model to fp32", f"{elements:,}")

@@ -64,8 +64,8 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
         return sharding
     if any(fsdp.has_run(unit) for unit in units):
         raise InputError(
-            "there are parameters that were added after the model was first used, and FSDP2 takes "
-            "no more then: add adapters before the first forward pass"
+            "parameters were added after the model was first used, when FSDP2 accepts no more: "
+            "add adapters before the first forward pass"
         )
     _require_called(added)
     places = by_unit(added)

@@ -87,8 +87,8 @@ def abandon_pass(root: FSDPModule) -> None:
     """
     if not hasattr(root, "reset_iter_state"):
         raise InputError(
-            f"the last pass ended with an exception, and torch {torch.__version__} cannot begin "
-            "another one then: load a checkpoint in a new process, or use torch 2.13"
+            f"the last pass ended with an exception, after which torch {torch.__version__} cannot "
+            "begin another one: load a checkpoint in a new process, or use torch 2.13"
         )
     for state in root._get_fsdp_state()._state_ctx.all_states:
         for group in groups_of_state(state):

@@ -231,12 +231,15 @@ def fastest_adamw(
     settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     reason = _why_not_fused(groups, torch_on_cpu)
     if reason is None:
-        log.info("AdamW: unscaling, clipping and the update run in one kernel of ours")
+        log.info("AdamW: zeropp's, one kernel to unscale, clip and update")
         return FusedAdam(groups, **settings)
     if len({isinstance(parameter, DTensor) for parameter in _parameters(groups)}) == 2:
-        log.info("AdamW: PyTorch's, one tensor at a time, as only some are sharded (%s)", reason)
+        log.info(
+            "AdamW: PyTorch's, one tensor at a time, because only some parameters are sharded (%s)",
+            reason,
+        )
         return torch.optim.AdamW(groups, **settings, fused=False, foreach=False)
-    log.info("AdamW: PyTorch's fused one (%s)", reason)
+    log.info("AdamW: PyTorch's, fused (%s)", reason)
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 

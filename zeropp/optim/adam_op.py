@@ -300,7 +300,7 @@ def _backend(device_type: str) -> Backend:
     """What runs on a type of device; says so once, at INFO, if it is slow."""
     launch = kernel_for(torch.device(device_type))
     if launch is None:
-        _log.info("our Adam on %s tensors runs in plain PyTorch, which is slow", device_type)
+        _log.info("zeropp's Adam on %s tensors runs in plain PyTorch, which is slow", device_type)
         return reference
     return partial(run_kernel, launch)
 

@@ -277,8 +277,8 @@ class Offload:
             except RuntimeError as error:
                 self._pinned = False
                 log.warning(
-                    "offload: the system gives no page-locked memory (%s); the rest is pageable: "
-                    "copies then wait for each other and for the computation",
+                    "offload: the system refuses page-locked memory (%s); the rest is pageable, "
+                    "so copies wait for each other and for the computation",
                     str(error).splitlines()[0],
                 )
         return torch.empty(like.shape, dtype=dtype, device=device)

@@ -52,7 +52,9 @@ def choose_backend(environment: Environment, num_gpus: int, requested: str | Non
     ranks_per_machine = math.ceil(environment.world_size / environment.machines)
     if requested is None and ranks_per_machine > num_gpus:
         log.info(
-            "%d ranks share %d GPU(s): they exchange data by gloo", ranks_per_machine, num_gpus
+            "%d ranks share %d GPU(s), so they communicate through gloo",
+            ranks_per_machine,
+            num_gpus,
         )
         return "gloo"
     return GLOO_AND_NCCL if requested in (None, "nccl") else requested

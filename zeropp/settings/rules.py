@@ -45,29 +45,29 @@ RULES = (
     Rule(
         ("zeropp.delayed_param_update", _OPTIMIZER_ON),
         lambda delayed, device: delayed and device != "cpu",
-        "{} and {}: the update that runs beside the next step is the CPU's; it needs the "
-        "optimizer there",
+        "{} and {}: the delayed update runs on the CPU, so it needs the optimizer there",
     ),
     Rule(
         ("zeropp.gradient_bits",),
         lambda bits: bits[0] == 3,
-        "{}: 3 bits are for the hop across nodes, as in [8, 3]; twice they cost accuracy",
+        "{}: 3 bits are only for the hop between nodes, as in [8, 3]; on both hops they would "
+        "cost accuracy",
     ),
     requires(
         "zeropp.weight_steps",
         _QUANTIZED_WEIGHTS,
-        "{} and {}: the steps are those of INT8 codes, which quantized weights have",
+        "{} and {}: incremental updates change INT8 codes, so they need quantized weights",
     ),
     Rule(
         ("zeropp.weight_steps", "zeropp.weight_bits"),
         lambda steps, bits: steps and bits != 8,
-        "{} and {}: the steps are those of INT8 codes; they need 8 bits",
+        "{} and {}: incremental updates change INT8 codes, so they need 8 bits",
     ),
     Rule(
         ("zeropp.weight_steps", _HPZ),
         lambda steps, size: steps and size == 1,
-        "{} and {}: a node takes steps from the codes that it keeps: it needs hpZ, with the ranks "
-        "of a node as the partition",
+        "{} and {}: incremental updates change the copies that nodes keep, so they need hpZ with "
+        "the ranks of a node as the partition",
     ),
     Rule(
         BATCH_KEYS,

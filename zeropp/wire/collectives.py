@@ -153,7 +153,7 @@ class WeightGather(fsdp.AllGather):
         if (yield from is_same_on_all_nodes(rows, outer, purpose, unit, async_op=async_op)):
             return rows
         log.warning(
-            "the nodes' copies of %s differ; whole codes are sent again", fsdp.name_of(unit)
+            "the copies of %s differ between nodes: whole codes are sent again", fsdp.name_of(unit)
         )
         return (yield from self._gathered(row, purpose, async_op=async_op))
 

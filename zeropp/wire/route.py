@@ -18,7 +18,7 @@ from zeropp.settings.zero_config import ZeroConfig
 log = logging.getLogger("zeropp")
 
 UNQUANTIZED = 16
-_NO_COPY = "a copy split over all ranks would be the shards themselves, so none is kept"
+_NO_COPY = "a copy sharded over all ranks would equal the shards, so none is kept"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:
     wanted, in_node = config.zeropp.ranks_per_node, nodes.ranks_per_node * nodes.parts
     if wanted is not None and wanted > in_node:
         log.info(
-            "zeropp.ranks_per_node = %d is more than the %d ranks there are, which are one node",
+            "zeropp.ranks_per_node = %d exceeds the number of ranks, %d: all ranks form one node",
             wanted,
             in_node,
         )
@@ -203,8 +203,8 @@ def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int | None:
     partition, most = size // nodes.parts, nodes.num_ranks
     if partition > most:
         log.info(
-            "zero_hpz_partition_size = %d is more than the %d ranks there are: using the %d of one "
-            "node%s",
+            "zero_hpz_partition_size = %d exceeds the number of ranks, %d: using the %d ranks of "
+            "one node%s",
             size,
             most * nodes.parts,
             nodes.ranks_per_node * nodes.parts,
@@ -212,5 +212,5 @@ def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int | None:
         )
         return nodes.ranks_per_node
     if partition == most > 1:
-        log.info("zero_hpz_partition_size = %d is all ranks: %s", size, _NO_COPY)
+        log.info("zero_hpz_partition_size = %d covers all ranks: %s", size, _NO_COPY)
     return partition

@@ -204,13 +204,13 @@ def _encode_files(paths: Sequence[str], seq_length: int, tokenizer: Tokenizer) -
         encoder.add(batch)
     if encoder.num_cut:
         logger.info(
-            "%d examples are longer than %d tokens and are cut; %d of them are left out: nothing "
-            "of their answers remains",
+            "truncated %d examples that are longer than %d tokens; left out %d of them, because "
+            "nothing of their answers remains",
             *(encoder.num_cut, encoder.max_length, encoder.num_dropped),
         )
     if encoder.num_divided:
         logger.info(
-            "%d texts are longer than %d tokens and are divided",
+            "divided %d texts that are longer than %d tokens",
             *(encoder.num_divided, encoder.max_length),
         )
     if not encoder.examples:

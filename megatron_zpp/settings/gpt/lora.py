@@ -16,9 +16,7 @@ class LoraConfig(Section):
         None, "model to start from: a folder of checkpoints, or a Hugging Face folder"
     )
     lora_rank: int = flag(0, "rank of LoRA's adapters; 0: all weights are trained", minimum=0)
-    lora_alpha: float = flag(
-        16.0, "adapters count alpha / rank times", above=0, no_effect=_NEEDS_LORA
-    )
+    lora_alpha: float = flag(16.0, "scale adapters by alpha / rank", above=0, no_effect=_NEEDS_LORA)
     lora_dropout: float = flag(
         0.0, "dropout before the adapters", minimum=0, maximum=1, no_effect=_NEEDS_LORA
     )

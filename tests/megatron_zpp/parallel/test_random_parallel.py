@@ -120,4 +120,4 @@ def test_with_steps_of_codes_a_stop_changes_no_digit(seed: int, tmp_path: Path) 
     first = run(4, f"{flags} --save {tmp_path}/saved --exit-interval 2", tmp_path)
     second = run(4, f"{flags} --load {tmp_path}/saved", tmp_path)
     assert losses(first) + losses(second) == straight
-    assert "whole codes cross the nodes once again" not in second
+    assert "whole codes cross the nodes once more" not in second

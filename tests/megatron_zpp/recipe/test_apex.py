@@ -106,7 +106,7 @@ def test_nvidia(tmp_path: Path, caplog) -> None:
     assert apex.layer_norm.__name__ == "FusedLayerNorm"
     assert apex.rms_norm.__name__ == "FusedRMSNorm"
     assert apex.adam.__module__ == "apex.optimizers"
-    assert logged(caplog) == "NVIDIA Apex: its fused normalization and Adam are used"
+    assert logged(caplog) == "using NVIDIA Apex's fused normalization and Adam"
 
 
 def test_nvidia_on_a_cpu(tmp_path: Path, caplog) -> None:

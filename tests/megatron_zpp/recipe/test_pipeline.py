@@ -212,7 +212,7 @@ def test_few_micro_batches_are_warned_of():
         pass
     if dist.get_rank() == 0:
         (line,) = (line for line in lines if "waits for others" in line)
-        assert line.startswith("1 micro-batches for 4 ranks") and "in 75% of a step" in line
+        assert line.startswith("1 micro-batches on 4 pipeline ranks") and "in 75% of a step" in line
 
 
 @pytest.mark.parametrize(

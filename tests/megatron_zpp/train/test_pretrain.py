@@ -169,9 +169,9 @@ def test_another_order_of_the_samples_is_logged(tmp_path):
     second = run(
         1, flags + "--seed 7 --global-batch-size 32 --override-opt_param-scheduler", tmp_path
     )
-    assert "other samples" not in first
-    assert "the global batch is 32 samples now, 16 in the checkpoint" in second
-    assert "seed is 7 now, 1234 in the checkpoint: other samples come next" in second
+    assert "which samples come next" not in first
+    assert "the global batch has 32 samples, but 16 in the checkpoint" in second
+    assert "seed is 7 now, 1234 in the checkpoint: this changes which samples" in second
 
 
 def test_reset_iteration_keeps_the_loss_scale(tmp_path):

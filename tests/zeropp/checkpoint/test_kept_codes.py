@@ -24,7 +24,7 @@ from zeropp.checkpoint import engine_checkpoint
 from zeropp.checkpoint.kept_codes import codes_to_load, codes_to_save, without_codes
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
-SAVED_CODES = "the checkpoint's codes of weights "
+SAVED_CODES = "cannot use the checkpoint's weight codes, which "
 SAVED, RESUMED = 3, 2  # steps before and after
 # Fast enough for codes of some shards to move further than those of others.
 ADAMW = {"type": "AdamW", "params": {"lr": 4e-3, "torch_adam": True}}
@@ -41,7 +41,7 @@ def lines_about_codes() -> Iterator[list[str]]:
     logger.setLevel(logging.INFO)
     yield lines
     logger.removeHandler(handler)
-    lines[:] = [each for each in lines if each.startswith((SAVED_CODES, "the nodes' copies"))]
+    lines[:] = [each for each in lines if each.startswith((SAVED_CODES, "the copies of"))]
     assert dist.get_rank() == 0 or not lines
 
 
@@ -95,8 +95,8 @@ def test_codes_of_another_type_are_not_read(updated, tmp_path):
         assert loss == expected
         if dist.get_rank() == 0:
             assert lines == [
-                f"{SAVED_CODES}are of other shards or numbers than this run's: whole codes cross "
-                "the nodes once again"
+                f"{SAVED_CODES}belong to other shards or another format than this run's: whole "
+                "codes cross the nodes once more"
             ]
 
 
@@ -160,7 +160,7 @@ def test_codes_that_are_damaged_are_dropped_on_all_ranks(kind, place, tmp_path):
     expected, _ = resumed(tmp_path, engine_with(BF16, steps=False))
     assert loss == expected
     if dist.get_rank() == 0:
-        assert lines == [f"{SAVED_CODES}are damaged: whole codes cross the nodes once again"]
+        assert lines == [f"{SAVED_CODES}are damaged: whole codes cross the nodes once more"]
 
 
 @ranks(4)

@@ -359,13 +359,9 @@ def test_a_state_with_unsupported_options():
 @pytest.mark.parametrize(
     ("dtype", "built", "message"),
     [
-        (
-            torch.float32,
-            True,
-            "AdamW: unscaling, clipping and the update run in one kernel of ours",
-        ),
-        (torch.float32, False, "AdamW: PyTorch's fused one (ours is not built for this {})"),
-        (torch.bfloat16, True, "AdamW: PyTorch's fused one (not all weights are fp32)"),
+        (torch.float32, True, "AdamW: zeropp's, one kernel to unscale, clip and update"),
+        (torch.float32, False, "AdamW: PyTorch's, fused (ours is not built for this {})"),
+        (torch.bfloat16, True, "AdamW: PyTorch's, fused (not all weights are fp32)"),
     ],
 )
 def test_fastest_adamw(dtype, built, message, device, monkeypatch, caplog):
@@ -389,7 +385,7 @@ def test_fastest_adamw_is_torchs_where_ours_cannot_run(devices, reason, caplog):
             lr=LR, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, torch_on_cpu=True,
         )  # fmt: skip
     assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
-    assert caplog.messages[0].startswith(f"AdamW: PyTorch's fused one ({reason}")
+    assert caplog.messages[0].startswith(f"AdamW: PyTorch's, fused ({reason}")
 
 
 def test_the_optim_package_exports_it():

@@ -278,19 +278,19 @@ def test_stage_0_reports_its_fixed_communication_type(stage: int, lines: int) ->
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"curriculum_learning": {"enabled": False, "curriculum_type": "seqlen"}}, "no curriculum"),
+        ({"curriculum_learning": {"enabled": False, "curriculum_type": "seqlen"}}, "curriculum"),
         ({"data_efficiency": {"enabled": False, "data_sampling": {"enabled": True}}}, "curriculum"),
-        ({"compression_training": {"layer_reduction": {"enabled": False}}}, "not compressed"),
-        ({"progressive_layer_drop": {"enabled": False, "theta": 0.5}}, "no layers are dropped"),
+        ({"compression_training": {"layer_reduction": {"enabled": False}}}, "compression during"),
+        ({"progressive_layer_drop": {"enabled": False, "theta": 0.5}}, "layer dropping"),
         ({"elasticity": {"enabled": False}}, "batch sizes"),
         ({"amp": {"enabled": False, "opt_level": "O1"}}, "bf16 and fp16"),
-        ({"autotuning": {"enabled": True, "fast": False}}, "nothing is tuned"),
+        ({"autotuning": {"enabled": True, "fast": False}}, "autotuning is not"),
         ({"nebula": {"enabled": True, "load_path": "p"}}, "checkpoints are written"),
         ({"hybrid_engine": {"enabled": True}}, "one engine"),
-        ({"sparse_attention": {"mode": "fixed"}}, "the model decides"),
+        ({"sparse_attention": {"mode": "fixed"}}, "the model defines"),
         ({"aio": {"block_size": 1048576}}, "NVMe"),
-        ({"flops_profiler": {"enabled": True, "detailed": False}}, "not counted"),
-        ({"comms_logger": {"enabled": True}}, "log settings"),
+        ({"flops_profiler": {"enabled": True, "detailed": False}}, "not profiled"),
+        ({"comms_logger": {"enabled": True}}, "own settings"),
     ],
 )
 def test_an_idle_object_gets_its_line(section: dict, words: str) -> None:

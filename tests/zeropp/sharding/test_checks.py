@@ -249,7 +249,7 @@ def test_the_description_of_a_copy_larger_than_a_node():
     with log_lines() as lines:
         whole = described(shard(small_model(), data_mesh(), larger))["weights"]
     assert "INT8 among 4 ranks in and across nodes" in whole
-    assert len(lines) == 1 and "zero_hpz_partition_size = 4 is all ranks" in lines[0]
+    assert len(lines) == 1 and "zero_hpz_partition_size = 4 covers all ranks" in lines[0]
     with log_lines() as lines:
         one_node = shard(small_model(), data_mesh(), zero_config(ALL_THREE | TUTORIAL, 4))
     assert one_node.roots[0].copies is None and "INT8 among 4" in described(one_node)["weights"]

@@ -220,5 +220,5 @@ def test_a_node_of_more_ranks_than_there_are_is_said(caplog):
     for per_node in (8, 9):
         nodes = nodes_of_grid(range(8), [range(0, 8, 2), range(1, 8, 2)], per_node)
         gradient_route(zero_config(QUANTIZED, per_node), nodes)
-    line = "zeropp.ranks_per_node = 9 is more than the 8 ranks there are, which are one node"
+    line = "zeropp.ranks_per_node = 9 exceeds the number of ranks, 8: all ranks form one node"
     assert caplog.messages == [line]

@@ -52,7 +52,7 @@ def test_float64_and_sparse_gradients_are_refused_before_anything_changes():
     sparse = small_model()
     sparse.embedding.sparse = True
     for model, message in (
-        (small_model().double(), "parameter embedding.weight is torch.float64, and the widest"),
+        (small_model().double(), "parameter embedding.weight is torch.float64, but an engine"),
         (sparse, "the Embedding embedding has sparse gradients"),
     ):
         before = list(model.parameters())

@@ -283,7 +283,8 @@ def test_copies_that_differ_are_found_and_sent_again():
     step(sharding, optimizer, 3)  # the third message: the first gather sent whole codes
     messages = [record.getMessage() for record in warnings.buffer]
     warnings.flush()
-    text = f"the nodes' copies of {fsdp_adapter.name_of(unit)} differ; whole codes are sent again"
+    name = fsdp_adapter.name_of(unit)
+    text = f"the copies of {name} differ between nodes: whole codes are sent again"
     assert messages == ([text] if dist.get_rank() % 2 == 0 else [])  # those that share the row
     require_equal_copies(sharding)
     for number in range(4, 7):
@@ -302,8 +303,8 @@ def test_one_node_keeps_no_copy_and_sends_no_steps():
     ("zero", "settings", "message"),
     [
         (HPZ, {}, "weight_steps = true and zero_optimization.zero_quantized_weights = false: the"),
-        (QWZ, {}, "zero_hpz_partition_size = 1: a node takes steps from the codes that it keeps"),
-        (BOTH, {"weight_bits": 4}, "zeropp.weight_bits = 4: the steps are those of INT8 codes"),
+        (QWZ, {}, "zero_hpz_partition_size = 1: incremental updates change the copies"),
+        (BOTH, {"weight_bits": 4}, "zeropp.weight_bits = 4: incremental updates change INT8 codes"),
         (BOTH, {"code_messages": 1}, "code_messages = 1: expected true or false or null"),
     ],
 )

@@ -147,8 +147,8 @@ def test_what_is_too_long_is_cut_or_divided(
             [~1, 2, 3, 4, EOD],
         ]
     )
-    assert "2 examples are longer than 5 tokens and are cut; 1 of them are left out" in caplog.text
-    assert "1 texts are longer than 5 tokens and are divided" in caplog.text
+    assert "truncated 2 examples that are longer than 5 tokens; left out 1 of them" in caplog.text
+    assert "divided 1 texts that are longer than 5 tokens" in caplog.text
     assert "3 examples in 4 rows of 5 tokens, 100.0% full" in caplog.text
 
 
