@@ -20,21 +20,21 @@ from zeropp.wire.route import Nodes
 
 DOES_NOT_FIT = 1  # exit status
 MIB, GIB = 2**20, 2**30
-SHARD_MORE = "more ranks or a higher --zero-stage cut the state of the model into smaller parts"
-SMALLER_MICRO_BATCH = "a smaller --micro-batch-size and more micro-batches do the same in less"
+SHARD_MORE = "more ranks or a higher --zero-stage make each rank's share of the state smaller"
+SMALLER_MICRO_BATCH = "a smaller --micro-batch-size, with more micro-batches, needs less memory"
 ADVICE = MappingProxyType(
     {
         **dict.fromkeys((kinds.WEIGHTS, kinds.MOMENTS, kinds.GRADIENTS), SHARD_MORE),
-        kinds.GATHERED: "--zero-stage 3 gathers one block after the other",
-        kinds.COPIES: "a larger zero_hpz_partition_size keeps smaller copies",
-        kinds.IN_FLIGHT: "--zero-stage 2 or 3 sums smaller gradients, and smaller blocks help",
-        kinds.ACTIVATIONS: f"--recompute-granularity full keeps least, and {SMALLER_MICRO_BATCH}",
+        kinds.GATHERED: "--zero-stage 3 gathers one block at a time",
+        kinds.COPIES: "a larger zero_hpz_partition_size makes each rank's copy smaller",
+        kinds.IN_FLIGHT: "--zero-stage 2 or 3 sums smaller gradients; smaller blocks help, too",
+        kinds.ACTIVATIONS: f"--recompute-granularity full keeps least; {SMALLER_MICRO_BATCH}",
         kinds.HEAD: SMALLER_MICRO_BATCH,
-        kinds.SAVED_COPY: "without --async-save a save needs no copy",
+        kinds.SAVED_COPY: "without --async-save, saving needs no copy",
     }
 )
 OFFLOAD_MORE = "; --cpu-optimizer moves fp32 weights, gradients and moments to the host"
-OFFLOAD_LESS = "; offload_optimizer.ratio below 1 leaves some of it on the device"
+OFFLOAD_LESS = "; offload_optimizer.ratio below 1 keeps some of it on the device"
 
 
 @dataclass(frozen=True, kw_only=True)

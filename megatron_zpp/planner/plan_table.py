@@ -17,13 +17,13 @@ from megatron_zpp.settings.scheduled_values import Schedules
 
 WIDTH = 180  # columns, where there is no terminal
 NOTES = (
-    "places: what differs by less than the error of a prediction shares one, but for what leaves "
-    "0.0 GiB; the advice takes the most exact of the first place",
+    "places: configurations that differ by less than the error of a prediction share one, except "
+    "those that leave 0.0 GiB; the advice is the most exact configuration of the first place",
     "step: from the fast to the slow end of the constants; MFU without recomputation, HFU with it",
-    "T P C: tensor, pipeline (x stages of a rank) and context parallel sizes; bubble: seconds that "
-    "stages wait for others",
-    "across, node: seconds that links between and in nodes are waited for; kernels: quantizing",
-    "left out: oversubscribed switches, stragglers, launches of kernels, loading data, saving",
+    "T P C: tensor, pipeline (x stages per rank) and context parallel sizes; bubble: seconds of "
+    "waiting for other stages",
+    "across, node: seconds of waiting for links between and within nodes; kernels: quantizing",
+    "left out: oversubscribed switches, stragglers, kernel launches, data loading, saving",
 )
 
 

@@ -40,11 +40,11 @@ def _gathers(plan: Plan) -> str:
     route = plan.axis.weights
     lines = ["all-gather, " + _hops(route, plan.compute_dtype, ("outer", "inner"))]
     if plan.stores_frozen:
-        lines.append("frozen matrices as they are stored, as codes")
+        lines.append("frozen matrices quantized, as they are stored")
     if route.keeps:
         lines.append("kept in each node until the weights change (hpZ)")
     if route.updates:
-        lines.append("then brought up to date by what changes in the codes")
+        lines.append("then updated with the changes of the INT8 codes")
     return "\n".join(lines)
 
 
