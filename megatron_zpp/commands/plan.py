@@ -42,7 +42,7 @@ from zeropp.errors import InputError
 USAGE = """\
 usage: {program} [FLAGS OF THE RUN] --cluster NAME --nodes N [FLAGS]
 
-Compares the configurations of a training run on a cluster that is not at hand: memory, bytes
+Compares the configurations of a training run on a cluster that you do not have: memory, bytes
 between nodes and step time. The flags of the run are those of pretrain_gpt.py."""
 ROUNDING = 0.05  # by how much --batch-tokens may be rounded
 USAGE_ERROR, FITS_NOWHERE = 2, 1
@@ -68,12 +68,12 @@ class PlanFlags(Section):
         None,
         "tokens of a step, as 4M, instead of --global-batch-size; rounded to whole samples",
     )
-    as_given: bool = flag(False, "look at the configuration of the flags only")
+    as_given: bool = flag(False, "evaluate only the configuration of the flags")
     top: int = flag(12, "rows of the table", minimum=1)
     json: str | None = flag(None, "write the plan to this file; - prints only it")
     plot: str | None = flag(None, "draw the plan to this .png (needs matplotlib)")
     calibrate: tuple[str, ...] | None = flag(
-        None, "metrics.jsonl of runs of these flags on such hardware, on one node and on several"
+        None, "metrics.jsonl of runs with these flags on such hardware, on one node and on several"
     )
 
     def describe(self) -> Description:
@@ -164,11 +164,11 @@ def require_plannable(config: Config) -> None:
     """Raise InputError for what has no time model."""
     if config.zero.offloads_optimizer:
         raise InputError(
-            "a plan does not time an optimizer on the host: leave --cpu-optimizer out "
-            "(--dry-run says what memory it takes)"
+            "a plan has no times for an optimizer on the host: leave --cpu-optimizer out "
+            "(--dry-run reports its memory)"
         )
     if config.lora.lora_rank:
-        raise InputError("a plan does not time LoRA: leave --lora-rank out")
+        raise InputError("a plan has no times for LoRA: leave --lora-rank out")
     if config.training.dry_run:
         raise InputError("--dry-run and a plan are two things: leave --dry-run out")
 

@@ -77,7 +77,7 @@ def _of_weighted_ranges(data: DataConfig) -> DataConfig:
         if len(groups) > 1:
             if split == "train":
                 raise InputError(f"{flag}: {len(groups)} groups: training has one; keep one")
-            log.info("%s: %d groups, of which each is an equal share of one set", flag, len(groups))
+            log.info("%s: %d groups, mixed in equal shares", flag, len(groups))
         datasets = [_parse_group(group, flag) for group in groups]
         if len(groups) > 1:
             datasets = list(map(_with_shares, datasets))

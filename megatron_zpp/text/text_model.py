@@ -122,7 +122,7 @@ class TextModel:
             num_scored += len(scores)
             if time.monotonic() - last_log > PROGRESS_SECONDS:
                 last_log = time.monotonic()
-                log.info("%d passages are scored", num_scored)
+                log.info("scoring %d passages", num_scored)
 
     def follow(self) -> None:
         """Called on every rank but 0: take part in each operation of rank 0 until it closes."""

@@ -116,7 +116,7 @@ def test_groups_of_validation_are_equal_shares_of_one_set(tmp_path, caplog):
     data = with_named_paths(DataConfig(valid_weighted_split_paths=groups, **common))
     assert data.valid_data_path == ("0.75", A, "0.25", A, "1", B)
     assert data.split_ranges == ("0:1", "0:0.5,0.5:1,0:1", "0:1")
-    assert "2 groups, of which each is an equal share" in caplog.text
+    assert "2 groups, mixed in equal shares" in caplog.text
     _, valid, _ = build_datasets(data, 16, (0, 8, 0), 1234, VOCAB_SIZE)
     read = [sorted(set(dataset.index.document.tolist())) for dataset in valid.datasets]
     half, end = len(IndexedDataset(A)) // 2, len(IndexedDataset(A))
