@@ -55,7 +55,7 @@ def test_the_tutorials_command(nodes, tensor, launch):
     text = log.read_text()
     assert len(losses(text)) == 2 and all(0 < loss < 20 for loss in losses(text))
     assert re.findall(r"number of skipped iterations: +(\d+)", text) == ["0"] * 2
-    assert f"using the {4 // nodes} of one node" in text and "INT8" in text
+    assert f"using the {4 // nodes} ranks of one node" in text and "INT8" in text
     crossed = re.findall(r"across nodes: (\S+) .* weights backward: (\S+) ", text)
     assert len(crossed) == 2 and all(float(backward) == 0 for _, backward in crossed)
     assert all((float(total) > 0) == (nodes == 2) for total, _ in crossed)

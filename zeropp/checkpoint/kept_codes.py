@@ -152,7 +152,7 @@ def codes_to_load(
     elif any(match[2] == UNRECORDED for match in matches):
         obstacle = "are of an earlier version, which did not save what they are of"
     elif not own <= units.keys():
-        obstacle = "are of other units than this run's"
+        obstacle = "belong to other units than this run's"
     if obstacle is not None:
         return SavedCodes(are_there=True, obstacle=obstacle)
     tensors = {

@@ -110,7 +110,7 @@ def test_steps_of_codes_go_on_under_a_pipeline_to_the_last_digit(tmp_path):
     other = log_of(f"{flags} {PP2} --load {tmp_path}/saved")
     if dist.get_rank() == 0:
         assert losses(first) + losses(second) == straight
-        line = "the checkpoint's codes of weights are of other units than this run's: whole codes"
+        line = "weight codes, which belong to other units than this run's: whole codes"
         assert line in other and line not in second
 
 

@@ -245,8 +245,8 @@ def test_pageable_memory_where_none_can_be_pinned(caplog, monkeypatch):
             assert offload._empty(torch.ones(3), HOST, torch.float32).shape == (3,)
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [warning.message for warning in warnings] == [
-        "offload: the system gives no page-locked memory (no more of it); the rest is pageable: "
-        "copies then wait for each other and for the computation"
+        "offload: the system refuses page-locked memory (no more of it); the rest is pageable, "
+        "so copies wait for each other and for the computation"
     ]
 
 

@@ -253,7 +253,7 @@ def test_the_description_of_a_copy_larger_than_a_node():
     with log_lines() as lines:
         one_node = shard(small_model(), data_mesh(), zero_config(ALL_THREE | TUTORIAL, 4))
     assert one_node.roots[0].copies is None and "INT8 among 4" in described(one_node)["weights"]
-    assert len(lines) == 1 and "using the 4 of one node; a copy split over all ranks" in lines[0]
+    assert len(lines) == 1 and "using the 4 ranks of one node; a copy sharded" in lines[0]
 
 
 @ranks(2)

@@ -302,7 +302,7 @@ def test_one_node_keeps_no_copy_and_sends_no_steps():
 @pytest.mark.parametrize(
     ("zero", "settings", "message"),
     [
-        (HPZ, {}, "weight_steps = true and zero_optimization.zero_quantized_weights = false: the"),
+        (HPZ, {}, "weight_steps = true and zero_optimization.zero_quantized_weights = false: incr"),
         (QWZ, {}, "zero_hpz_partition_size = 1: incremental updates change the copies"),
         (BOTH, {"weight_bits": 4}, "zeropp.weight_bits = 4: incremental updates change INT8 codes"),
         (BOTH, {"code_messages": 1}, "code_messages = 1: expected true or false or null"),
