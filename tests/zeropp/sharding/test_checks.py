@@ -234,7 +234,7 @@ def test_the_description_names_what_runs_on_each_hop(stage, ranks_per_node, weig
     zero = ALL_THREE | {"stage": stage, "zero_hpz_partition_size": 1}
     rows = described(shard(small_model(), data_mesh(), zero_config(zero, ranks_per_node)))
     assert rows["weights"] == weights
-    assert rows["gradients"].splitlines()[0] == gradients
+    assert rows["gradients"].startswith(gradients)
 
 
 @ranks(4)
