@@ -113,6 +113,7 @@ def _fsdp_run(cell: Cell) -> Prediction:
         f"--num-query-groups {shape['groups']} --ffn-hidden-size {shape['ffn']} "
         f"--bf16 --zero-stage 3 --micro-batch-size {micro_batch} --global-batch-size {samples} "
         f"{_sizes(tensor_size)} {LLAMA}{_recomputation(cell, int(shape['layers']))}"
+        f"{' --compile' if cell['compile'] == 'yes' else ''}"
     )
     _, predicted = step_seconds(flags, gpus, vocabulary, cluster)
     tokens = samples / gpus * int(cell["seq"])

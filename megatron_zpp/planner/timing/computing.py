@@ -42,7 +42,13 @@ def layer_passes(config: Config, layer: int, place: int, itemsize: int, rates: R
     attention = scores / (constants["attention_share"] * rate)
     rows = tensor if parallel.sequence_parallel else 1
     streamed = constants["stream_bytes"] * model.hidden_size / rows
-    streamed += constants["mlp_bytes"] * model.ffn_size / tensor
+    fused = constants["compiled" if config.training.compile else "eager"]
+    mlp_bytes = fused["gated_mlp_bytes"] if model.is_gated else constants["mlp_bytes"]
+    streamed += mlp_bytes * model.ffn_size / tensor
+    if model.position_embedding_type == "rope" and not model.layers_without_rope[layer]:
+        heads = model.num_attention_heads + model.kv_heads
+        turned = heads * model.rotary_channels / tensor
+        streamed += fused["rotary_bytes"] * turned
     elementwise = tokens * streamed * itemsize / BYTES_16_BIT / rates.memory
     forward = products + attention + elementwise
     again = 0.0

@@ -38,6 +38,7 @@ class Range:
 class Gpu:
     """A GPU; bytes, bytes per second, and shares of its peak rate of products.
 
+    `sending_share` is the share of its multiprocessors that collectives run on beside products.
     `tflops` is the peak rate of a GPU that is described by hand, else None.
     """
 
@@ -48,6 +49,7 @@ class Gpu:
     near_rate: float
     product_share: Range
     half_width: float
+    sending_share: float
     tflops: float | None = None
 
     def peak(self, dtype: torch.dtype) -> float:
@@ -78,7 +80,7 @@ class Rates:
     """What times are computed with: FLOP/s, and bytes per second that are reached.
 
     `far` is of a node's links to other nodes, in each direction, `near` what a rank sends to the
-    others of its node.
+    others of its node. `sending_share` of the processor computes nothing while messages are sent.
     """
 
     products: float
@@ -87,6 +89,7 @@ class Rates:
     near: float
     far: float
     protocols: tuple[Protocol, ...]
+    sending_share: float = 0.0
 
     def products_at(self, width: int) -> float:
         """Return FLOP/s of products of a model of this hidden size."""
@@ -126,9 +129,14 @@ class Cluster:
             half_width=self.gpu.half_width,
             memory=_memory_share() * self.gpu.memory_rate,
             near=self.gpu.near_rate,
-            far=self.link_rate * self.link_share.at(level),
+            far=self.far_rate(level),
             protocols=self.protocols,
+            sending_share=self.gpu.sending_share,
         )
+
+    def far_rate(self, level: str) -> float:
+        """Return what a node's links to other nodes reach, bytes per second."""
+        return self.link_rate * self.link_share.at(level)
 
     def with_link(self, gbit: float) -> "Cluster":
         """Return the same cluster with links of another rate."""
@@ -199,6 +207,7 @@ def table_gpu(name: str) -> Gpu:
         near_rate=entry["near_gb_s"] * GB,
         product_share=Range(*entry["product_share"]),
         half_width=entry["half_width"],
+        sending_share=entry["channels"] / entry["multiprocessors"],
     )
 
 
@@ -235,6 +244,7 @@ def _gpu(description: Description, preset: str | None) -> Gpu:
         near_rate=table["near_gb_s"] * GB,
         product_share=Range(*table["product_share"]),
         half_width=table["half_width"],
+        sending_share=0.0,
     )
     return _adjusted(blank, description)
 

@@ -4,7 +4,7 @@ Each rank runs its passes in the order of the real schedule. A pass begins when 
 the one before and what it needs of another stage has arrived.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,7 +44,11 @@ class PassSeconds:
 
 
 def pass_seconds(
-    kind: type[Streams], blocks: Sequence[UnitWork], root: UnitWork, onward: float, back: float
+    kind: Callable[..., Streams],
+    blocks: Sequence[UnitWork],
+    root: UnitWork,
+    onward: float,
+    back: float,
 ) -> PassSeconds:
     """Return the seconds of a stage's passes, one forward and one backward in turn."""
     streams = kind(blocks, root)

@@ -3,7 +3,14 @@
 import math
 from dataclasses import dataclass, replace
 
-from megatron_zpp.planner.timing.hardware import FAST, SLOW, TYPICAL, Cluster, Rates
+from megatron_zpp.planner.timing.hardware import (
+    FAST,
+    SLOW,
+    TYPICAL,
+    Cluster,
+    Rates,
+    hardware_table,
+)
 from megatron_zpp.planner.timing.timeline import Streams
 from megatron_zpp.planner.timing.unit_work import StepWork
 
@@ -12,9 +19,11 @@ from megatron_zpp.planner.timing.unit_work import StepWork
 class StepTime:
     """Seconds of a step: the range, and what the typical one consists of.
 
-    computing: passes and update of the busiest rank. bubble: what it waits for other stages of a
-    pipeline, were the links infinitely fast. across_nodes, in_node: what would be saved if these
-    links were infinitely fast, the far ones first. kernels: what quantizing and dequantizing take.
+    The range is that of published runs around their predictions, at the slowest and the fastest
+    that links between nodes may be. computing: passes and update of the busiest rank. bubble: what
+    it waits for other stages of a pipeline, were the links infinitely fast. across_nodes, in_node:
+    what would be saved if these links were infinitely fast, the far ones first. kernels: what
+    quantizing and dequantizing take.
     """
 
     typical: float
@@ -29,9 +38,12 @@ class StepTime:
 
 def step_time(work: StepWork, cluster: Cluster) -> StepTime:
     """Return how long a step takes on GPUs of `cluster`."""
-    dtype = work.run.compute_dtype
-    slowest, fastest = (work.seconds(Streams, cluster.at(level, dtype)) for level in (SLOW, FAST))
-    rates = cluster.at(TYPICAL, dtype)
+    rates = cluster.at(TYPICAL, work.run.compute_dtype)
+    residuals = hardware_table()["residuals"]
+    slowest, fastest = (
+        residuals[level] * work.seconds(Streams, replace(rates, far=cluster.far_rate(level)))
+        for level in (SLOW, FAST)
+    )
     typical = work.seconds(Streams, rates)
     near_only = work.seconds(Streams, _without_links(rates, near=False))
     no_links = _without_links(rates, near=True)

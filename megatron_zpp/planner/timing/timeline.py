@@ -2,9 +2,10 @@
 
 The processor computes; near and far links carry messages, each one at a time. Units are gathered
 ahead of their use and reduced beside the computation of others, in the order of FSDP2 on a GPU.
+The kernels of collectives take a share of the processor, which computes so much slower meanwhile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_zpp.planner.timing.links import HopTime
@@ -58,6 +59,11 @@ class Link:
             start = max(start, end)
         return start
 
+    @property
+    def busy(self) -> list[tuple[float, float]]:
+        """When the last messages begin and end, ascending."""
+        return self._busy
+
     def occupy(self, start: float, seconds: float) -> None:
         self._busy.append((start, start + seconds))
         self._busy.sort()
@@ -74,8 +80,10 @@ class Streams:
     forward_ahead = 1
     backward_ahead = 1
 
-    def __init__(self, blocks: Sequence[UnitWork], root: UnitWork) -> None:
-        self.blocks, self.root = blocks, root
+    def __init__(
+        self, blocks: Sequence[UnitWork], root: UnitWork, sending_share: float = 0.0
+    ) -> None:
+        self.blocks, self.root, self.sending_share = blocks, root, sending_share
         self.now = 0.0  # when the processor is free
         self.near, self.far = Link(), Link()
         self._gather_stream = 0.0
@@ -102,21 +110,35 @@ class Streams:
             self._use(index, gathers[index])
             for ahead in range(index + 1, min(index + 1 + self.forward_ahead, root)):
                 self._issue(ahead, gathers[ahead])
-            self.now += block.forward
-        self.now += self.root.forward
+            self._compute(block.forward)
+        self._compute(self.root.forward)
 
     def backward(self, *, is_last: bool) -> None:
         """Run a backward pass."""
-        self.now += self.root.backward
+        self._compute(self.root.backward)
         for index in reversed(range(len(self.blocks))):
             block = self.blocks[index]
             self._issue(index, block.backward_gather)
             self._use(index, block.backward_gather)
             for ahead in range(index - 1, max(-1, index - 1 - self.backward_ahead), -1):
                 self._issue(ahead, self.blocks[ahead].backward_gather)
-            self.now += block.backward
+            self._compute(block.backward)
             self._reduce(block.reduction if is_last else block.early_reduction)
         self._reduce(self.root.reduction if is_last else self.root.early_reduction)
+
+    def _compute(self, seconds: float) -> None:
+        """Compute what takes so many seconds on the whole processor, beside messages."""
+        rate = 1 - self.sending_share
+        for begin, end in sorted([*self.near.busy, *self.far.busy]) if rate < 1 else ():
+            begin = max(begin, self.now)
+            if begin >= end:
+                continue
+            if seconds <= begin - self.now:
+                break
+            seconds -= begin - self.now
+            beside = min(end - begin, seconds / rate)
+            self.now, seconds = begin + beside, seconds - beside * rate
+        self.now += seconds
 
     def _issue(self, unit: int, gather: Collective) -> None:
         """Start a gather, unless it has been started."""
@@ -165,7 +187,10 @@ class Streams:
 
 
 def step_seconds(
-    kind: type[Streams], blocks: Sequence[UnitWork], root: UnitWork, num_micro_batches: int
+    kind: Callable[..., Streams],
+    blocks: Sequence[UnitWork],
+    root: UnitWork,
+    num_micro_batches: int,
 ) -> float:
     """Return the seconds of a step of so many micro-batches, of which equal ones count once."""
     if num_micro_batches <= SIMULATED:

@@ -1,7 +1,7 @@
 """The work of a step's units on given hardware, and how long the step takes."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 from megatron_zpp.model.part import Part
@@ -52,7 +52,8 @@ class StepWork:
         if len(self._ranks) == 1:
             (rank, _), *_ = self._ranks
             ((blocks, root),) = rank.works(rates, quantizing=quantizing)
-            passes = step_seconds(kind, blocks, root, num_micro_batches)
+            streams = partial(kind, sending_share=rates.sending_share)
+            passes = step_seconds(streams, blocks, root, num_micro_batches)
             return passes + rank.after_passes(rates)
         by_place: list[list[PassSeconds]] = []
         for rank, count in self._ranks:
@@ -97,7 +98,7 @@ class RankWork:
         works = self.works(rates, quantizing=quantizing)
         return [
             pass_seconds(
-                kind,
+                partial(kind, sending_share=rates.sending_share),
                 blocks,
                 root,
                 seconds_of(messages.onward, rates),

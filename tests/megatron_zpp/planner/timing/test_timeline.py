@@ -35,6 +35,25 @@ def test_a_gather_hides_behind_the_block_before():
     assert Blocking(blocks, ROOT).run(1) == pytest.approx(3 * 0.6 + 9.0)
 
 
+def test_a_collective_takes_its_share_of_the_processor():
+    blocks = [unit(1.0, far(0.6))] * 3
+    streams = Streams(blocks, ROOT, sending_share=0.25)
+    # Beside a gather 0.6 s do the work of 0.45; the first one is waited for, and the last block and
+    # backward have none beside them.
+    assert streams.run(1) == pytest.approx(0.6 + 2 * (0.6 + 0.55) + 1.0 + 3 * 2.0)
+    # Nothing is lost where the processor waits anyway.
+    slow = [unit(1.0, far(5.0))] * 3
+    assert Streams(slow, ROOT, sending_share=0.25).run(1) == Streams(slow, ROOT).run(1)
+
+
+def test_messages_of_both_links_take_the_share_once():
+    gather = Collective((HopTime(0.5, 0.5), HopTime(0.5, 0.0)))
+    blocks = [unit(2.0, gather)] * 2
+    streams = Streams(blocks, ROOT, sending_share=0.5)
+    # 1 s beside the second gather does half a second's work.
+    assert streams.run(1) == pytest.approx(1.0 + 1.0 + 1.5 + 2.0 + 2 * 4.0)
+
+
 def test_a_slow_link_is_what_a_step_waits_for():
     blocks = [unit(1.0, far(5.0))] * 3
     assert Streams(blocks, ROOT).run(1) == pytest.approx(3 * 5.0 + 1.0 + 6.0)
