@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from megatron_zpp.planner.plan_table import best_of_settings
+from megatron_zpp.planner.plan_table import best_of_settings, subject
 from megatron_zpp.planner.search import TIE, Plan, Row, Search
 from megatron_zpp.planner.timing.hardware import GBIT
 from megatron_zpp.planner.timing.step_time import typical_seconds
-from zeropp.errors import InputError
 
 PARTS = (  # attribute of StepTime, label, colour
     ("computing", "computing", "#4c8bf5"),
@@ -21,17 +20,9 @@ LOWEST_RATE, HIGHEST_RATE, POINTS = 1.0, 3200.0, 24  # Gbit/s of a node
 DPI, MOST_BARS = 120, 16
 
 
-def require_matplotlib() -> None:
-    """Raise InputError if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401, PLC0415  (optional)
-    except ImportError:
-        raise InputError("--plot needs matplotlib: pip install matplotlib") from None
-
-
 def draw(plan: Plan, search: Search, file: BinaryIO) -> None:
     """Write the picture of a plan of which something fits, as PNG."""
-    import matplotlib  # noqa: PLC0415  (optional)
+    import matplotlib  # noqa: PLC0415  (slow to import)
 
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
@@ -39,10 +30,12 @@ def draw(plan: Plan, search: Search, file: BinaryIO) -> None:
     rows = [row for place, row in best_of_settings(plan) if place is not None]
     rows = rows[:MOST_BARS]
     figure, (bars, lines) = pyplot.subplots(
-        2, 1, figsize=(9, 3.2 + 0.3 * len(rows)), dpi=DPI, height_ratios=[len(rows) + 2, 10]
+        2, 1, figsize=(9, 3.7 + 0.3 * len(rows)), dpi=DPI, height_ratios=[len(rows) + 2, 10]
     )
     _draw_bars(bars, rows)
     _draw_rates(lines, search, compared_rows(plan))
+    texts = subject(plan)
+    figure.suptitle(f"{texts['model']}\n{texts['cluster']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(file, format="png")
     pyplot.close(figure)

@@ -1,7 +1,7 @@
 """A plan as a person reads it, and as JSON."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import rich.box
@@ -15,14 +15,35 @@ from megatron_zpp.planner.search import Plan, Row
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 
-WIDTH = 180  # columns, where there is no terminal
+WIDTH = 100  # columns, where there is no terminal
+CONFIGURATION = (
+    "T P C",
+    "micro-\nbatch",
+    "recom-\nputed",
+    "GiB a GPU\n(left)",
+    "across\nM",
+    "step\ns",
+    "tokens/s",
+    "MFU",
+)
+SHARES = (
+    "fastest\ns",
+    "slowest\ns",
+    "compute",
+    "bubble",
+    "across",
+    "node",
+    "kernels",
+    "in node\nM",
+    "HFU",
+)
 NOTES = (
     "places: configurations that differ by less than the error of a prediction share one, except "
     "those that leave 0.0 GiB; the advice is the most exact configuration of the first place",
-    "step: from the fast to the slow end of the constants; MFU without recomputation, HFU with it",
-    "T P C: tensor, pipeline (x stages per rank) and context parallel sizes; bubble: seconds of "
-    "waiting for other stages",
-    "across, node: seconds of waiting for links between and within nodes; kernels: quantizing",
+    "fastest, slowest: the range of a step's seconds; MFU without recomputation, HFU with it",
+    "T P C: tensor, pipeline (x stages per rank) and context parallel sizes",
+    "bubble: waiting for other stages; across, node: for links between and within nodes; kernels: "
+    "quantizing",
     "left out: oversubscribed switches, stragglers, kernel launches, data loading, saving",
 )
 
@@ -30,28 +51,18 @@ NOTES = (
 def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
     """Print the table of a plan, `top` configurations of it, and what it says."""
     console = console or _console()
-    config = plan.config
-    model, cluster = config.model, plan.cluster
-    samples = Schedules.of(config).batch_size.final
-    for name, text in (
-        (
-            "model",
-            f"{plan.row_of_flags.num_parameters / 1e9:.3g} billion parameters, "
-            f"{model.num_layers} layers, hidden {model.hidden_size}, "
-            f"sequences of {model.seq_length:,} tokens",
-        ),
-        ("batch", f"{samples:,} sequences, {samples * model.seq_length:,} tokens a step"),
-        (
-            "cluster",
-            f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} {cluster.gpu.name}, "
-            f"{cluster.link_rate / GBIT:g} Gbit/s a node",
-        ),
-        ("constants", cluster.basis),
-    ):
+    for name, text in subject(plan).items():
         console.print(f"{name:<11}{text}", soft_wrap=True)
-    console.print(_table(plan, top))
+    rows = list(best_of_settings(plan))
+    console.print(_table(CONFIGURATION, [_configuration_cells(*row) for row in rows[:top]]))
+    if len(rows) > top:
+        console.print(f"... {len(rows) - top} more: --top {len(rows)}")
+    timed = [(place, row) for place, row in rows[:top] if row.time is not None]
+    if timed:
+        console.print("\nWhere the time of a step goes")
+        console.print(_table(SHARES, [_share_cells(*row) for row in timed]))
     for note in NOTES:
-        console.print(note, soft_wrap=True)
+        console.print(note)
     if plan.fitting:
         best = plan.best
         settings = best.candidate.settings
@@ -59,6 +70,21 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
         console.print(f"flags: {_flags(best)}", soft_wrap=True)
         if settings.zero:
             console.print(f"JSON: {json.dumps(settings.to_json())}", soft_wrap=True)
+
+
+def subject(plan: Plan) -> dict[str, str]:
+    """Return what is planned: the model, the batch, the cluster, and what its constants rest on."""
+    model, cluster = plan.config.model, plan.cluster
+    samples = Schedules.of(plan.config).batch_size.final
+    return {
+        "model": f"{plan.row_of_flags.num_parameters / 1e9:.3g} billion parameters, "
+        f"{model.num_layers} layers, hidden {model.hidden_size}, "
+        f"sequences of {model.seq_length:,} tokens",
+        "batch": f"{samples:,} sequences, {samples * model.seq_length:,} tokens a step",
+        "cluster": f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} {cluster.gpu.name}, "
+        f"{cluster.link_rate / GBIT:g} Gbit/s a node",
+        "constants": cluster.basis,
+    }
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -99,64 +125,48 @@ def best_of_settings(plan: Plan) -> Iterator[tuple[int | None, Row]]:
             yield (plan.places[index] if row.fits else None), row
 
 
-def _table(plan: Plan, top: int) -> Table:
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of which only the second column, the settings of ZeRO, is wrapped."""
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("", "ZeRO"):
-        table.add_column(name)
-    columns = (
-        "T P C",
-        "micro-\nbatch",
-        "recom-\nputed",
-        "GiB a GPU\n(left)",
-        "across\nM",
-        "in node\nM",
-        "step, s",
-        "tokens/s",
-        "MFU\n(HFU)",
-        "compute\ns",
-        "bubble\ns",
-        "across\ns",
-        "node\ns",
-        "kernels\ns",
-    )
-    for name in columns:
-        table.add_column(name, justify="right")
-    rows = list(best_of_settings(plan))
-    for place, row in rows[:top]:
-        table.add_row(*_cells(place, row))
-    if len(rows) > top:
-        table.add_row("", f"... {len(rows) - top} more: --top {len(rows)}")
+    table.add_column("")
+    table.add_column("ZeRO")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _cells(place: int | None, row: Row) -> list[str]:
+def _configuration_cells(place: int | None, row: Row) -> list[str]:
     candidate, sent, time = row.candidate, row.sent_in_m, row.time
-    cells = ["-" if place is None else str(place), candidate.settings.name]
+    first = "-" if place is None else str(place)
+    sizes = [_sizes(row), str(candidate.micro_batch), candidate.recomputed]
     if time is None:
-        text = f"{cells[1]}: {why_not(row)}"
-        return [*cells[:1], text, _sizes(row), str(candidate.micro_batch), candidate.recomputed]
+        return [first, f"{candidate.settings.name}: {why_not(row)}", *sizes]
     left = (row.usable_bytes - row.memory_bytes) / GIB
     return [
-        *cells,
-        _sizes(row),
-        str(candidate.micro_batch),
-        candidate.recomputed,
+        first,
+        candidate.settings.name,
+        *sizes,
         f"{row.memory_bytes / GIB:.1f} ({left:.1f})",
         f"{sent['across_nodes']:.2f}",
-        f"{sent['in_node']:.1f}",
-        f"{time.typical:.3g} ({time.fastest:.3g} to {time.slowest:.3g})",
+        f"{time.typical:.3g}",
         f"{row.tokens_per_second:,.0f}",
-        f"{row.mfu:.0%} ({row.hfu:.0%})",
-        *(
-            f"{max(0.0, part):.2f}"
-            for part in (
-                time.computing,
-                time.bubble,
-                time.across_nodes,
-                time.in_node,
-                time.kernels,
-            )
-        ),
+        f"{row.mfu:.0%}",
+    ]
+
+
+def _share_cells(place: int | None, row: Row) -> list[str]:
+    time = row.time
+    parts = (time.computing, time.bubble, time.across_nodes, time.in_node, time.kernels)
+    return [
+        "-" if place is None else str(place),
+        row.candidate.settings.name,
+        f"{time.fastest:.3g}",
+        f"{time.slowest:.3g}",
+        *(f"{max(0.0, part) / time.typical:.0%}" for part in parts),
+        f"{row.sent_in_m['in_node']:.1f}",
+        f"{row.hfu:.0%}",
     ]
 
 
