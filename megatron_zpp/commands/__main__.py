@@ -39,6 +39,7 @@ COMMANDS = MappingProxyType(
         "generate": Command("megatron_zpp.commands.generate_text", "write text with a model", True),
         "evaluate": Command("megatron_zpp.commands.evaluate", "measure how good a model is", True),
         "plan": Command("megatron_zpp.commands.plan", "find what fits on a cluster and is fastest"),
+        "report": Command("megatron_zpp.commands.report", "draw the report of a run again"),
         "preprocess": Command(
             "megatron_zpp.commands.preprocess_data", "tokenize text into an indexed dataset"
         ),

@@ -86,6 +86,7 @@ class CommunicationMeter:
         self._config, self._sharding, self._ranks = config, sharding, ranks
         self._formulas: dict[int, tuple[Counter, Counter]] = {}
         self._rank_interval, self._node_total = Communication(), Communication()
+        self.forecast = Counter()  # what `expected_on_node` returned last
 
     def begin_step(self) -> None:
         """Discard what was sent since the last step."""
@@ -115,7 +116,8 @@ class CommunicationMeter:
         expected = Counter(self._sharding.expected_traffic(num_micro_batches, typical=True))
         expected.update(self._activations(num_micro_batches))
         (mean,), _ = self._on_node([expected])
-        return Counter({key: mean[key] for key in KEYS if key[0] in PURPOSES or mean[key]})
+        self.forecast = Counter({key: mean[key] for key in KEYS if key[0] in PURPOSES or mean[key]})
+        return self.forecast
 
     def take(self) -> Communication | None:
         """Return what a node sent since the last call; None if no step was counted."""

@@ -5,7 +5,7 @@ The training step returns numbers; `log_lines.py` turns them into lines.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.monitor.matmul_rate import MatmulRate
 from megatron_zpp.monitor.memory import Memory
+from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.settings.config import LogConfig
 
 LOSSES = ("first_loss", "last_loss", "first_held_out", "last_held_out")
@@ -130,6 +131,8 @@ class Writer:
     def iteration(self, iteration: Iteration) -> None: ...
     def interval(self, interval: Interval) -> None: ...
     def validation(self, validation: Validation) -> None: ...
+    def describe(self, facts: RunFacts) -> None: ...
+    def sample(self, text: str) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
@@ -176,6 +179,11 @@ class Metrics:
         self._pending: list[Iteration] = []
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._memory_reported = False
+        self._facts: Callable[[], RunFacts] | None = None
+
+    def use_facts(self, facts: Callable[[], RunFacts]) -> None:
+        """Let the writers get what `facts` says of the run, before the first log line."""
+        self._facts = facts
 
     def iteration(self, iteration: Iteration) -> Interval | None:
         """Add one iteration; returns the interval it completes, after logging it."""
@@ -192,6 +200,7 @@ class Metrics:
         for line in self._lines.interval(interval):
             self._screen.line(line)
         self._report_memory(iteration)
+        self._describe()
         for writer in self._writers:
             writer.interval(interval)
         return interval
@@ -208,6 +217,12 @@ class Metrics:
         for writer in self._writers:
             writer.validation(validation)
 
+    def sample(self, text: str) -> None:
+        """Feed the text that the model generated to the writers."""
+        self._describe()
+        for writer in self._writers:
+            writer.sample(text)
+
     def flush(self) -> None:
         """Bring everything written so far to disk; to be called when a checkpoint is saved."""
         for writer in self._writers:
@@ -215,8 +230,15 @@ class Metrics:
 
     def close(self) -> None:
         """Flush and close the writers."""
+        self._describe()
         for writer in self._writers:
             writer.close()
+
+    def _describe(self) -> None:
+        facts, self._facts = self._facts, None
+        if facts is not None:
+            for writer in self._writers:
+                writer.describe(facts())
 
     def _update_history(self, iteration: Iteration) -> None:
         history = self.history

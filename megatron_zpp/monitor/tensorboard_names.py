@@ -165,6 +165,17 @@ def communication_scalars(communication: Communication | None) -> Scalars:
     return means | _coded_scalars(communication.coded)
 
 
+def plain_scalars(communication: Communication | None) -> Scalars:
+    """Bytes per node and step by formula without ZeRO++, e.g. "comm/plain_gradients_in_node"."""
+    if communication is None:
+        return {}
+    return {
+        f"comm/plain_{purpose}_{hop}": communication.plain[purpose, hop] / communication.steps
+        for purpose in communication.purposes
+        for hop in HOPS
+    }
+
+
 def _coded_scalars(coded: CodedMessages) -> Scalars:
     """Bits that a weight and a gradient take in coded messages, scales included."""
     scalars = {}

@@ -5,10 +5,12 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation, Writer
+from megatron_zpp.monitor.report.run_record import JSON_LINES, REPORT, RUN_FACTS, RunFacts
 from megatron_zpp.monitor.tensorboard import FILENAME_SUFFIX, TensorBoard
 from megatron_zpp.monitor.tensorboard_names import (
     ALL_AXES,
@@ -19,6 +21,7 @@ from megatron_zpp.monitor.tensorboard_names import (
     ScalarNames,
     communication_scalars,
     optimizer_scalars,
+    plain_scalars,
     timer_scalars,
 )
 from megatron_zpp.settings.config import LogConfig
@@ -26,7 +29,6 @@ from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 
 EVENT_FILES = f"events.out.tfevents.*{FILENAME_SUFFIX}"
-JSON_LINES = "metrics.jsonl"
 
 logger = logging.getLogger("megatron_zpp")
 
@@ -55,17 +57,30 @@ def open_writers(
         folder = _prepare_folder(config.tensorboard_dir, axes, resumed_at)
         tensorboard = TensorBoard(folder, names, axes, config.tensorboard_queue_size, resumed_at)
         tensorboard.settings(settings or {})
-        writers += [tensorboard, JsonLines(folder / JSON_LINES)]
+        writers += [tensorboard, JsonLines(folder)]
     if config.wandb_project:
         writers.append(WeightsAndBiases(config, names, settings or {}))
     return writers
 
 
 class JsonLines(Writer):
-    """One JSON object per log interval and per held-out loss, for reading without TensorBoard."""
+    """One JSON object per log interval and per held-out loss, for reading without TensorBoard.
 
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "a")
+    They are in `metrics.jsonl`; what the run is, is in `run.json` beside it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file = folder, open(folder / JSON_LINES, "a")
+        self._facts = RunFacts()
+
+    def describe(self, facts: RunFacts) -> None:
+        """Write what the run is."""
+        self._facts = facts
+        facts.write(self._folder)
+
+    def sample(self, text: str) -> None:
+        """Add the generated text to what the run is."""
+        self.describe(replace(self._facts, sample=text))
 
     def interval(self, interval: Interval) -> None:
         """Write the numbers of the log line."""
@@ -88,6 +103,8 @@ class JsonLines(Writer):
             **timer_scalars(last),
             **optimizer_scalars(last),
             **communication_scalars(last.communication),
+            **plain_scalars(last.communication),
+            **_memory(last),
         )
 
     def validation(self, validation: Validation) -> None:
@@ -153,6 +170,17 @@ class WeightsAndBiases(Writer):
             self._run.log(scalars, step=iteration)
 
 
+def _memory(iteration: Iteration) -> dict[str, int]:
+    """Bytes that this rank holds and held at most."""
+    memory = iteration.memory
+    if memory is None:
+        return {}
+    return {
+        "memory_bytes": memory.allocated_bytes,
+        "peak_memory_bytes": memory.peak_allocated_bytes,
+    }
+
+
 def _prepare_folder(name: str, axes: Sequence[Axis], resumed_at: Position | None) -> Path:
     """Create the folder; set aside, or cut at the checkpoint, what earlier processes left in it."""
     folder = Path(name)
@@ -173,7 +201,8 @@ def _prepare_folder(name: str, axes: Sequence[Axis], resumed_at: Position | None
 def _set_aside(folder: Path) -> None:
     """Move the files of an earlier run to a subfolder named after the time it began."""
     old_files = [path for axis in Axis for path in (folder / axis.folder).glob(EVENT_FILES)]
-    old_files += folder.glob(JSON_LINES)
+    old_files += [folder / name for name in (JSON_LINES, RUN_FACTS, REPORT)]
+    old_files = [path for path in old_files if path.exists()]
     if not old_files:
         return
     began = min(path.stat().st_mtime for path in old_files)

@@ -1,6 +1,10 @@
 """Builds a run from its configuration: data, model, optimizer, checkpoint, log."""
 
 import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 
 import torch
 
@@ -13,6 +17,7 @@ from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
+from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
@@ -28,7 +33,7 @@ from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trainer import Trainer
-from zeropp import LossScaler
+from zeropp import LossScaler, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.ranks.coordination import fail_together
@@ -76,13 +81,12 @@ def build_run(
         counters=starting_point.counters,
         communication=CommunicationMeter(config, sharding, ranks),
     )
-    writes_beside = config.checkpoint.save is not None and config.checkpoint.async_save
     saver = Saver(
         trainer=trainer,
         tokenizer=tokenizer,
         metrics=metrics,
         console=console,
-        writer=AsyncWriter() if writes_beside else None,
+        writer=AsyncWriter() if config.checkpoint.save and config.checkpoint.async_save else None,
         lock=save_lock,
     )
     run = Run(
@@ -97,7 +101,9 @@ def build_run(
         stopping=stopping,
         step_watch=step_watch,
     )
-    console.table("Megatron-Z++", summary(run))
+    rows = summary(run)
+    console.table("Megatron-Z++", rows)
+    metrics.use_facts(partial(run_facts, run, rows))
     return run
 
 
@@ -224,6 +230,21 @@ def checkpoints_of(run: Run) -> str:
     text += ", the last" if is_last else f", then every {options.save_interval:,}"
     kept = options.keep_checkpoints
     return text + (f";\nthe newest {kept} are kept" if kept and not is_last else "")
+
+
+def run_facts(run: Run, rows: Sequence[tuple[str, object]]) -> RunFacts:
+    """What the report says of a run beside its curves; `rows` are those of `summary`."""
+    expected = run.trainer.communication.forecast
+    return RunFacts(
+        command=sys.argv,
+        version=__version__,
+        train_iters=run.trainer.schedules.length.iterations,
+        zero_stage=run.trainer.sharding.stage,
+        table=[(name, str(value)) for name, value in rows],
+        settings=run_settings(run.config),
+        forecast={f"{purpose}_{hop}": number for (purpose, hop), number in expected.items()},
+        expected_step=asdict(run.step_watch.expected) if run.step_watch else None,
+    )
 
 
 def check_nodes(config: Config, ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder
 from megatron_zpp.monitor.console import Console
+from megatron_zpp.monitor.report.at_end import report_after_failure, report_rows
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.parallel.shared_settings import shared_settings
@@ -108,8 +109,11 @@ def train_and_evaluate(config: Config, run: Run) -> None:
             evaluate_split(run, TEST, "the end of training for test data")
             if config.evaluation.sample_prompt is not None:
                 sample = sample_text(run)
+                run.metrics.sample(sample)
     title = "Finished" if finished else f"Stopped; {how_to_resume(config.checkpoint)}"
     rows = [*trainer.communication.summary_rows(), *output_folders(config)]
+    if run.ranks.rank == 0:
+        rows += report_rows(config.log)
     console.ending(run.metrics.history, rows, sample, title)
 
 
@@ -167,6 +171,9 @@ def _with_heartbeat(config: Config, ranks: Ranks, console: Console, stopping: St
     status = _pretrain_and_report(config, ranks, console, stopping, heartbeat)
     if heartbeat:
         heartbeat.close(keeps_store=ranks.rank == 0 and not ranks.environment.launcher_has_store)
+    if status and ranks.rank == 0:
+        for name, value in report_after_failure(config.log):
+            console.line(f"{name} so far: {value}")
     if status == 0 or heartbeat is None:  # after a failure this could wait for a rank that has died
         dist.destroy_process_group()
     return status

@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOT_SCRIPTS = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py", "finetune_gpt.py")
 TOOLS = (
     "consolidate", "convert_hf", "dump_samples", "evaluate", "fetch_smollm2", "generate",
-    "inspect_dataset", "merge_datasets", "plan", "preprocess_data",
+    "inspect_dataset", "merge_datasets", "plan", "preprocess_data", "report",
 )  # fmt: skip
-NO_COMMANDS = {"faster_precision", "make_environment", "plot_losses", "plot_schedules"}
+NO_COMMANDS = {"faster_precision", "make_environment", "plot_schedules"}
 
 
 def run_here(script: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:

@@ -109,7 +109,9 @@ def test_a_file_stops_a_run_which_saves(tmp_path, capsys):
 
 def test_ranks_without_a_signal_say_which_rank_had_one(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_SAVE)
-    flags = (TRAINING + str(tmp_path / "save")).split()
+    flags = (
+        f"{TRAINING}{tmp_path}/save --tensorboard-dir {tmp_path}/curves --log-interval 1".split()
+    )
     with launching(tmp_path) as launch:
         process, log = launch([*LAUNCH, "--num_ranks", "2", str(tmp_path / "slow.py"), *flags])
         wait_for("rank 0 saves", log, process)
@@ -121,3 +123,5 @@ def test_ranks_without_a_signal_say_which_rank_had_one(tmp_path):
         "error: stopped by SIGINT",
     ]
     assert "Traceback" not in log.read_text()
+    assert f"report so far: {tmp_path}/curves/report.html" in log.read_text()
+    assert "finished, 1 iteration<" in (tmp_path / "curves" / "report.html").read_text()
