@@ -25,6 +25,7 @@ class TensorBoard(Writer):
 
     `resumed_at` is the position of the loaded checkpoint: later points of an earlier process are
     not shown any more.
+    `settings` (flag: value) is a table on the text page.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class TensorBoard(Writer):
         axes: Sequence[Axis],
         queue_size: int,
         resumed_at: Position | None,
+        settings: Mapping[str, object],
     ) -> None:
         self._names = names
         self._writers = {
@@ -47,13 +49,10 @@ class TensorBoard(Writer):
             for axis in axes
         }
 
-    def settings(self, settings: Mapping[str, object]) -> None:
-        """Store the configuration as a table on the text page."""
-        if not settings:
-            return
-        rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
-        table = f"| setting | value |\n| --- | --- |\n{rows}"
-        self._writers[Axis.ITERATIONS].add_text("arguments", table, 0)
+        if settings:
+            rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+            table = f"| setting | value |\n| --- | --- |\n{rows}"
+            self._writers[Axis.ITERATIONS].add_text("arguments", table, 0)
 
     def iteration(self, iteration: Iteration) -> None:
         """Write everything known after one iteration."""

@@ -55,8 +55,8 @@ def open_writers(
     if config.tensorboard_dir:
         axes = ALL_AXES if config.log_all_axes_to_tensorboard else ITERATIONS
         folder = _prepare_folder(config.tensorboard_dir, axes, resumed_at)
-        tensorboard = TensorBoard(folder, names, axes, config.tensorboard_queue_size, resumed_at)
-        tensorboard.settings(settings or {})
+        queue = config.tensorboard_queue_size
+        tensorboard = TensorBoard(folder, names, axes, queue, resumed_at, settings or {})
         writers += [tensorboard, JsonLines(folder)]
     if config.wandb_project:
         writers.append(WeightsAndBiases(config, names, settings or {}))

@@ -90,5 +90,14 @@ class Accelerator:
 
 @functools.cache
 def get_accelerator() -> Accelerator:
-    """Return this process's device."""
+    """Return this process's device.
+
+    Returns:
+        The device with the interface of DeepSpeed's accelerators.
+
+    Example:
+        ```python
+        inputs = inputs.to(deepspeed.get_accelerator().current_device_name())
+        ```
+    """
     return Accelerator()

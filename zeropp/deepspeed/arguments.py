@@ -8,6 +8,18 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
     `zeropp.initialize(args=...)` reads the path that `--deepspeed_config` gives. `--deepspeed` is
     for the program: nothing here reads it.
+
+    Args:
+        parser: The program's parser.
+
+    Returns:
+        The same parser.
+
+    Example:
+        ```python
+        parser = deepspeed.add_config_arguments(ArgumentParser())
+        args = parser.parse_args(["--deepspeed_config", "ds_config.json"])
+        ```
     """
     group = parser.add_argument_group("DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="use DeepSpeed's interface")

@@ -55,9 +55,29 @@ def init_distributed(
 ) -> None:
     """Join the default process group, unless this process has joined one.
 
-    The launcher's environment says which rank this is; `auto_mpi_discovery`, `verbose` and `config`
-    have no effect. Raises InputError for another port, another way to meet, and a rank or number of
-    ranks that is not the launcher's.
+    The launcher's environment says which rank this is, and where ranks meet.
+
+    Args:
+        dist_backend: "gloo" or "nccl"; by default what fits the device.
+        auto_mpi_discovery: No effect.
+        distributed_port: No other than DeepSpeed's default: the launcher chooses the port.
+        verbose: No effect.
+        timeout: Of a collective.
+        init_method: "env://" or nothing.
+        dist_init_required: False makes it an error that the process has not joined a group yet.
+        config: No effect.
+        rank: This rank as the launcher says it, or nothing.
+        world_size: The number of ranks as the launcher says it, or nothing.
+
+    Raises:
+        InputError: For another port, another way to meet, and a rank or number of ranks that is not
+            the launcher's.
+
+    Example:
+        ```python
+        deepspeed.init_distributed()
+        print(dist.get_rank(), "of", dist.get_world_size())
+        ```
     """
     refuse_port(distributed_port)
     environment = Environment.read()

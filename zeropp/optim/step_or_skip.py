@@ -53,13 +53,29 @@ def optimizer_step(
 ) -> StepResult:
     """Update the parameters from their gradients, which are cleared; the same on every rank.
 
-    Gradients are divided by the scaler's scale and, where their global L2 norm exceeds
-    `clip_grad` > 0, scaled down to it. A norm or a `loss` (0-d, the same on all ranks) that is not
-    finite skips the update and, with a scaler, lowers its scale. An optimizer that `takes_factor`,
-    as `zeropp.optim.FusedAdam`, scales and skips by itself: without a scaler the host then waits
-    for nothing. Raises InputError where no parameter of the optimizer has a gradient, for
-    optimizers that cannot update shards, and after a backward pass that failed, or in which ranks
-    reduced different units (told by the next pass where the host does not wait).
+    What is not finite skips the update. With `zeropp.FusedAdam` the host does not wait.
+
+    Args:
+        optimizer: An optimizer of the sharded parameters.
+        sharding: What `zeropp.shard` returned for them.
+        clip_grad: Largest global L2 norm of the gradients; larger ones are scaled to it. 0: none.
+        scaler: The loss scale of fp16, by which gradients are divided; lowered at an overflow.
+        count_zeros: Whether to count the zero elements of the gradients.
+        loss: The step's loss (0-d, the same on all ranks), which has to be finite too.
+
+    Returns:
+        The norm of the gradients, whether the step was skipped, and the zeros if counted.
+
+    Raises:
+        InputError: Without any gradient, for optimizers that cannot update shards, and after a
+            backward pass that failed or whose order differed between ranks.
+
+    Example:
+        ```python
+        with sharding.micro_step(last=True):
+            model(inputs).sum().backward()
+        print(zeropp.optimizer_step(optimizer, sharding, clip_grad=1.0).grad_norm)
+        ```
     """
     sharding.require_complete_gradients()
     takes_factor = getattr(optimizer, "takes_factor", False)

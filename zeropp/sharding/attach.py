@@ -66,21 +66,40 @@ HONOURED = frozenset(
 def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Attached":
     """Let a model that `fully_shard` has sharded send what ZeRO++ sends; undone by `detach()`.
 
-    `config` is a `ZeroConfig`, or DeepSpeed's JSON as a file, a text or a mapping. Only
-    `zero_quantized_weights`, `zero_hpz_partition_size`, `zero_quantized_gradients`,
-    `communication_data_type` and the section `zeropp` have an effect. Values that are not quantized
-    are sent in the dtype that FSDP2 would use. All ranks call `attach` between two steps, before or
-    after the optimizer is made.
+    All ranks call `attach` between two steps, before or after the optimizer is made. Values that
+    are not quantized are sent in the dtype that FSDP2 would use.
 
     A unit keeps its collectives if its parameters are on several meshes, if it is only replicated,
     or if it has collectives that are not FSDP2's. So does a unit whose parameters have all-gather
     hooks, if weights are to be quantized or kept. `Attached.skipped` says which ones and why. With
     HSDP, FSDP2 still sums over the replicas, without quantization.
 
-    Raises InputError on all ranks, before anything is changed, for a model that is not sharded or
-    attached already, stage 0, an hpZ partition that does not fit, units on different meshes, 64-bit
-    weights or gradients, settings that need `zeropp.shard`, and ranks whose settings, units
-    or parameters differ. Any other exception of one rank raises RankError on the others.
+    Args:
+        model: A model to whose blocks and root `fully_shard` was applied.
+        config: A `ZeroConfig`, or DeepSpeed's JSON as a file, a text or a mapping. Only
+            `zero_quantized_weights`, `zero_hpz_partition_size`, `zero_quantized_gradients`,
+            `communication_data_type` and the section `zeropp` have an effect.
+
+    Returns:
+        The units that send as ZeRO++ does, those that do not, and the ledger of bytes.
+
+    Raises:
+        InputError: On all ranks, before anything is changed, for a model that is not sharded or
+            attached already, stage 0, an hpZ partition that does not fit, units on different
+            meshes, 64-bit weights or gradients, settings that need `zeropp.shard`, and ranks whose
+            settings, units or parameters differ.
+        RankError: On the other ranks, for any other exception of one rank.
+
+    Example:
+        ```python
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        settings = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+        attached = zeropp.attach(model, settings)
+        model(inputs).sum().backward()
+        attached.detach()
+        ```
     """
     require_module(model, "zeropp.attach")
     named = fsdp.named_units(model)

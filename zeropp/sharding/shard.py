@@ -64,22 +64,36 @@ def shard(
     cast_forward_inputs: bool = True,
     keeps_root: bool = False,
 ) -> Sharding:
-    """Shard `model` in place over the data-parallel ranks: `mesh`, or its axis of the name `axis`.
+    """Shard `model` in place over the data-parallel ranks, as `config` says; all ranks call it.
 
-    Parameters may be DTensors on the other axes of `mesh`, as after tensor parallelism's
-    `parallelize_module`.
+    Parameters keep their type; compute runs in `config.compute_format`. Build the optimizer
+    afterwards: it must hold the shards. One rank in fp32 leaves the model as it is.
 
-    `units` are the submodules gathered one at a time, in forward order; by default the entries
-    of the model's outermost `nn.ModuleList`s. Parameters stay fp32 (or as they are); compute
-    runs in `config.compute_format`. Build the optimizer afterwards: it must hold the shards.
-    With one rank in fp32 there is nothing to shard and the model is left as it is. A model built
-    inside `zeropp.zero.Init` gets its memory here, shard by shard. `keeps_root` leaves the root
-    gathered from a step's first use of it to the last, at stage 3 too: for pipelines, which compute
-    other micro-batches between the forward and the backward pass of one.
+    Args:
+        model: The same on all ranks. Parameters may be DTensors on the other axes of `mesh`, as
+            after `parallelize_module`; of `zeropp.zero.Init` they get their memory here.
+        mesh: The data-parallel ranks, or a mesh with an axis of them; None for one rank.
+        config: ZeRO stage, quantization and formats.
+        axis: Name of the data-parallel axis of a mesh of several.
+        units: What is gathered at a time, in forward order; by default the entries of the model's
+            outermost `nn.ModuleList`s.
+        cast_forward_inputs: Whether units cast their floating-point inputs to the compute format.
+        keeps_root: Whether the root stays gathered throughout a step, as pipelines need it.
 
-    Raises InputError for a mesh of several axes without `axis` or without this rank, settings that
-    are not available or do not fit the ranks, parameters that cannot be sharded, and ranks whose
-    models differ.
+    Returns:
+        What the steps of training need: micro-steps, the ledger of bytes, notices of changes.
+
+    Raises:
+        InputError: For several axes without `axis`, a mesh without this rank, settings that do not
+            fit the ranks, parameters that cannot be sharded, and ranks whose models differ.
+
+    Example:
+        ```python
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # "cuda" on GPUs
+        config = zeropp.ZeroConfig.from_json({"zero_optimization": {"stage": 3}})
+        sharding = zeropp.shard(model, mesh, config)
+        optimizer = zeropp.FusedAdam(model.parameters(), lr=1e-3)
+        ```
     """
     data = None
     if mesh is not None:
