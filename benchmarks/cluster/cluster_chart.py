@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.cluster.cluster_report import ACROSS, bytes_of, largest
+from benchmarks.cluster.cluster_report import ACROSS, bytes_of, largest, rate_title
 from benchmarks.shared.charts import hide_top_and_right, save_png
 
 COLOURS = ("#555555", "#0072b2", "#56b4e9", "#f0e442", "#e69f00", "#cc3311", "#aa4499", "#009e73")
@@ -42,8 +42,7 @@ def _times(panel, run: dict) -> None:
     bars = panel.barh(names, medians, color=COLOURS[: len(rows)], xerr=(below, above))
     labels = [f"{row['median']:.2f} s ({row['speedup']:.2g} x)" for row in rows]
     panel.bar_label(bars, labels, padding=4, fontsize=8)
-    limit = {None: "one host", "none": "no limit"}.get(run["rate"], run["rate"])
-    panel.set_title(f"step time, {limit}", fontsize=10)
+    panel.set_title(f"step time, {rate_title(run['rate'])}", fontsize=10)
     panel.set_xlabel("seconds, median and quartiles", fontsize=8)
 
 

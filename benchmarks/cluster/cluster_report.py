@@ -3,8 +3,8 @@
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from benchmarks.cluster.emulation import INTERFACE, LOOPBACK
 from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps
+from benchmarks.cluster.network.emulation import INTERFACE, LOOPBACK
 from benchmarks.shared.interleaved import quartiles
 from benchmarks.shared.table import Column, Row, table
 
@@ -73,6 +73,13 @@ def show(result: dict) -> str:
             parts.append(_passes(run, model_bytes))
         parts += _remarks(run)
     return "\n\n".join(parts)
+
+
+def rate_title(rate: str | None) -> str:
+    """For example 200 Mbit/s; "one host" without a network."""
+    if rate is None:
+        return "one host"
+    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s").replace("none", "no limit")
 
 
 def bytes_of(ledger: Mapping[str, float] | None, hop: str) -> float | None:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.cluster.emulation import (
+from benchmarks.cluster.network.emulation import (
     INTERFACE,
     LOOPBACK,
     Counters,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-from benchmarks.cluster import emulation
+from benchmarks.cluster.network import emulation
 from benchmarks.cluster.rank_processes import RankProcesses, started_ranks
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.cluster import emulation
+from benchmarks.cluster.network import emulation
 from benchmarks.endurance.job import NODES, RANKS_PER_NODE, Job
 from benchmarks.shared.interleaved import Disagreement
 

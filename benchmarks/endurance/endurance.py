@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.cluster import emulation
+from benchmarks.cluster.network import emulation
 from benchmarks.cluster.started_cluster import exit_on_signals
 from benchmarks.endurance.disturbances import KINDS
 from benchmarks.endurance.job import Job, started_job

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.cluster import emulation
+from benchmarks.cluster.network import emulation
 from benchmarks.endurance.growing_file import GrowingFile
 from benchmarks.endurance.rank import pid_file
 from zeropp.errors import InputError

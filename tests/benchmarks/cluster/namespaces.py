@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.cluster.emulation import require_namespaces
+from benchmarks.cluster.network.emulation import require_namespaces
 from zeropp.errors import InputError
 
 

@@ -13,8 +13,8 @@ from benchmarks.cluster import cluster, deepspeed_peer
 from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
 from benchmarks.cluster.configurations import NAMES, OURS, axes_of, zero_config
-from benchmarks.cluster.emulation import Counters
 from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps, run_interleaved, warm_up
+from benchmarks.cluster.network.emulation import Counters
 from benchmarks.shared.interleaved import Disagreement
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces, wait_until
 from tests.benchmarks.started import run_benchmark

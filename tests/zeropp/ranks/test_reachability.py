@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from benchmarks.cluster import emulation
+from benchmarks.cluster.network import emulation
 from tests.benchmarks.cluster.namespaces import needs_namespaces
 from tests.launched import ROOT
 from zeropp.errors import NetworkError

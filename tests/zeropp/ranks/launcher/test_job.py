@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster import emulation
+from benchmarks.cluster.network import emulation
 from tests.benchmarks.cluster.namespaces import needs_namespaces, wait_until
 from tests.launched import ROOT
 from zeropp.ranks.launcher import job
@@ -160,7 +160,7 @@ def test_two_machines_by_ssh(start: Callable, tmp_path: Path) -> None:
     lines = [f"{emulation.address(node)} slots=1\n" for node in range(2)]
     (tmp_path / "hosts").write_text("".join(lines))
     arguments = f"--launcher_args=-i {tmp_path}/key -o UserKnownHostsFile={tmp_path}/known"
-    with emulation.emulated_cluster(2, "none"):
+    with emulation.emulated_cluster(2):
         sshd = [shutil.which("sshd"), "-D", "-f", str(tmp_path / "sshd_config")]
         subprocess.Popen([*emulation.prefix(1), *sshd])
         process = start("end", "--ssh_port", "2222", arguments, prefix=(*emulation.prefix(0),))

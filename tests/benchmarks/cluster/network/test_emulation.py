@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from benchmarks.cluster import emulation
-from benchmarks.cluster.emulation import bits_per_second, counters, emulated_cluster
+from benchmarks.cluster.network import emulation
+from benchmarks.cluster.network.emulation import bits_per_second, counters, emulated_cluster
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces
 from tests.launched import ROOT
 from zeropp.errors import InputError
@@ -92,7 +92,7 @@ def test_bytes_between_nodes_are_counted_and_nothing_stays_behind(num_nodes: int
 def test_what_a_killed_run_left_is_removed_by_the_next():
     program = (
         "import subprocess, sys\n"
-        "from benchmarks.cluster import emulation\n"
+        "from benchmarks.cluster.network import emulation\n"
         "with emulation.emulated_cluster(2):\n"
         f"    subprocess.Popen([*emulation.prefix(1), sys.executable, '-c', {SLEEP!r}])\n"
         "    print('ready', flush=True)\n"

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cluster.delay_line import DelayLine
+from benchmarks.cluster.network.delay_line import DelayLine
 from zeropp.errors import InputError
 
 INTERFACE, LOOPBACK = "eth0", "lo"  # of a node: to other nodes, and within the node

@@ -1,0 +1,45 @@
+"""The README's table and picture: made of results that are committed beside them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster import headline
+from tests.launched import ROOT
+from zeropp.errors import InputError
+
+README = (ROOT / "README.md").read_text()
+RESULTS = [
+    ROOT / f"{name}.json" for name in re.findall(r"\((benchmarks/results/[\w-]+)\.md\)", README)
+]
+
+
+def test_the_readme_says_what_the_committed_results_say():
+    cluster, convergence = [path for path in RESULTS if path.exists()]
+    assert headline.with_headline(README, headline.headline(cluster, convergence)) == README
+    assert cluster.with_suffix(".png").exists() and cluster.with_suffix(".md").exists()
+
+
+def test_the_picture_shows_the_rows_of_the_table():
+    cluster = json.loads(next(path for path in RESULTS if path.exists()).read_text())
+    pictured = headline.pictured(cluster)
+    assert [run["rate"] for run in pictured["runs"]] == list(headline.PICTURE_RATES)
+    for run in pictured["runs"]:
+        assert [row["name"] for row in run["rows"]] == list(headline.NAMES.values())
+
+
+def test_a_result_without_a_configuration_and_a_readme_without_its_place_are_refused(
+    tmp_path: Path,
+):
+    cluster, convergence = [path for path in RESULTS if path.exists()]
+    result = json.loads(cluster.read_text())
+    for run in result["runs"]:
+        run["rows"] = [row for row in run["rows"] if row["name"] != "fsdp2-ring"]
+    poor = tmp_path / "poor.json"
+    poor.write_text(json.dumps(result))
+    with pytest.raises(InputError, match="the result has no fsdp2-ring"):
+        headline.headline(poor, convergence)
+    with pytest.raises(InputError, match="the README has no lines <!-- headline: begin -->"):
+        headline.with_headline("# Title\n", "table\n")
