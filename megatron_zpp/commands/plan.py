@@ -20,7 +20,7 @@ from megatron_zpp.data.text_source import resolve_vocab_size
 from megatron_zpp.interchange.pretrained_model import with_initial_model
 from megatron_zpp.planner.advice import what_would_fit
 from megatron_zpp.planner.calibration import calibrate_by_log
-from megatron_zpp.planner.plan_chart import draw
+from megatron_zpp.planner.plan_chart import draw, require_matplotlib
 from megatron_zpp.planner.plan_table import plan_json, print_plan
 from megatron_zpp.planner.search import Plan, Search
 from megatron_zpp.planner.timing.hardware import Cluster, Description, find_cluster
@@ -122,6 +122,7 @@ def require_outputs(flags: PlanFlags) -> None:
     if flags.json not in (None, "-"):
         require_writable(flags.json, "--json")
     if flags.plot is not None:
+        require_matplotlib()
         require_writable(flags.plot, "--plot")
         if not flags.plot.endswith(".png"):
             raise InputError(f"--plot {flags.plot}: expected a name that ends with .png")

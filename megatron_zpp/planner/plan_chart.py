@@ -1,12 +1,14 @@
 """A plan as a picture: a stacked bar for each configuration, and step time against link rate."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import BinaryIO
 
 from megatron_zpp.planner.plan_table import best_of_settings, subject
 from megatron_zpp.planner.search import TIE, Plan, Row, Search
 from megatron_zpp.planner.timing.hardware import GBIT
 from megatron_zpp.planner.timing.step_time import typical_seconds
+from zeropp.errors import InputError
 
 PARTS = (  # attribute of StepTime, label, colour
     ("computing", "computing", "#4c8bf5"),
@@ -20,9 +22,15 @@ LOWEST_RATE, HIGHEST_RATE, POINTS = 1.0, 3200.0, 24  # Gbit/s of a node
 DPI, MOST_BARS = 120, 16
 
 
+def require_matplotlib() -> None:
+    """Raise InputError if matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib: pip install matplotlib (make setup has it)")
+
+
 def draw(plan: Plan, search: Search, file: BinaryIO) -> None:
     """Write the picture of a plan of which something fits, as PNG."""
-    import matplotlib  # noqa: PLC0415  (slow to import)
+    import matplotlib  # noqa: PLC0415  (optional)
 
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
