@@ -94,7 +94,8 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self.global_rank, self.local_rank = environment.rank, environment.local_rank
         self.world_size = environment.world_size  # ranks of the mesh, as in DeepSpeed
         self._is_first = dist.get_rank(sharding.group) == 0
-        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._micro_steps = 0
         self.scaler = _loss_scaler(config)
         self._state_dicts = WholeStateDicts(sharding)
         self._state_dicts.include(self.module)
@@ -184,13 +185,23 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
             raise InputError(f"engine.step() without engine.backward(loss) before it{hint}")
         is_boundary = self.is_gradient_accumulation_boundary()
         count = max(1, self._announced)
-        self.micro_steps += count
+        self._micro_steps += count
         self._micro_batches_done += count
         self._was_applied = False
         self._end_micro_batch()
         if is_boundary:
             self._micro_batches_done = 0
             self._optimizer_step()
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far; setting the number says also which of its step the next one is."""
+        return self._micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self._micro_steps = count
+        self._micro_batches_done = count % self.batch.micro_batches
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -328,7 +339,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self.zero_grad()
         self._end_micro_batch()
         self._is_boundary = None
-        self.micro_steps -= self._micro_batches_done
+        self._micro_steps -= self._micro_batches_done
         self._micro_batches_done = 0
         self._losses = torch.zeros_like(self._losses)
 

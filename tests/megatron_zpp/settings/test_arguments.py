@@ -251,6 +251,7 @@ SETTINGS = """
 --log-validation-ppl-to-tensorboard   log.log_validation_ppl_to_tensorboard true
 --log-optimizer-states-to-tensorboard log.log_optimizer_states_to_tensorboard true
 --log-memory-to-tensorboard           log.log_memory_to_tensorboard true
+--log-all-axes-to-tensorboard         log.log_all_axes_to_tensorboard true
 --log-world-size-to-tensorboard       log.log_world_size_to_tensorboard true
 --plan-file plan.json                  log.plan_file "plan.json"
 --log-params-norm                     log.log_params_norm true

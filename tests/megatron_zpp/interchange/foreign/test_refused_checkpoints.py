@@ -138,7 +138,6 @@ def test_settings_that_do_not_describe_the_tensors(tmp_path, capsys):
         ("use_mup", True, "the multipliers of muP"),
         ("glu_linear_offset", 1.0, "an offset in gated MLPs"),
         ("rotary_base", "often", "not laid out as those of its program"),
-        ("rotary_interleaved", True, "--rotary-interleaved is True"),
         ("position_embedding_type", "mrope", "--position-embedding-type 'mrope'"),
     ):
         original = path.read_bytes()
