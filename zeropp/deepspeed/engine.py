@@ -32,7 +32,7 @@ from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.deepspeed.whole_steps import WholeSteps
 from zeropp.errors import InputError
-from zeropp.optim.loss_scale import DeepSpeedLossScaler
+from zeropp.optim.loss_scale import deepspeed_loss_scaler
 from zeropp.optim.step_or_skip import optimizer_step
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import BatchSizes, ZeroConfig
@@ -96,7 +96,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self._is_first = dist.get_rank(sharding.group) == 0
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self._micro_steps = 0
-        self.scaler = _loss_scaler(config)
+        self.scaler = deepspeed_loss_scaler(config.fp16)
         self._state_dicts = WholeStateDicts(sharding)
         self._state_dicts.include(self.module)
         self.tput_timer = ThroughputTimer()
@@ -390,19 +390,3 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
                 self.skipped_steps,
                 scale,
             )
-
-
-def _loss_scaler(config: ZeroConfig) -> DeepSpeedLossScaler | None:
-    """Return the scaler of the JSON's fp16 section; None in other formats."""
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return None
-    fixed = fp16.loss_scale > 0
-    return DeepSpeedLossScaler(
-        scale=fp16.loss_scale if fixed else 2.0**fp16.initial_scale_power,
-        min_scale=fp16.min_loss_scale,
-        window=fp16.loss_scale_window,
-        hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis,
-        dynamic=not fixed,
-    )

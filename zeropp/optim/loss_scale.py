@@ -6,6 +6,7 @@ Source: Micikevicius et al. 2018, section 3.2, with Megatron's hysteresis.
 from dataclasses import dataclass
 
 from zeropp.errors import InputError
+from zeropp.settings.sections import Fp16
 
 
 @dataclass(kw_only=True)
@@ -91,3 +92,18 @@ class DeepSpeedLossScaler(LossScaler):
             self.overflows_left = self.hysteresis
             self.scale *= 2
         self.clean_steps += 1
+
+
+def deepspeed_loss_scaler(fp16: Fp16) -> DeepSpeedLossScaler | None:
+    """Return the scaler of the JSON's fp16 section; None if the section is not enabled."""
+    if not fp16.enabled:
+        return None
+    fixed = fp16.loss_scale > 0
+    return DeepSpeedLossScaler(
+        scale=fp16.loss_scale if fixed else 2.0**fp16.initial_scale_power,
+        min_scale=fp16.min_loss_scale,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        dynamic=not fixed,
+    )
