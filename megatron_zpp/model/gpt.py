@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.cache import KeyValueCache
-from megatron_zpp.model.layers import Block, Sequences, apply_norm, make_norm
+from megatron_zpp.model.attention.cache import KeyValueCache
+from megatron_zpp.model.attention.rotary import Rotary, rotary_tables
+from megatron_zpp.model.attention.sequences import Sequences
+from megatron_zpp.model.block import Block
 from megatron_zpp.model.lora import train_adapters_only
 from megatron_zpp.model.loss import cap_logits, head_loss, parallel_cross_entropy
+from megatron_zpp.model.normalization import apply_norm, make_norm
 from megatron_zpp.model.part import WHOLE, Part
-from megatron_zpp.model.rotary import Rotary, rotary_tables
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron_zpp.parallel.collectives import gather_columns
 from megatron_zpp.settings.config import ModelConfig

@@ -20,12 +20,12 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_zpp.model.attention.prefix_attention import lower_right_mask
+from megatron_zpp.model.attention.rotary import GLOBAL, KINDS, rotary_tables
+from megatron_zpp.model.attention.sequences import Sequences
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layers import Sequences
 from megatron_zpp.model.part import Part
-from megatron_zpp.model.prefix_attention import lower_right_mask
-from megatron_zpp.model.rotary import GLOBAL, KINDS, rotary_tables
 from megatron_zpp.planner.parts.meta_model import MetaModel, largest_block
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import ModelConfig

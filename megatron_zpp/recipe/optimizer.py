@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_zpp.model.layers import QK_NORMS
+from megatron_zpp.model.attention.attention import QK_NORMS
 from megatron_zpp.recipe.apex import Apex, ApexAdam
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding

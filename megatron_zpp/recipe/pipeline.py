@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.model.cache import KeyValueCache
+from megatron_zpp.model.attention.cache import KeyValueCache
 from megatron_zpp.model.gpt import GPT, Blocks
 from megatron_zpp.parallel.collectives import sum_whole
 from megatron_zpp.parallel.mesh import Ranks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.cache import KeyValueCache
+from megatron_zpp.model.attention.cache import KeyValueCache
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.text.detokenizer import IncrementalDetokenizer
 from megatron_zpp.text.sampling import Sampling, require_non_negative, sample

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from megatron_zpp.model.block import Block
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layers import Block
 from megatron_zpp.model.part import Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks

@@ -15,8 +15,8 @@ from megatron_zpp.interchange.families.rope import Rotary
 from megatron_zpp.interchange.hf_folder import FolderTensors, read_config
 from megatron_zpp.interchange.open_model import load_model, open_model
 from megatron_zpp.interchange.tokenizer_files import copy_files
+from megatron_zpp.model.attention.rotary import rotary_tables
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.rotary import rotary_tables
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from megatron_zpp.text.text_model import TextModelConfig, open_text_model
 from tests.megatron_zpp.interchange.foreign_models import LLAMA3, add_tokenizer, llama, saved

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from megatron_zpp.model.block import Block
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layers import Block
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 from tests.ranks import ranks

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.model import scores as module
-from megatron_zpp.model.cache import KeyValueCache
-from megatron_zpp.model.document_attention import attend_documents
-from megatron_zpp.model.prefix_attention import attend_last
-from megatron_zpp.model.scores import Scores, alibi_slopes
+from megatron_zpp.model.attention import scores as module
+from megatron_zpp.model.attention.cache import KeyValueCache
+from megatron_zpp.model.attention.document_attention import attend_documents
+from megatron_zpp.model.attention.prefix_attention import attend_last
+from megatron_zpp.model.attention.scores import Scores, alibi_slopes
 
 HEADS, GROUPS, LENGTH, CHANNELS = 6, 2, 23, 8
 KINDS = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.cache import KeyValueCache
+from megatron_zpp.model.attention.cache import KeyValueCache
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig

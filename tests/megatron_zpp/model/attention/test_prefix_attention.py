@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.model import prefix_attention
-from megatron_zpp.model.prefix_attention import attend_last
+from megatron_zpp.model.attention import prefix_attention
+from megatron_zpp.model.attention.prefix_attention import attend_last
 
 
 @pytest.mark.parametrize("num_queries", [1, 7, 16, 33, 48, 50])

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_zpp.model.prefix_attention import attend_last
-from megatron_zpp.model.scores import CAUSAL, Scores, attend_at
+from megatron_zpp.model.attention.prefix_attention import attend_last
+from megatron_zpp.model.attention.scores import CAUSAL, Scores, attend_at
 
 
 class KeyValueCache:

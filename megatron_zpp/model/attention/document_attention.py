@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from megatron_zpp.model.prefix_attention import attend_last
-from megatron_zpp.model.scores import CAUSAL, Scores
+from megatron_zpp.model.attention.prefix_attention import attend_last
+from megatron_zpp.model.attention.scores import CAUSAL, Scores
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 

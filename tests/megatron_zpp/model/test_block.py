@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_zpp.model.layers import activate
-from megatron_zpp.model.rotary import base_frequencies, rotary_table, rotate
+from megatron_zpp.model.attention.rotary import base_frequencies, rotary_table, rotate
+from megatron_zpp.model.mlp import activate
 from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_zpp.data.masks import document_edges
-from megatron_zpp.model.document_attention import attend_documents
+from megatron_zpp.model.attention.document_attention import attend_documents
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.settings.config import RecomputeConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build

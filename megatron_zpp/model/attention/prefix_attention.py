@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_zpp.model.scores import BLOCK, CAUSAL, Scores, attend_in_blocks
+from megatron_zpp.model.attention.scores import BLOCK, CAUSAL, Scores, attend_in_blocks
 
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor, dropout: float, scores: Scores = CAUSAL) -> Tensor:

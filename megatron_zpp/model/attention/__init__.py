@@ -1,0 +1,1 @@
+"""Attention: its layer, its kernels, its positions, and the cache of generation."""

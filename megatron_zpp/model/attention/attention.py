@@ -1,0 +1,130 @@
+"""Causal self-attention with grouped queries.
+
+With a tensor axis N and K are those of a rank, with a context axis S too where sequences are
+split; x has a rank's rows where rows are split.
+Shapes: B batch, S sequence, H hidden, N query heads, K key-value heads, Q = N/K query heads of one
+group, D channels of a head.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.model.attention.document_attention import attend
+from megatron_zpp.model.attention.rotary import Rotary, rotary_kinds, rotate
+from megatron_zpp.model.attention.scores import Scores
+from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
+from megatron_zpp.model.execution import recomputed
+from megatron_zpp.model.lora import adapters_of
+from megatron_zpp.model.normalization import apply_norm, make_norm, norm_of_all_heads
+from megatron_zpp.model.part import WHOLE, Part
+from megatron_zpp.model.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    own_random_numbers,
+)
+from megatron_zpp.settings.config import ModelConfig
+
+# What normalizes queries and keys in `Attention`: each head by itself, or all heads at once.
+QK_NORMS = frozenset({"q_norm", "k_norm", "queries_norm", "keys_norm"})
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries and one matrix for queries, keys and values.
+
+    The rows of that matrix are ordered by groups, [K, Q + 2, D]: the query heads of a group, then
+    its key and its value. Any slice of whole groups is therefore an attention layer itself.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
+        super().__init__()
+        axis, adapters = part.tensor, partial(adapters_of, part.lora, layer)
+        self.axis, self.context = axis, part.context
+        self.layer, self.rotary_kind = layer, rotary_kinds(config)[layer]
+        self.scores = Scores.of(config, layer, axis)
+        self.head_dim = config.head_dim
+        num_ranks = 1 if axis is None else axis.size
+        self.kv_heads = max(config.kv_heads // num_ranks, 1)
+        self.group_size = config.num_attention_heads // max(config.kv_heads, num_ranks)
+        self.ranks_per_group = max(num_ranks // config.kv_heads, 1)
+        self.dropout = config.attention_dropout
+        self.is_interleaved = config.rotary_interleaved
+        hidden, width = config.hidden_size, config.num_attention_heads * self.head_dim
+        kv_width = config.kv_heads * self.head_dim
+        self.qkv = ColumnParallelLinear(
+            hidden, width + 2 * kv_width, config.has_qkv_bias, axis, adapters("attention.qkv")
+        )
+        self.q_norm = self.k_norm = self.queries_norm = self.keys_norm = None
+        if config.qk_layernorm and config.qk_layernorm_across_heads:
+            self.queries_norm = norm_of_all_heads(config, width, part)
+            self.keys_norm = norm_of_all_heads(config, kv_width, part)
+        elif config.qk_layernorm:
+            self.q_norm = make_norm(config, self.head_dim, part.norms)
+            self.k_norm = make_norm(config, self.head_dim, part.norms)
+        bias = config.has_attention_output_bias
+        self.output = RowParallelLinear(width, hidden, bias, axis, adapters("attention.output"))
+        self.is_recomputed = part.execution.recomputes_attention
+
+    def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
+        """Map x [B, S, H] to [B, S, H]."""
+        splits_rows, cache = sequences.splits_rows, sequences.cache
+        if self.axis is not None:
+            x = self.axis.enter(x, splits_rows)
+        queries = self.group_size
+        shape = (*x.shape[:2], self.kv_heads, queries + 2, self.head_dim)
+        qkv = self.qkv(x) if self.ranks_per_group == 1 else self._own_heads(self.qkv(x))
+        qkv = qkv.view(shape)  # [B, S, K, Q + 2, D]
+        qk, v = qkv.split((queries + 1, 1), dim=3)
+        rotary = sequences.rotary[self.rotary_kind] if sequences.rotary else None
+        q, k, v = (part.flatten(2, 3) for part in (*self._turned(qk, rotary), v))
+        if cache is not None:
+            attended = cache.layers[self.layer].attend(q, k, v, self.scores)
+        elif self.is_recomputed:
+            attended = recomputed(self.core, q, k, v, sequences)
+        else:
+            attended = self.core(q, k, v, sequences)
+        return self.output(attended.flatten(2), splits_rows)
+
+    def _own_heads(self, qkv: Tensor) -> Tensor:
+        """Return this rank's queries with the key and the value of its group, [B, S, Q + 2, D].
+
+        Several ranks share a group, of whose channels each has a part: qkv [B, S, (N + 2K)D/T].
+        """
+        group, place = divmod(self.axis.place, self.ranks_per_group)
+        num_groups = self.axis.size // self.ranks_per_group
+        whole = self.axis.all_columns(qkv).unflatten(-1, (num_groups, -1, self.head_dim))
+        queries = whole[:, :, group].narrow(2, place * self.group_size, self.group_size)
+        return torch.cat((queries, whole[:, :, group, -2:]), dim=2)
+
+    def _turned(self, qk: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """Split qk [B, S, K, Q + 1, D] into queries and keys, normalized and then rotated."""
+        sizes, turn = (self.group_size, 1), partial(rotate, is_interleaved=self.is_interleaved)
+        if self.q_norm is None and self.queries_norm is None:
+            return (qk if rotary is None else turn(qk, rotary)).split(sizes, dim=3)
+        q, k = qk.split(sizes, dim=3)
+        if self.q_norm is not None:
+            q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
+        else:
+            shapes, (q, k) = (q.shape, k.shape), (q.flatten(2), k.flatten(2))
+            q = apply_norm(self.queries_norm, q).view(shapes[0])
+            k = apply_norm(self.keys_norm, k).view(shapes[1])
+        return (q, k) if rotary is None else (turn(q, rotary), turn(k, rotary))
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
+        """Map q [B, S, N, D], k and v [B, S, K, D] to [B, S, N, D]; the softmax is in fp32."""
+        context = self.context if sequences.is_split else None
+        dropout, edges = self.dropout if self.training else 0.0, sequences.edges
+        if context is not None and context.gathers_keys:
+            k, v = context.gather_keys(k, v)
+            parts = zip(context.parts, q.chunk(len(context.parts), dim=1), strict=True)
+            attended = [
+                attend(part, k, v, edges, dropout, number * part.shape[1], self.scores)
+                for number, part in parts
+            ]
+            return torch.cat(attended, dim=1)
+        if context is not None:
+            q, k, v = context.exchange_rows(q, k, v)
+        with own_random_numbers(self.axis, sequences.splits_rows, dropout, q.device):
+            attended = attend(q, k, v, edges, dropout, scores=self.scores)
+        return attended if context is None else context.exchange_heads(attended)

@@ -1,0 +1,56 @@
+"""The MLP of a transformer block, and its nonlinearity.
+
+With a tensor axis F is that of a rank. Shapes: B batch, S sequence, H hidden, F hidden of the MLP.
+"""
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.model.lora import adapters_of
+from megatron_zpp.model.part import WHOLE, Part
+from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron_zpp.settings.config import ModelConfig
+
+
+def activate(x: Tensor, config: ModelConfig) -> Tensor:
+    """Apply the MLP's nonlinearity: OpenAI's GELU is the tanh form, exact GELU the erf form."""
+    if config.swiglu:
+        return F.silu(x)  # of the gate
+    if config.liglu:
+        return x
+    if config.relu or config.reglu:
+        return F.relu(x)
+    if config.squared_relu:
+        return squared_relu(x)
+    is_approximate = config.openai_gelu or config.bias_gelu_fusion
+    return F.gelu(x, approximate="tanh" if is_approximate else "none")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return max(x, 0)² (So et al. 2021, Primer)."""
+    return F.relu(x).square()
+
+
+class MLP(nn.Module):
+    """Two linear layers with a nonlinearity between them, and perhaps a third one as a gate."""
+
+    def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
+        super().__init__()
+        bias, adapters = config.has_mlp_bias, partial(adapters_of, part.lora, layer)
+        hidden, ffn, axis = config.hidden_size, config.ffn_size, part.tensor
+        self.config, self.axis = config, axis
+        self.input = ColumnParallelLinear(hidden, ffn, bias, axis, adapters("mlp.input"))
+        self.gate = None
+        if config.is_gated:
+            self.gate = ColumnParallelLinear(hidden, ffn, bias, axis, adapters("mlp.gate"))
+        self.output = RowParallelLinear(ffn, hidden, bias, axis, adapters("mlp.output"))
+
+    def forward(self, x: Tensor, splits_rows: bool = False) -> Tensor:
+        """Map x [B, S, H] to [B, S, H], through [B, S, F]."""
+        if self.axis is not None:
+            x = self.axis.enter(x, splits_rows)
+        if self.gate is None:
+            return self.output(activate(self.input(x), self.config), splits_rows)
+        return self.output(activate(self.gate(x), self.config) * self.input(x), splits_rows)
