@@ -45,7 +45,7 @@ SCRIPTS = {
 SLURM = "slurm.sh"
 TUTORIAL = "pretrain_zeropp_18b.sh"
 PAGES = {  # what starts from nothing: page -> what its last command leaves behind, or prints
-    "README.md": "checkpoints/latest_checkpointed_iteration.txt",
+    "README.md": "checkpoints/corpus/latest_checkpointed_iteration.txt",
     "docs/start_megatron.md": "checkpoints/first/latest_checkpointed_iteration.txt",
     "docs/start_trainer.md": "sent for gradients, across_nodes",
     "docs/start_deepspeed.md": "weights/pytorch_model.bin",
@@ -196,8 +196,8 @@ def test_json_runs(path, tmp_path) -> None:
 
 
 @pytest.fixture
-def clone(corpus, tmp_path) -> Path:
-    """A folder like a fresh clone after `make setup`, with 50 documents and GPT-2's two files."""
+def clone(tmp_path) -> Path:
+    """A folder like a fresh clone after `make setup`, with 50 documents."""
     for path in ROOT.iterdir():
         if not path.name.startswith((".", "runs", "build", "data", "checkpoints")):
             (tmp_path / path.name).symlink_to(path)
@@ -205,8 +205,6 @@ def clone(corpus, tmp_path) -> Path:
     (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
     for name in ("bin/activate", ".setup-done"):
         (tmp_path / ".venv" / name).touch()
-    for name in ("vocab.json", "merges.txt"):
-        (tmp_path / name).write_bytes((corpus / name).read_bytes())
     lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[:50]]
     (tmp_path / "corpus.jsonl").write_text("".join(lines))
     return tmp_path
@@ -241,3 +239,13 @@ def test_what_a_page_tells_to_type_runs_as_printed(page, clone) -> None:
     assert {*PAGES} == {"README.md", *START_PAGES}
     assert "make setup" in (ROOT / page).read_text() and "type next" in said
     assert PAGES[page] in said or (clone / PAGES[page]).is_file(), said
+
+
+def test_no_page_overwrites_a_file_of_another() -> None:
+    written = [
+        words[-1]
+        for page in PAGES
+        for words, _ in Document(page, (ROOT / page).read_text()).steps()
+        if words[-2:-1] == [">"]
+    ]
+    assert len(written) >= 5 and len(written) == len({*written})

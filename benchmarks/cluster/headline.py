@@ -33,6 +33,12 @@ NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 OURS = "code-steps"
+JSONS: Mapping[str, str] = MappingProxyType(  # configuration -> the file that sets the same
+    {
+        "zeropp": "examples/ds_zeropp_two_nodes.json",
+        "code-steps": "examples/ds_code_steps_two_nodes.json",
+    }
+)
 PICTURE_RATES = ("100mbit", "1gbit")
 BEGIN, END = "<!-- headline: begin -->\n", "<!-- headline: end -->\n"
 
@@ -131,9 +137,13 @@ def _setting(cluster: dict) -> str:
         f"Measured on {cluster['nodes']} emulated nodes of {cluster['ranks_per_node']} ranks; a "
         f"GPT of {millions:.1f} M parameters in bf16 (M = {2 * millions:.1f} MB) after "
         f"{cluster['warm_up']} steps, {cluster['shape']['seq']} tokens per rank. Step times are "
-        "medians, with quartiles. Plain FSDP2 sends 2.25 M as NCCL does, on a ring, and 3 M with "
-        "gloo's own reduction; both were measured in the same run. Messages were coded at every "
-        "rate; by default they are not where the link is faster than the coder."
+        "medians, with quartiles. FSDP2 was measured twice in the same run: with reductions on a "
+        "ring, as NCCL's (2.25 M and headers), and with gloo's own (3 M). Megatron-Z++ is "
+        f"`{JSONS[OURS]}`, with which `make pretrain` runs. ZeRO++ as published is "
+        f"`{JSONS['zeropp']}` with uncoded messages: INT8 weights once per step, INT4 gradients. "
+        "Megatron-Z++ coded its messages at every rate; with "
+        '`"code_messages": "auto"`, the default where the JSON does not say, they are coded only '
+        "where that saves time."
     )
 
 
@@ -141,8 +151,8 @@ def _loss(convergence: dict) -> str:
     row = next(row for row in convergence["rows"] if row["variant"] == OURS)
     return (
         f"Held-out loss after {convergence['recipe']['steps']} steps of the model of "
-        f"`make pretrain`, {row['seeds']} seeds: **{row['difference']:+.2%} ± {row['error']:.2%}** "
-        "against the same without quantization."
+        f"`make pretrain`, over {row['seeds']} seeds: **{row['difference']:+.2%} ± "
+        f"{row['error']:.2%}** (standard error) against the same runs without quantization."
     )
 
 

@@ -35,11 +35,16 @@ MODEL = (
     "--attention-dropout 0 --micro-batch-size 2 "
 )
 NODES = {"bf16": {"enabled": True}, "zeropp": {"ranks_per_node": 2}}
+CHANGES = {"zeropp": NODES["zeropp"] | {"weight_steps": True, "code_messages": True}}
 HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
 PLUS = HPZ | {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 MIXZ = HPZ | {"zero_quantized_nontrainable_weights": True}
-ALL_THREE, STORED = "(ZeRO++)", "(MixZ++)"
-JSONS = {ALL_THREE: PLUS, STORED: MIXZ}
+ALL_THREE, INCREMENTAL, STORED = "(ZeRO++)", "(ZeRO++, weight_steps)", "(MixZ++)"
+JSONS = {
+    ALL_THREE: {"zero_optimization": PLUS},
+    INCREMENTAL: {"zero_optimization": PLUS} | CHANGES,
+    STORED: {"zero_optimization": MIXZ},
+}
 LORA = "--lora-rank 8 --pretrained-checkpoint none"
 TENSOR, CONTEXT, PIPELINE = (
     f"--{axis}-parallel-size" for axis in ("tensor-model", "context", "pipeline-model")
@@ -63,6 +68,7 @@ CASES = (
     "--zero-stage 3 --global-batch-size 8 --bf16 --cpu-optimizer --remote-device cpu",
     f"{ALL_THREE} --global-batch-size 8 --bf16",
     f"{ALL_THREE} --global-batch-size 24 --bf16 --cpu-optimizer",
+    f"{INCREMENTAL} --global-batch-size 8 --bf16",
     f"--zero-stage 2 --global-batch-size 24 --bf16 {LORA}",
     f"{STORED} --global-batch-size 24 --bf16 {LORA}",
     f"{STORED} --global-batch-size 24 --bf16 --cpu-optimizer {LORA}",
@@ -123,8 +129,8 @@ def on_rank(options: argparse.Namespace) -> list[dict]:
     join_cpu_ranks()
     for case in (each for each in CASES if options.only in each):
         flags = case
-        for name, zero in JSONS.items():
-            text = json.dumps(NODES | {"zero_optimization": zero}, separators=(",", ":"))
+        for name, sections in JSONS.items():
+            text = json.dumps(NODES | sections, separators=(",", ":"))
             flags = flags.replace(name, f"--deepspeed-config {text}")
         prediction, measured = predict_and_measure(MODEL + flags)
         predicted = None if prediction is None else prediction.host_bytes

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster import headline
+from benchmarks.shared.zero_json import zero_json
 from tests.launched import ROOT
+from zeropp import ZeroConfig
 from zeropp.errors import InputError
 
 README = (ROOT / "README.md").read_text()
@@ -20,6 +22,17 @@ def test_the_readme_says_what_the_committed_results_say():
     cluster, convergence = [path for path in RESULTS if path.exists()]
     assert headline.with_headline(README, headline.headline(cluster, convergence)) == README
     assert cluster.with_suffix(".png").exists() and cluster.with_suffix(".md").exists()
+
+
+@pytest.mark.parametrize("name", headline.JSONS)
+def test_the_files_that_the_readme_names_set_what_was_measured(name: str):
+    measured = zero_json(name, ranks_per_node=2)
+    if name != headline.OURS:
+        assert measured["zeropp"].pop("code_messages") is False  # the README says so
+    file = headline.JSONS[name]
+    theirs, ours = ZeroConfig.from_json(measured), ZeroConfig.from_json(ROOT / file)
+    assert ours.zero_optimization == theirs.zero_optimization and ours.zeropp == theirs.zeropp
+    assert f"`{file}`" in README
 
 
 def test_the_picture_shows_the_rows_of_the_table():
