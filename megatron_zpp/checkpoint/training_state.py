@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.settings.config import Config, ModelConfig
+from megatron_zpp.settings.gpt.experts import OF_TRAINING, MoeConfig
 from zeropp.errors import InputError, first_lines
 
 STATE = "state.json"
@@ -22,6 +23,8 @@ NOT_ARCHITECTURE = (
     "attention_dropout",
     "fp32_residual_connection",
     "pad_vocab_size_to",
+    "moe_router_dtype",
+    *OF_TRAINING,
 )
 ROPE_SCALING = (
     "use_rope_scaling",
@@ -81,9 +84,10 @@ def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         for item in dataclasses.fields(model)
         if item.name not in NOT_ARCHITECTURE
     }
-    if not model.use_rope_scaling:  # older checkpoints do not have these
-        for name in ROPE_SCALING:
-            del values[name]
+    # Older checkpoints do not have these.
+    unused = [] if model.use_rope_scaling else [*ROPE_SCALING]
+    unused += [] if model.has_experts else [item.name for item in dataclasses.fields(MoeConfig)]
+    values = {name: value for name, value in values.items() if name not in unused}
     if model.position_embedding_type == "learned_absolute":
         values["num_positions"] = model.num_positions
     return {**values, "vocab_size": vocab_size}

@@ -9,6 +9,7 @@ from megatron_zpp.interchange.gguf import SUFFIX
 from megatron_zpp.interchange.open_model import OpenedModel, open_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
+from megatron_zpp.settings.gpt.experts import OF_TRAINING
 from zeropp import InputError
 
 log = logging.getLogger("megatron_zpp")
@@ -18,10 +19,10 @@ def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
     """Return `config` with the shape of the model that its flags name, and that model if opened.
 
     `--use-checkpoint-args` takes the shape from `--load`; `--pretrained-checkpoint` opens a model,
-    and takes its shape and its tokenizer. The sequence length stays as the flags set it; the path
-    of the checkpoint that was opened is recorded. Raises InputError for a model that cannot be
-    opened, for sequences longer than its positions, without data to tokenize for it, and for a run
-    that would save into the same folder.
+    and takes its shape and its tokenizer. The sequence length and how the load of experts is
+    balanced stay as the flags set them; the path of the checkpoint that was opened is recorded.
+    Raises InputError for a model that cannot be opened, for sequences longer than its positions,
+    without data to tokenize for it, and for a run that would save into the same folder.
     """
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
@@ -50,7 +51,8 @@ def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
         )
     size = f"{opened.config.num_layers} layers, hidden size {opened.config.hidden_size}"
     log.info("%s: %s, %s", opened.path, size, opened.tokenizer.name)
-    model = replace(opened.config, seq_length=seq_length)
+    of_training = {name: getattr(config.model, name) for name in OF_TRAINING}
+    model = replace(opened.config, seq_length=seq_length, **of_training)
     lora = replace(config.lora, pretrained_checkpoint=str(opened.path.resolve()))
     config = replace(config, model=model, tokenizer=opened.tokenizer_config, lora=lora)
     return config, opened

@@ -7,7 +7,7 @@ name. Names cannot be abbreviated, and an unknown one is an error.
 import difflib
 import logging
 import textwrap
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -128,12 +128,22 @@ def build_section(kind: type[Section], typed: Mapping[str, Assignment]) -> Secti
     return section
 
 
-def help_text(usage: str, sections: Iterable[type[Section]], idle: Iterable[Flag] = ()) -> str:
-    """The help: a paragraph for each section, a line for each flag, and flags without effect."""
+def help_text(
+    usage: str,
+    sections: Iterable[type[Section]],
+    idle: Iterable[Flag] = (),
+    apart: Collection[type[Section]] = (),
+) -> str:
+    """The help: a paragraph for each section, a line for each flag, and flags without effect.
+
+    Flags of the sections in `apart` are left out of others that they are a part of.
+    """
     parts = [usage]
     described: set[str] = set()
+    hidden = {flag.name for flag in chain.from_iterable(map(settings_of, apart))}
     for section in sections:
-        new = [flag for flag in settings_of(section) if flag.name not in described]
+        left_out = described if section in apart else described | hidden
+        new = [flag for flag in settings_of(section) if flag.name not in left_out]
         described.update(flag.name for flag in new)
         lines = [flag_help(flag) for flag in new]
         lines += [line for flag in new for line in _shorthand_help(flag)]

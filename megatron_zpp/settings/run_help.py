@@ -7,6 +7,7 @@ from types import MappingProxyType
 from megatron_zpp.settings.command_line import HELP, Meaning, flag_help, help_text, vocabulary
 from megatron_zpp.settings.config import SECTIONS
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
+from megatron_zpp.settings.gpt.experts import MoeConfig
 from megatron_zpp.settings.gpt.model import ModelFlags
 from megatron_zpp.settings.json_flags import ZeroFlags
 from zeropp.errors import InputError
@@ -25,7 +26,10 @@ FIRST = (
     "save", "load", "save-interval", "tensorboard-dir",
 )  # fmt: skip
 ALL, NO_EFFECT = "all", "no-effect"
-TOPICS = MappingProxyType({**SECTIONS, "zero": ZeroFlags, "megatron": ModelFlags})
+APART = (MoeConfig,)  # parts of a section that have a topic of their own
+TOPICS = MappingProxyType(
+    {**SECTIONS, "experts": MoeConfig, "zero": ZeroFlags, "megatron": ModelFlags}
+)
 
 
 def run_help(argv: Sequence[str], program: str) -> str:
@@ -37,11 +41,11 @@ def run_help(argv: Sequence[str], program: str) -> str:
     topic = after[0] if after and not after[0].startswith("-") else ""
     usage = USAGE.format(program=program)
     if topic == ALL:
-        return help_text(usage, TOPICS.values(), flags_without_effect())
+        return help_text(usage, TOPICS.values(), flags_without_effect(), APART)
     if topic == NO_EFFECT:
         return help_text(usage, (), flags_without_effect())
     if topic in TOPICS:
-        return help_text(usage, [TOPICS[topic]])
+        return help_text(usage, [TOPICS[topic]], apart=APART)
     topics = [ALL, *TOPICS, NO_EFFECT]
     if topic:
         close = difflib.get_close_matches(topic, topics, n=1)

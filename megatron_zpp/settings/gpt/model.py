@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
+from megatron_zpp.settings.gpt.experts import NEEDS_EXPERTS, MoeConfig
 from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
 from megatron_zpp.settings.gpt.positions import PositionConfig
 from megatron_zpp.settings.gpt.sizes import model_flag
@@ -21,7 +22,7 @@ _ALL_FP32 = NoEffect("everything is fp32", when=lambda c: c.precision.format == 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(PositionConfig):
+class ModelConfig(MoeConfig, PositionConfig):
     """The GPT: its shape, its numerics and its initial weights."""
 
     init_method_std: float = model_flag(
@@ -108,6 +109,12 @@ class ModelConfig(PositionConfig):
 
     rules = (
         *PositionConfig.rules,
+        *MoeConfig.rules,
+        Rule(
+            ("num_experts", "disable_bias_linear", "add_mlp_bias"),
+            lambda experts, none, added: (experts or 0) > 1 and (added or not none),
+            "{}: experts have no biases: give --disable-bias-linear, without --add-mlp-bias",
+        ),
         one_of("apply_residual_connection_post_layernorm", "use_parallel_residual", message=_NORMS),
         Rule(
             ("apply_residual_connection_post_layernorm", "norm_placement"),
@@ -198,6 +205,12 @@ class ModelFlags(Section):
         None,
         "--swiglu, --geglu (exact), --reglu or --liglu, by default with an MLP of 4h",
         choices=("geglu", "liglu", "reglu", "swiglu"),
+    )
+    expert_interval: int | None = flag(
+        None,
+        "experts in every N-th layer, counted from 1, instead of --moe-layer-freq",
+        minimum=1,
+        no_effect=NEEDS_EXPERTS,
     )
     no_position_embedding: bool = flag(
         False,

@@ -9,6 +9,7 @@ from megatron_zpp.settings.arguments import FLAGS, parse
 from megatron_zpp.settings.config import SECTIONS
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from tests.megatron_zpp.settings.command_lines import IDLE, config_of, error_of, value_at
+from tests.megatron_zpp.settings.expert_flags import OF_EXPERTS
 
 # What is typed, the setting it fills, and its value; one line for each flag of Megatron's.
 SETTINGS = """
@@ -336,7 +337,10 @@ def test_a_flag_fills_its_setting_in_every_spelling(line):
 
 def test_every_setting_is_covered():
     """A field added to a section without a line above fails here."""
-    tried = {word.partition("=")[0] for word in (SETTINGS + PAIRS + IDLE + UNAVAILABLE).split()}
+    tried = {
+        word.partition("=")[0]
+        for word in (SETTINGS + PAIRS + IDLE + UNAVAILABLE + OF_EXPERTS).split()
+    }
     tried = {word.replace("_", "-") for word in tried}
     ours = {"--eval-at-start", "--sample-prompt", "--sample-length", "--deepspeed-config"}
     ours |= {"--cpu-optimizer", "--no-position-embedding", "--dry-run", "--dry-run-ranks"}

@@ -54,8 +54,14 @@ VALUES = """
 --rotary-scaling-factor 4
 --cp-comm-type allgather
 --dist-ckpt-strictness log_all
---num-experts 1
+--num-experts 4
 --moe-expert-parallel-size 1
+--moe-layer-freq 2
+--moe-router-topk 3
+--topk 3
+--moe-router-score-function sigmoid
+--moe-router-load-balancing-type seq_aux_loss
+--mlp-type standard
 """
 # What else stands in a script that gives the flag.
 BESIDE = """
@@ -83,7 +89,19 @@ BESIDE = """
 --save-retain-interval --save FOLDER
 --no-yarn-correction-range-round-to-int --use-rotary-position-embeddings --rope-type yarn
 --apply-wd-to-qk-layernorm --qk-layernorm
+--moe-router-enable-expert-bias --moe-router-score-function sigmoid
+--moe-router-bias-update-rate --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+--moe-router-num-groups --moe-router-group-topk 1
+--moe-router-group-topk --moe-router-num-groups 2
+--moe-shared-expert-gate --moe-shared-expert-intermediate-size 8
+--moe-eval-capacity-factor --moe-expert-capacity-factor 1
+--moe-min-capacity --moe-expert-capacity-factor 1
+--moe-token-drop-policy --moe-expert-capacity-factor 1
+--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1
+--disable-moe-token-dropping --moe-expert-capacity-factor 1
 """
+NO_BIAS = ["--disable-bias-linear"]
+EXPERTS = (["--num-experts", "4", *NO_BIAS], NO_BIAS)  # beside flags of experts
 # Spellings without the slip of Megatron's, and flags of its older versions.
 OTHER_NAMES = {
     "check-for-nan-in-loss-and-grad", "contiguous-checkpointing", "use-legacy-models",
@@ -133,6 +151,8 @@ def plain(flag: str) -> str:
 def words_of(use: Use, folder: Path) -> tuple[list[str], list[str]]:
     """The flag with a value, and what stands beside it."""
     beside = [word.replace("FOLDER", str(folder)) for word in table(BESIDE).get(use.flag, [])]
+    if use.of_experts:
+        beside += EXPERTS[use.flag == "--num-experts"]
     if use.flag == "--deepspeed_config":
         file = folder / "ds.json"
         file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
@@ -256,9 +276,12 @@ def test_reasons_name_flags_that_are_live():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--num-experts 8", "mixtures of experts are not implemented"),
-        ("--num-experts 8 16", "mixtures of experts are not implemented"),
-        ("--mlp-type residual", "mixtures of experts are not implemented"),
+        ("--num-experts 8 16", "takes 1 value"),
+        ("--mlp-type residual", "--moe-shared-expert-intermediate-size"),
+        ("--moe-router-load-balancing-type sinkhorn", "use aux_loss"),
+        ("--moe-router-load-balancing-type quantile_balancing", "--moe-router-enable-expert-bias"),
+        ("--moe-latent-size 8", "leave it out"),
+        ("--moe-enable-routing-replay", "by its scores"),
         ("--softmax-type learnable", "attention sinks"),
         ("--main-grads-dtype bf16", "kept in fp32; leave it out"),
         ("--recompute-modules moe_act", "--recompute-granularity full"),
@@ -298,8 +321,8 @@ def test_a_script_for_a_dense_model_may_mention_experts(caplog):
         "--disable-moe-token-dropping --create-moe-param-group"
     )
     assert parse(line.split(), 1) == parse([], 1)
-    reason = "(mixtures of experts are not implemented: the model is dense)"
-    (said,) = [message for message in caplog.messages if message.endswith(reason)]
+    (said,) = [message for message in caplog.messages if message.startswith("no effect here")]
+    assert "--num-experts 1 (the model is dense)" in said
     assert all(word in said for word in line.split() if word.startswith("--"))
 
 
