@@ -98,7 +98,7 @@ def _adopt_into(
         copy_from_first_rank(module, mesh.get_group(), device)
     like = replace(plan, is_root=False, is_apart=True, casts_inputs=True)
     adopted = like.with_parameters(added, plain.values())
-    (module,) = cut([adopted], mesh, offload_policy(mesh, config))
+    (module,) = cut([adopted], offload_policy(mesh, config))
     return {module: adopted}
 
 

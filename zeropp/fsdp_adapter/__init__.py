@@ -81,6 +81,7 @@ from zeropp.fsdp_adapter.units import (
     ON_DEVICE,
     Shard,
     ShardSpec,
+    divide_gradients,
     gather_ahead,
     gather_back,
     gather_in_turn,

@@ -96,6 +96,51 @@ def require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             taken.setdefault(module, name)
 
 
+def require_experts(
+    experts: Mapping[nn.Module, DeviceMesh],
+    blocks: Sequence[nn.Module],
+    data: DeviceMesh,
+    config: ZeroConfig,
+) -> None:
+    """Raise InputError for experts that cannot be units of their own inside `blocks`."""
+    inside = {module for block in blocks for module in block.modules()}.difference(blocks)
+    ranks = data.mesh.flatten().tolist()
+    for module, mesh in experts.items():
+        what = f"experts= of zeropp.shard: a {type(module).__name__}"
+        if config.stage == 0:
+            raise InputError(
+                f"{what} is split over ranks, and zero_optimization.stage = 0 keeps whole weights: "
+                "set stage 1, 2 or 3"
+            )
+        if module not in inside:
+            raise InputError(f"{what} is not inside a unit: give modules inside those of units=")
+        if mesh.ndim != 2 or not mesh.mesh_dim_names:
+            raise InputError(
+                f"{what} has a mesh of {mesh.ndim} axes: expected two axes with names, of the "
+                "ranks that share each expert and of those that split the experts"
+            )
+        if not {*ranks} <= {*mesh.mesh.flatten().tolist()} or mesh.size() % len(ranks):
+            raise InputError(
+                f"{what} has a mesh of the ranks {mesh.mesh.tolist()}, and the data axis has "
+                f"{ranks}: both must be of the same ranks"
+            )
+        if not {*mesh.mesh[:, mesh.get_local_rank(1)].tolist()} <= {*ranks}:
+            raise InputError(
+                f"{what}: its ranks with the same experts must all be ranks of the data axis, "
+                f"{ranks}: let ranks with consecutive numbers split the experts"
+            )
+        for name, parameter in module.named_parameters():
+            if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh[_last(mesh)]:
+                raise InputError(
+                    f"{what}: its {name} is not split over {_last(mesh)!r}: it must be a DTensor "
+                    "on that axis of the experts' mesh"
+                )
+
+
+def _last(mesh: DeviceMesh) -> str:
+    return mesh.mesh_dim_names[-1]
+
+
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
     """Require a contiguous floating-point `nn.Parameter` without hooks on accumulated gradients."""
     if fsdp.has_accumulation_hooks(parameter):

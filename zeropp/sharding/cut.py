@@ -7,8 +7,9 @@ so each parameter is gathered with the innermost called module that uses it. 0-d
 whole on every rank, outside of all units (zeropp/wire/scalar_gradients.py).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -50,13 +51,15 @@ def plan_units(
     axis: DataAxis,
     config: ZeroConfig,
     *,
+    experts: Mapping[nn.Module, DataAxis] = MappingProxyType({}),
     casts_inputs: bool = True,
 ) -> tuple[UnitPlan, ...]:
     """Return the units of the blocks and of the rest of the model, in forward order, root last.
 
-    `places` are those of the model's parameters in these units.
+    `places` are those of the model's parameters in these units. `experts` are units of their own
+    inside the blocks, on axes of their own; each follows the block that it is in.
     """
-    has_shards = axis.nodes.num_ranks > 1 or config.offloads_weights or config.stores_frozen
+    has_shards = axis.num_losses > 1 or config.offloads_weights or config.stores_frozen
     like = UnitPlan(
         specs=(),
         axis=axis,
@@ -71,6 +74,11 @@ def plan_units(
     own = by_unit(places)
     for block in blocks:
         units += _plan_unit(block, own.get(block, ()), like)
+        for module in filter(experts.__contains__, block.modules()):
+            its_axis = experts[module]
+            ranks = its_axis.nodes.num_ranks
+            kind = replace(like, axis=its_axis, num_shards=ranks, is_apart=True)
+            units += _plan_unit(module, own.get(module, ()), kind)
     # The root's own parameters are used first in forward and last in backward or, as with a tied
     # head, at both ends: they stay gathered from its forward to its backward.
     root, *subunits = _plan_unit(model, own.get(model, ()), replace(like, regathers=False))
@@ -100,18 +108,19 @@ def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan
     return units
 
 
-def cut(
-    plans: Sequence[UnitPlan], mesh: DeviceMesh, place: fsdp.OffloadPolicy
-) -> tuple[fsdp.FSDPModule, ...]:
-    """Make FSDP2's units as planned, in place, over the data axis `mesh`; return them in order."""
-    if plans[0].num_shards < mesh.size():  # replicas: shards of one rank, averaged over all
+def cut(plans: Sequence[UnitPlan], place: fsdp.OffloadPolicy) -> tuple[fsdp.FSDPModule, ...]:
+    """Make FSDP2's units as planned, in place, each over its axis; return them in order."""
+    root = plans[-1]
+    copies = None
+    if root.num_shards < root.axis.mesh.size():  # shards of one rank, averaged over all
         parameters = (parameter for plan in plans for parameter in plan.parameters)
-        mesh = replicas(mesh, with_others=any(isinstance(each, DTensor) for each in parameters))
+        has_others = any(isinstance(each, DTensor) for each in parameters)
+        copies = replicas(root.axis.mesh, with_others=has_others)
     for plan in sorted(plans, key=lambda plan: plan.is_apart):  # a unit cut first hides its modules
         fsdp.shard_unit(
             plan.modules,
             plan.parameters,
-            mesh,
+            copies or plan.axis.mesh,
             _precision(plan),
             reshard_after_forward=plan.regathers,
             place=place,

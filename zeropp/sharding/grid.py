@@ -6,9 +6,10 @@ once.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -30,15 +31,28 @@ class Grid:
 
     `mesh` is what `zeropp.shard` was given, `data` its data axis. Further axes are found by the
     parameters that are DTensors on them. A parameter that is not, while others are, is taken to be
-    the same on all ranks of that axis.
+    the same on all ranks of that axis. `experts` are modules with the axes of their own parameters,
+    which are other axes of the same ranks: each rank holds another part of them.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, data: DeviceMesh | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh | None,
+        data: DeviceMesh | None,
+        experts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
+    ) -> None:
         self.data = data
         self._beside: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._holding: dict[tuple[int, ...], int] = {}  # axes with DTensors -> how many ranks
+        self._of_experts = {_line(each, 1) for each in experts.values()}
         data_ranks = () if data is None else ranks_of(data)
-        meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+        others = {parameter for module in experts for parameter in module.parameters()}
+        meshes = dict.fromkeys(
+            parameter.device_mesh
+            for parameter in model.parameters()
+            if isinstance(parameter, DTensor) and parameter not in others
+        )
         for each in (mesh, *meshes):
             for axis in range(each.ndim if each is not None else 0):
                 ranks = _line(each, axis)
@@ -58,6 +72,10 @@ class Grid:
         """Return how many ranks beside the data axis hold the same part of a parameter."""
         if not self._holding:
             return 1
+        if isinstance(tensor, DTensor) and self._of_experts:
+            axes = range(tensor.device_mesh.ndim)
+            if self._of_experts.intersection(_line(tensor.device_mesh, axis) for axis in axes):
+                return 1
         copies = 1
         holding = dict(self._holding)
         if isinstance(tensor, DTensor):
@@ -192,6 +210,11 @@ def replicas(mesh: DeviceMesh, *, with_others: bool) -> DeviceMesh:
         mesh=mesh.mesh.view(-1, 1),
         mesh_dim_names=("replica", "shard"),
     )
+
+
+def first_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the first axis of a mesh, as a mesh."""
+    return mesh[mesh.mesh_dim_names[0]]
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
@@ -25,27 +26,39 @@ class DataAxis:
     """The ranks that share units, and the routes of weights and gradients among them.
 
     `ranks` are global, in the order of the axis, and this one is at `position`; they are empty
-    where nothing is to be sent.
+    where nothing is to be sent. Gradients are the mean over the losses of `num_losses` ranks, which
+    are more than `ranks` for experts, as they get the tokens of others too. `mesh` has the ranks.
     """
 
     weights: Route
     gradients: Route
+    num_losses: int
     ranks: tuple[int, ...] = ()
     position: int = 0
+    mesh: DeviceMesh | None = field(default=None, repr=False)
 
     @classmethod
     def of(
-        cls, config: ZeroConfig, nodes: Nodes, ranks: Sequence[int] = (), position: int = 0
+        cls,
+        config: ZeroConfig,
+        nodes: Nodes,
+        ranks: Sequence[int] = (),
+        position: int = 0,
+        *,
+        num_losses: int | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> "DataAxis":
-        """Return the axis of ranks on these nodes.
+        """Return the axis of ranks on these nodes; `num_losses` is by default their number.
 
         Raises InputError for an hpZ partition that does not divide them.
         """
         return cls(
             weights=weight_route(config, nodes),
             gradients=gradient_route(config, nodes),
+            num_losses=num_losses or nodes.num_ranks,
             ranks=tuple(ranks),
             position=position,
+            mesh=mesh,
         )
 
     @property
@@ -109,9 +122,8 @@ class Plan:
 
     @property
     def axis(self) -> DataAxis | None:
-        """The data axis of most ranks; None where nothing is sharded."""
-        axes = (unit.axis for unit in self.units)
-        return max(axes, key=lambda axis: axis.nodes.num_ranks, default=None)
+        """The data axis of the roots; None where nothing is sharded."""
+        return self.units[-1].axis if self.units else None
 
     @property
     def num_ranks(self) -> int:

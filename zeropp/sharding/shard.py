@@ -19,8 +19,9 @@ Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -33,11 +34,12 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
     require_blocks,
     require_dense_gradients,
+    require_experts,
     require_same_model,
     require_shardable,
 )
 from zeropp.sharding.cut import cut, offload_policy, places_of, plan_units
-from zeropp.sharding.grid import Grid, data_axis, find_nodes, ranks_of
+from zeropp.sharding.grid import Grid, data_axis, find_nodes, first_axis, ranks_of
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
     materialize_shards,
@@ -61,6 +63,7 @@ def shard(
     *,
     axis: str | None = None,
     units: Iterable[nn.Module] | None = None,
+    experts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
     cast_forward_inputs: bool = True,
     keeps_root: bool = False,
 ) -> Sharding:
@@ -77,6 +80,9 @@ def shard(
         axis: Name of the data-parallel axis of a mesh of several.
         units: What is gathered at a time, in forward order; by default the entries of the model's
             outermost `nn.ModuleList`s.
+        experts: Modules inside units that split their experts over ranks which also share the data
+            axis (expert parallelism), by a mesh of two axes of the same ranks: over its last axis
+            their parameters are split already, as DTensors; they are sharded over its first.
         cast_forward_inputs: Whether units cast their floating-point inputs to the compute format.
         keeps_root: Whether the root stays gathered throughout a step, as pipelines need it.
 
@@ -85,7 +91,8 @@ def shard(
 
     Raises:
         InputError: For several axes without `axis`, a mesh without this rank, settings that do not
-            fit the ranks, parameters that cannot be sharded, and ranks whose models differ.
+            fit the ranks, parameters that cannot be sharded, experts whose mesh does not fit the
+            model's, and ranks whose models differ.
 
     Example:
         ```python
@@ -102,10 +109,20 @@ def shard(
             inherit_time_limit(mesh.get_group(each))
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
-    plan = _make_plan(model, mesh, data, config, units, cast_forward_inputs, keeps_root)
+    plan = _make_plan(
+        model,
+        mesh,
+        data,
+        config,
+        units,
+        experts,
+        cast_forward_inputs=cast_forward_inputs,
+        keeps_root=keeps_root,
+    )
     if plan.axis is not None and plan.axis.nodes.machines > 1:
         plan = plan.with_coding(_device_of(data))
-    sharding = _carry_out(model, plan, mesh, data, config, in_turn=keeps_root)
+    grid = Grid(model, mesh, data, experts)
+    sharding = _carry_out(model, plan, grid, config, in_turn=keeps_root)
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
     _refresh(sharding)
@@ -184,6 +201,8 @@ def _make_plan(
     data: DeviceMesh | None,
     config: ZeroConfig,
     units: Iterable[nn.Module] | None,
+    experts: Mapping[nn.Module, DeviceMesh],
+    *,
     cast_forward_inputs: bool,
     keeps_root: bool,
 ) -> Plan:
@@ -206,33 +225,40 @@ def _make_plan(
         )
     blocks = tuple(outermost_blocks(model) if units is None else units)
     require_blocks(model, blocks)
-    places = places_of(model, blocks)
+    require_experts(experts, blocks, data, config)
+    places = places_of(model, {*blocks, *experts})
     require_shardable(places)
-    nodes = find_nodes(mesh, config, data)
-    axis = DataAxis.of(config, nodes, ranks_of(data), data.get_local_rank())
-    planned = plan_units(model, blocks, places, axis, config, casts_inputs=cast_forward_inputs)
+    axis = _axis_of(mesh, data, config, data.size())
+    its_mesh = dict.fromkeys(experts.values())
+    axes = {each: _axis_of(each, first_axis(each), config, data.size()) for each in its_mesh}
+    planned = plan_units(
+        model,
+        blocks,
+        places,
+        axis,
+        config,
+        experts={module: axes[each] for module, each in experts.items()},
+        casts_inputs=cast_forward_inputs,
+    )
     return replace(plan, units=planned)
 
 
+def _axis_of(mesh: DeviceMesh, data: DeviceMesh, config: ZeroConfig, num_losses: int) -> DataAxis:
+    """Return the axis of units that are sharded over `data`, an axis of `mesh`."""
+    nodes, place = find_nodes(mesh, config, data), data.get_local_rank()
+    return DataAxis.of(config, nodes, ranks_of(data), place, num_losses=num_losses, mesh=data)
+
+
 def _carry_out(
-    model: nn.Module,
-    plan: Plan,
-    mesh: DeviceMesh | None,
-    data: DeviceMesh | None,
-    config: ZeroConfig,
-    *,
-    in_turn: bool,
+    model: nn.Module, plan: Plan, grid: Grid, config: ZeroConfig, *, in_turn: bool
 ) -> Sharding:
     """Cut the model and connect its units as planned."""
-    sharding = Sharding(
-        model=model,
-        plan=plan,
-        grid=Grid(model, mesh, data),
-        group=None if data is None else data.get_group(),
-    )
+    data = grid.data
+    group = None if data is None else data.get_group()
+    sharding = Sharding(model=model, plan=plan, grid=grid, group=group)
     if not plan.units:
         return sharding
-    units = cut(plan.units, data, offload_policy(data, config))
+    units = cut(plan.units, offload_policy(data, config))
     root = Root(model, plan, config, sharding.group, _device_of(data))
     root.add(units, plan.units)
     root.order(units, in_turn=in_turn)

@@ -46,6 +46,8 @@ class Wiring:
             return
         if stage == 0 or plan.axis.nodes.num_ranks == 1:
             self.watch(unit)
+            if stage > 0 and plan.axis.num_losses > 1:
+                fsdp.divide_gradients(unit, plan.axis.num_losses)
             return
         self.undo.callback(fsdp.restore_collectives, unit, fsdp.collectives_of(unit))
         self.use_gather(unit, plan.axis)
@@ -79,7 +81,7 @@ class Wiring:
             wire_dtype,
             in_flight,
             self._use,
-            divides=self._divides,
+            num_losses=axis.num_losses if self._divides else 1,
             rounds=rounds,
         )
         self.undo.callback(mean.leave)

@@ -59,7 +59,7 @@ class WeightGather(fsdp.AllGather):
         kept: KeptWeights | None,
     ) -> None:
         self.unit, self.route, self.kept = unit, route, kept
-        self.copies = kept.copies if kept else None
+        self.copies = kept.copies if kept and route.keeps else None
         self.inner, self.outer = communicators
 
     def allocate(
@@ -172,7 +172,7 @@ class GradientMean(fsdp.ReduceScatter):
 
     Whatever the wire carries, terms are summed in fp32 and in the order of the ranks. Where
     others have sharded the unit, FSDP2 divides by their factor, and the result is the sum
-    (`divides` False); if it then sums that over replicas, the sum has the dtype that it sends
+    (`num_losses` is 1); if it then sums that over replicas, the sum has the dtype that it sends
     (`rounds` True).
     """
 
@@ -185,19 +185,20 @@ class GradientMean(fsdp.ReduceScatter):
         in_flight: Reductions | None,
         use: GradientUse,
         *,
-        divides: bool = True,
+        num_losses: int,
         rounds: bool = False,
     ) -> None:
         self.unit, self.specs = unit, fsdp.own_specs(unit)
         self.reduced: tuple[fsdp.ShardSpec, ...] = ()  # the specs of the next buffer, in its order
         self.route, self.wire_dtype, self.in_flight = route, wire_dtype, in_flight
         self.use, self.rounds = use, rounds
-        self.divisor = route.nodes.num_ranks if divides else 1
+        self.divisor = num_losses
         use.add(unit)
         self.inner, self.outer = communicators
         self.leave = fsdp.before_reduction(unit, self.report)
         # Sums travel between the hops; in fp16 they could overflow where the terms do not.
-        self.divides_first = divides and wire_dtype == torch.float16 and None not in communicators
+        is_summed_twice = None not in communicators
+        self.divides_first = num_losses > 1 and wire_dtype == torch.float16 and is_summed_twice
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -262,7 +263,7 @@ class GradientMean(fsdp.ReduceScatter):
             rows = yield from self._exchanged(rows, outer, async_op=async_op)
         reduce_dequantize(rows, mean, layout)
         if self.divisor > 1:
-            mean.div_(self.route.outer if self.divides_first else self.divisor)
+            mean.div_(self.divisor / self.route.inner if self.divides_first else self.divisor)
 
     def _exchanged(
         self, rows: torch.Tensor, layout: RowLayout, *, async_op: bool

@@ -28,6 +28,7 @@ def plan_of(nodes: Nodes, inner: int, **settings: object) -> Plan:
     axis = DataAxis(
         weights=Route(nodes=nodes, inner=inner, **settings),
         gradients=Route(nodes=nodes, inner=nodes.ranks_per_node, bits=(8, 4)),
+        num_losses=nodes.num_ranks,
     )
     units = tuple(
         UnitPlan(

@@ -37,7 +37,11 @@ def reduced_sum(
     route = Route(nodes=nodes, inner=ranks_per_node, bits=bits)
     use = GradientUse(mesh.get_group(), torch.device("cpu"))
     axis = DataAxis(
-        weights=route, gradients=route, ranks=tuple(range(WORLD)), position=mesh.get_local_rank()
+        weights=route,
+        gradients=route,
+        num_losses=WORLD,
+        ranks=tuple(range(WORLD)),
+        position=mesh.get_local_rank(),
     )
     Wiring(Traffic(), use).use_mean(unit, axis, wire)
     unit.set_requires_gradient_sync(True)
