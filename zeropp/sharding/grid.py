@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.ranks.groups import shared_group
+from zeropp.ranks.groups import inherit_time_limit, shared_group
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import explained_waits
 from zeropp.settings.zero_config import ZeroConfig
@@ -42,7 +42,7 @@ class Grid:
         data: DeviceMesh | None,
         experts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
     ) -> None:
-        self.data = data
+        self.model, self.data = model, data
         self._beside: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._holding: dict[tuple[int, ...], int] = {}  # axes with DTensors -> how many ranks
         self._of_experts = {_line(each, 1) for each in experts.values()}
@@ -210,6 +210,12 @@ def replicas(mesh: DeviceMesh, *, with_others: bool) -> DeviceMesh:
         mesh=mesh.mesh.view(-1, 1),
         mesh_dim_names=("replica", "shard"),
     )
+
+
+def inherit_time_limits(mesh: DeviceMesh) -> None:
+    """Let collectives along a mesh fail after the default group's time limit at the latest."""
+    for axis in range(mesh.ndim):
+        inherit_time_limit(mesh.get_group(axis))
 
 
 def first_axis(mesh: DeviceMesh) -> DeviceMesh:

@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.ranks.groups import inherit_time_limit
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
     require_blocks,
@@ -39,7 +38,14 @@ from zeropp.sharding.checks import (
     require_shardable,
 )
 from zeropp.sharding.cut import cut, offload_policy, places_of, plan_units
-from zeropp.sharding.grid import Grid, data_axis, find_nodes, first_axis, ranks_of
+from zeropp.sharding.grid import (
+    Grid,
+    data_axis,
+    find_nodes,
+    first_axis,
+    inherit_time_limits,
+    ranks_of,
+)
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
     materialize_shards,
@@ -80,9 +86,8 @@ def shard(
         axis: Name of the data-parallel axis of a mesh of several.
         units: What is gathered at a time, in forward order; by default the entries of the model's
             outermost `nn.ModuleList`s.
-        experts: Modules inside units that split their experts over ranks which also share the data
-            axis (expert parallelism), by a mesh of two axes of the same ranks: over its last axis
-            their parameters are split already, as DTensors; they are sharded over its first.
+        experts: Modules inside units, with a mesh of two axes each. Over its last axis their
+            parameters are split already, as DTensors; over its first they are sharded.
         cast_forward_inputs: Whether units cast their floating-point inputs to the compute format.
         keeps_root: Whether the root stays gathered throughout a step, as pipelines need it.
 
@@ -91,8 +96,7 @@ def shard(
 
     Raises:
         InputError: For several axes without `axis`, a mesh without this rank, settings that do not
-            fit the ranks, parameters that cannot be sharded, experts whose mesh does not fit the
-            model's, and ranks whose models differ.
+            fit the ranks, parameters that cannot be sharded, and ranks whose models differ.
 
     Example:
         ```python
@@ -105,32 +109,19 @@ def shard(
     data = None
     if mesh is not None:
         data = data_axis(mesh, axis)
-        for each in range(mesh.ndim):
-            inherit_time_limit(mesh.get_group(each))
+        inherit_time_limits(mesh)
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
     plan = _make_plan(
-        model,
-        mesh,
-        data,
-        config,
-        units,
-        experts,
-        cast_forward_inputs=cast_forward_inputs,
-        keeps_root=keeps_root,
+        model, mesh, data, config, units, experts, cast_forward_inputs, keeps_root=keeps_root
     )
-    if plan.axis is not None and plan.axis.nodes.machines > 1:
-        plan = plan.with_coding(_device_of(data))
-    grid = Grid(model, mesh, data, experts)
-    sharding = _carry_out(model, plan, grid, config, in_turn=keeps_root)
+    sharding = _carry_out(plan, Grid(model, mesh, data, experts), config, in_turn=keeps_root)
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
     _refresh(sharding)
-    if config.stores_frozen:
-        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        if frozen and not any(parameter.is_meta for parameter in frozen):
-            return store_frozen(sharding, config)
-    return sharding
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    has_values = frozen and not any(parameter.is_meta for parameter in frozen)
+    return store_frozen(sharding, config) if config.stores_frozen and has_values else sharding
 
 
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
@@ -202,8 +193,8 @@ def _make_plan(
     config: ZeroConfig,
     units: Iterable[nn.Module] | None,
     experts: Mapping[nn.Module, DeviceMesh],
-    *,
     cast_forward_inputs: bool,
+    *,
     keeps_root: bool,
 ) -> Plan:
     """Return what `shard` does, or raise InputError; `data` is the data axis of `mesh`."""
@@ -240,7 +231,8 @@ def _make_plan(
         experts={module: axes[each] for module, each in experts.items()},
         casts_inputs=cast_forward_inputs,
     )
-    return replace(plan, units=planned)
+    plan = replace(plan, units=planned)
+    return plan.with_coding(_device_of(data)) if axis.nodes.machines > 1 else plan
 
 
 def _axis_of(mesh: DeviceMesh, data: DeviceMesh, config: ZeroConfig, num_losses: int) -> DataAxis:
@@ -249,11 +241,9 @@ def _axis_of(mesh: DeviceMesh, data: DeviceMesh, config: ZeroConfig, num_losses:
     return DataAxis.of(config, nodes, ranks_of(data), place, num_losses=num_losses, mesh=data)
 
 
-def _carry_out(
-    model: nn.Module, plan: Plan, grid: Grid, config: ZeroConfig, *, in_turn: bool
-) -> Sharding:
-    """Cut the model and connect its units as planned."""
-    data = grid.data
+def _carry_out(plan: Plan, grid: Grid, config: ZeroConfig, *, in_turn: bool) -> Sharding:
+    """Cut the model of the grid, and connect its units as planned."""
+    model, data = grid.model, grid.data
     group = None if data is None else data.get_group()
     sharding = Sharding(model=model, plan=plan, grid=grid, group=group)
     if not plan.units:
