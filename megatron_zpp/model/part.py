@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
+from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.settings.config import LoraConfig
 
 
@@ -27,6 +28,7 @@ class Part:
 
     layers: its blocks, None for all. is_first: it has the embedding. is_last: it has the output
     layer. tensor: the axis over which its layers are split. context: that over which sequences are.
+    experts: that over which the experts of its layers are.
     lora: the adapters of its linear layers, without which all weights are trained.
     """
 
@@ -35,6 +37,7 @@ class Part:
     is_last: bool = True
     tensor: TensorAxis | None = None
     context: ContextAxis | None = None
+    experts: ExpertAxis | None = None
     lora: LoraConfig | None = None
     execution: Execution = field(default_factory=Execution)
     norms: NormClasses = TORCH_NORMS

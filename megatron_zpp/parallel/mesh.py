@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron_zpp.parallel.expert_axis import AXIS_NAMES
 from megatron_zpp.parallel.main_thread import MainThread
 from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.ranks.coordination import fail_together, require_same
-from zeropp.ranks.groups import set_time_limit, shared_group
+from zeropp.ranks.groups import set_time_limit, shared_group, time_limit
 from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
 from zeropp.wire.route import Hop, Nodes
@@ -80,16 +81,31 @@ class Ranks(RankGrid):
 
         `name` tells groups of the same ranks apart.
         """
-        pipe, _, tensor = self.places
+        pipe, data, tensor = self.places
         if purpose == "tensor":
             group = self.mesh.get_group("tensor")
         else:
-            line = self.grid[pipe, :, tensor].tolist() if purpose == "context" else self.pipeline
+            lines = {
+                "context": self.grid[pipe, :, tensor],
+                "expert": self.grid[pipe].flatten(),
+                "pipeline": self.grid[:, data, tensor],
+            }
+            line = lines[purpose].tolist()
             group = shared_group(name or purpose, sorted(members), line)
         hop = Hop(members=tuple(dist.get_process_group_ranks(group)), nodes=self.nodes)
         return Peers(
             purpose=purpose, rank=self.rank, group=group, hop=hop, traffic=self.activations
         )
+
+    def expert_mesh(self, size: int) -> DeviceMesh:
+        """Return the mesh of this rank's stage by its experts, which `size` ranks split."""
+        shape = self.pipeline_size, self.num_ranks // self.pipeline_size // size, size
+        names = ("pipe", *AXIS_NAMES)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        limit = time_limit(self.data.get_group())
+        for axis in AXIS_NAMES:
+            set_time_limit(mesh.get_group(axis), limit)
+        return mesh[AXIS_NAMES]
 
     def sharing(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks that share something with this one, by what they share."""

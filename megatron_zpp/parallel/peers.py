@@ -4,6 +4,7 @@ An all-gather is counted as a ring in rank order, a sum of whole tensors too; an
 message to a neighbour as they are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,12 @@ from zeropp.wire.route import Hop
 from zeropp.wire.traffic import Traffic
 
 GATHER, EXCHANGE, REDUCE = "gather", "exchange", "reduce"
-AXES = ("tensor", "context", "pipeline")  # the purposes of what is sent, in addition to ZeRO's
+AXES = (
+    "tensor",
+    "context",
+    "pipeline",
+    "expert",
+)  # the purposes of what is sent, in addition to ZeRO's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,25 @@ class Peers:
             return
         with traced("all_to_all", self.purpose, self.hop):
             dist.all_to_all_single(received, parts, group=self.group)
+
+    def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send the first `sent[0]` rows [T, H] to rank 0, the next ones to rank 1 and so on.
+
+        Returns the rows [M, H] that arrive, `received[i]` from rank i, in the order of the ranks.
+        """
+        width = rows[:1].nbytes if len(rows) else 0
+        for place, count in enumerate(sent):
+            if place != self.place:
+                by_hop = self.hop.message_bytes(self.rank, self.hop.members[place], count * width)
+                self.traffic.add(self.purpose, by_hop)
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        if self.group is None:
+            return arrived
+        with traced("all_to_all", self.purpose, self.hop):
+            dist.all_to_all_single(
+                arrived, rows.contiguous(), [*received], [*sent], group=self.group
+            )
+        return arrived
 
     def maximize(self, x: Tensor) -> None:
         """Replace each element of x by the largest of all ranks."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
+from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.parallel.peers import Peers
 from megatron_zpp.settings.config import ParallelConfig
 
@@ -110,6 +111,11 @@ class RankGrid(ABC):
         """The first and the last rank of the pipeline; this rank is one of them."""
         return self.peers("pipeline", (self.pipeline[0], self.pipeline[-1]))
 
+    def expert_mesh(self, size: int) -> DeviceMesh | None:
+        """Return the mesh of this rank's stage, [ranks with the same experts, `size` that split
+        them]; None where ranks are only planned. All ranks of a run call it."""
+        return None
+
     def tensor_axis(self, config: ParallelConfig) -> TensorAxis | None:
         """Return the axis over which layers are split, if they are."""
         if self.tensor_size == 1:
@@ -126,3 +132,14 @@ class RankGrid(ABC):
             return None
         gathers_keys = config.cp_comm_type == "allgather"
         return ContextAxis(peers=self.context_peers, gathers_keys=gathers_keys)
+
+    def expert_axis(self, size: int) -> ExpertAxis | None:
+        """Return the axis of `size` consecutive ranks over which experts are split, if they are.
+
+        All ranks of a run call it.
+        """
+        if size == 1:
+            return None
+        first = self.rank // size * size
+        peers = self.peers("expert", range(first, first + size))
+        return ExpertAxis(peers=peers, mesh=self.expert_mesh(size))

@@ -13,8 +13,11 @@ from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.lora import initialize_adapters
+from megatron_zpp.model.moe.experts import Experts
 from megatron_zpp.model.part import TORCH_NORMS, Part, parts_of_stages
+from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.recipe.apex import Apex
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
@@ -39,6 +42,7 @@ def build_model(
     common = Part(
         tensor=ranks.tensor_axis(config.parallel),
         context=ranks.context_axis(config.parallel),
+        experts=expert_axis(config, ranks),
         lora=config.lora if config.lora.lora_rank else None,
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
@@ -56,6 +60,19 @@ def build_model(
         initialize_adapters(model, config.training.seed)
     sharding.weights_changed()
     return sharding
+
+
+def expert_axis(config: Config, ranks: RankGrid) -> ExpertAxis | None:
+    """Return the axis over which ranks split experts, if they do; all ranks of a run call it.
+
+    Raises InputError for a --expert-model-parallel-size that does not fit.
+    """
+    if not config.model.has_experts:
+        return None
+    stage_ranks = ranks.num_ranks // ranks.pipeline_size
+    per_node = ranks.nodes.ranks_per_node
+    experts, stage = config.model.num_experts, config.zero.stage
+    return ranks.expert_axis(config.parallel.expert_ranks(experts, stage_ranks, per_node, stage))
 
 
 def _build_pipeline(
@@ -96,13 +113,15 @@ def _build_meta_model(config: Config, vocab_size: int, part: Part) -> GPT:
 
 def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:
     """Shard a model that is on the meta device over the data axis, and allocate the shards."""
-    zero = config.zero
+    zero, axis = config.zero, model.part.experts
+    experts = [module for module in model.modules() if isinstance(module, Experts) and axis]
     # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
     sharding = shard(
         model,
         ranks.mesh,
         zero,
         axis="data",
+        experts={module: axis.mesh for module in experts},
         cast_forward_inputs=False,
         keeps_root=keeps_root,
     )

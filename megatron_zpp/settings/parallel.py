@@ -4,9 +4,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import prod
+from math import gcd, prod
 
 from megatron_zpp.settings.flag import Section, flag, needs
+from megatron_zpp.settings.gpt.experts import NEEDS_EXPERTS
 from zeropp.errors import InputError
 from zeropp.settings.schema import Rule, one_of
 
@@ -28,7 +29,73 @@ _BLOCK, _END = "ParallelTransformerLayerPipe", "EmbeddingPipe"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(Section):
+class ExpertParallelConfig(Section):
+    """How ranks share out experts (of ParallelConfig)"""
+
+    expert_model_parallel_size: int | None = flag(
+        None,
+        "consecutive ranks that split the experts of a layer (default: as many of a node as divide "
+        "the experts; 1 without ZeRO, and with tensor parallelism that does not split sequences)",
+        minimum=1,
+        aliases=("moe-expert-parallel-size",),
+        no_effect=NEEDS_EXPERTS,
+    )
+    expert_tensor_parallel_size: int = flag(
+        1, "ranks that split each expert", choices=(1,), no_effect=NEEDS_EXPERTS
+    )
+
+    def expert_ranks(
+        self, num_experts: int, stage_ranks: int, ranks_per_node: int, zero_stage: int
+    ) -> int:
+        """Return how many consecutive ranks split the experts, of the ranks of a pipeline's stage.
+
+        Raises InputError for a size that was given and does not fit.
+        """
+        size, tensor = self.expert_model_parallel_size, self.tensor_model_parallel_size
+        obstacle = self._obstacle(zero_stage)
+        if size is None:
+            if obstacle:
+                return 1
+            most = gcd(num_experts, stage_ranks, ranks_per_node)
+            return most if most % tensor == 0 else 1
+        shown = f"--expert-model-parallel-size {size}"
+        if size > 1 and obstacle:
+            raise InputError(f"{shown} {obstacle}, or set 1")
+        for number, what in (
+            (num_experts, f"the {num_experts} experts of --num-experts"),
+            (stage_ranks, f"the {stage_ranks} ranks that share the layers"),
+        ):
+            if number % size:
+                raise InputError(
+                    f"{shown} does not divide {what}: use {gcd(num_experts, stage_ranks)} or a "
+                    "divisor of it"
+                )
+        if ranks_per_node % size and size % ranks_per_node:
+            raise InputError(
+                f"{shown} is neither a part of a node's {ranks_per_node} ranks nor whole nodes: "
+                f"use a divisor or a multiple of {ranks_per_node}"
+            )
+        if size > 1 and size % tensor:
+            raise InputError(
+                f"{shown} is not a multiple of --tensor-model-parallel-size {tensor}: the tensor "
+                "ranks of a sequence send its tokens to other experts each; use a multiple, or 1"
+            )
+        return size
+
+    def _obstacle(self, zero_stage: int) -> str | None:
+        """Return why no ranks can split experts, and what to do."""
+        if zero_stage == 0:
+            return "needs ZeRO, as experts are not whole on a rank: set --zero-stage 1, 2 or 3"
+        if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
+            return (
+                "needs tensor ranks with tokens of their own: add --sequence-parallel beside "
+                "--tensor-model-parallel-size"
+            )
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(ExpertParallelConfig):
     """How the ranks share the work: those that split a model, and replicas for the data."""
 
     tensor_model_parallel_size: int = flag(
