@@ -6,13 +6,14 @@ What is sent is counted where it is sent (`peers.py`), and tests compare the two
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from math import gcd
 
 import torch
 from torch import nn
 
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.moe.layer import MoE
 from megatron_zpp.model.part import Part
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.parallel.mesh import Ranks
@@ -94,6 +95,8 @@ class Forecast:
             yield from self._context(stage, self.ranks.context_peers.hop)
         if self.ranks.pipeline_size > 1:
             yield from self._pipeline(stage)
+        if stage.experts is not None:
+            yield from self._experts(stage, stage.experts.peers.hop)
 
     def gradients(self, partial: Iterable[int], tied: Iterable[int]) -> Iterator[Move]:
         """Yield what is sent once per step: gradients that ranks of an axis have parts of.
@@ -127,7 +130,7 @@ class Forecast:
 
     def _entries_and_exits(self, stage: Part, hop: Hop) -> Iterator[Move]:
         """Yield the moves where activations enter layers that are split, and where they leave."""
-        num_moves = 2 * len(stage.layers)
+        num_moves = sum(1 + _is_split(self.model.blocks[layer].mlp) for layer in stage.layers)
         back_into, _, back_out = self._moves_back(stage)
         again_into, again_out = self._recomputed_moves(stage)
         sums = num_moves, back_into + again_out
@@ -190,6 +193,22 @@ class Forecast:
             yield from _in_layers("context", hop, (EXCHANGE,), num_bytes, *up_to_attention)
         yield from _in_layers("context", hop, (EXCHANGE,), queries, *times)
 
+    def _experts(self, stage: Part, hop: Hop) -> Iterator[Move]:
+        """Yield the moves of tokens to experts and back, if all experts get equally many.
+
+        Before each way there crosses how many tokens each expert gets.
+        """
+        model, tensor = self.config.model, self.ranks.tensor_size
+        own_rows = self.tokens // (tensor if self.config.parallel.sequence_parallel else 1)
+        rows = own_rows * model.moe_router_topk // hop.size
+        layers = sum(model.moe_layers[layer] for layer in stage.layers)
+        again = sum(model.moe_layers[layer] for layer in chain(*self._checkpoints(stage)))
+        back = sum(model.moe_layers[layer] for layer in self._layers_with_gradients(stage))
+        row_bytes = rows * model.hidden_size * self.width
+        numbers = model.num_experts // hop.size * torch.int64.itemsize
+        yield from _in_layers("expert", hop, (EXCHANGE,), row_bytes, 2 * layers, 2 * (back + again))
+        yield from _in_layers("expert", hop, (EXCHANGE,), numbers, layers, again)
+
     def _pipeline(self, stage: Part) -> Iterator[Move]:
         """Yield the activations sent onward, and their gradients sent back."""
         rows = self.ranks.tensor_size if self.config.parallel.sequence_parallel else 1
@@ -219,10 +238,18 @@ class Forecast:
             inside += is_needed
             is_needed = is_needed or _is_trained(attention)
             exits += is_needed
-            entries += is_needed
+            entries += is_needed and _is_split(mlp)
             is_needed = is_needed or _is_trained(mlp)
-            exits += is_needed
+            exits += is_needed and _is_split(mlp)
         return entries, inside, exits
+
+    def _layers_with_gradients(self, stage: Part) -> list[int]:
+        """Return the layers of a stage behind what is trained."""
+        is_needed, layers = not stage.is_first or self.model.tokens.weight.requires_grad, []
+        for layer in stage.layers:
+            is_needed = is_needed or _is_trained(self.model.blocks[layer])
+            layers += [layer] * is_needed
+        return layers
 
     def _recomputed(self, stage: Part) -> int:
         """Return how many of a stage's layers are computed twice."""
@@ -247,11 +274,17 @@ class Forecast:
         PyTorch ends a recomputation when it has all that backward needs. That is before the last
         sum, unless dropout or a normalization follows it.
         """
-        checkpoints, moves = self._checkpoints(stage), 2 * self._recomputed(stage)
-        model = self.config.model
+        checkpoints, model = self._checkpoints(stage), self.config.model
+        mlps = {layer: _is_split(self.model.blocks[layer].mlp) for layer in stage.layers}
+        moves = sum(1 + mlps[layer] for layer in chain(*checkpoints))
         is_last = model.hidden_dropout == 0 and model.norm_placement == "pre"
-        not_again = len(checkpoints) if is_last else 0
+        not_again = sum(mlps[group[-1]] for group in checkpoints) if is_last else 0
         return moves, moves - not_again
+
+
+def _is_split(mlp: nn.Module) -> bool:
+    """Whether tensor ranks split an MLP; of experts they only split the shared ones."""
+    return not isinstance(mlp, MoE) or mlp.shared is not None
 
 
 def _is_trained(module: nn.Module) -> bool:
