@@ -34,6 +34,7 @@ class Root:
     ) -> None:
         self.model, self.stage, self.device = model, plan.stage, device
         self.units: tuple[fsdp.FSDPModule, ...] = ()
+        self._apart: set[fsdp.FSDPModule] = set()  # inside the unit before them
         self.traffic, self.gradients = Traffic(), Gradients()
         self.reduces_once, self.keeps_root = plan.reduces_once, plan.keeps_roots
         self._num_ranks = group.size()
@@ -58,6 +59,8 @@ class Root:
         self.passes.add(units)
         for unit, plan in zip(units, plans, strict=True):
             self._wiring.connect(unit, plan, stage=self.stage)
+            if plan.is_apart:
+                self._apart.add(unit)
 
     def order(self, units: Sequence[fsdp.FSDPModule], *, in_turn: bool = False) -> None:
         """Set the order of all units, and which are gathered while others compute.
@@ -70,7 +73,14 @@ class Root:
         if self._num_ranks > 1 and blocks and self.device.type == "cpu":
             fsdp.gather_ahead(self.model, blocks)
         if self._num_ranks > 1 and in_turn:
-            fsdp.gather_back(blocks)
+            fsdp.gather_back(self._backwards(blocks))
+
+    def _backwards(self, blocks: Sequence[fsdp.FSDPModule]) -> list[fsdp.FSDPModule]:
+        """Return units in the opposite order of a backward pass: each after those inside it."""
+        ordered: list[fsdp.FSDPModule] = []
+        for unit in blocks:
+            ordered.insert(len(ordered) - (unit in self._apart), unit)
+        return ordered
 
     def begin_micro_step(self, *, last: bool) -> None:
         """Set what the next backward does with weights and gradients."""
