@@ -13,6 +13,7 @@ from megatron_zpp.model.part import Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import Config
+from zeropp.errors import InputError
 from zeropp.sharding.cut import places_of, sharded_parameters, trained_subunits
 
 META = torch.device("meta")
@@ -22,10 +23,17 @@ Units = tuple[tuple[tuple[nn.Parameter, ...], ...], ...]  # parameters of subuni
 class MetaModel:
     """The model of `config`, whole, and split as runs of different sizes split it.
 
-    What is built once is kept: a plan compares many runs of one model.
+    What is built once is kept: a plan compares many runs of one model. Raises InputError for a
+    mixture of experts.
     """
 
     def __init__(self, config: Config, vocab_size: int) -> None:
+        if config.model.has_experts:
+            raise InputError(
+                f"--num-experts {config.model.num_experts}: runs of mixtures of experts cannot be "
+                "planned yet; the first lines of a run's log say what it sends and how much memory "
+                "it takes"
+            )
         self._config, self._vocab_size = config, vocab_size
         self._adapted = Part(lora=config.lora if config.lora.lora_rank else None)
         self.whole = self._build(GPT, self._adapted)
