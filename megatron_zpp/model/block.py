@@ -1,6 +1,7 @@
-"""The transformer block: a branch of attention and one of an MLP, added to the residual stream.
+"""The transformer block: a branch of attention, and one of an MLP or of experts.
 
-x has a rank's rows where rows are split. Shapes: B batch, S sequence, H hidden.
+Both are added to the residual stream. x has a rank's rows where rows are split. Shapes: B batch,
+S sequence, H hidden.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from megatron_zpp.model.attention.attention import Attention
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
 from megatron_zpp.model.mlp import MLP
+from megatron_zpp.model.moe.layer import MoE
 from megatron_zpp.model.normalization import apply_norm, make_norm
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.settings.config import ModelConfig
@@ -20,8 +22,9 @@ class Block(nn.Module):
 
     By default each is normalized before (pre-LN): x + attention(norm1(x)), then x + mlp(norm2(x));
     by `norm_placement` behind, before it is added, or on both sides. Parallel, both start from the
-    same x. The execution of the model's part runs `compute` inside the block's hooks. With an fp32
-    residual stream x must be fp32 whatever the dtype of the weights.
+    same x. In layers of `moe_layers` experts take the place of the MLP. The execution of the
+    model's part runs `compute` inside the block's hooks. With an fp32 residual stream x must be
+    fp32 whatever the dtype of the weights.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class Block(nn.Module):
         self.attention = Attention(config, layer, part)
         self.post_norm1 = make_norm(config, norms=part.norms) if has_post_norm else None
         self.norm2 = make_norm(config, norms=part.norms) if has_norm else None
-        self.mlp = MLP(config, layer, part)
+        self.mlp = (MoE if config.moe_layers[layer] else MLP)(config, layer, part)
         self.post_norm2 = make_norm(config, norms=part.norms) if has_post_norm else None
         self.dropout = config.hidden_dropout
         self.is_parallel = config.use_parallel_residual
@@ -62,17 +65,17 @@ class Block(nn.Module):
         normalized = self._enter(self.norm1, x)
         attended = self._leave(self.post_norm1, self.attention(normalized, sequences))
         if self.is_parallel:
-            branch = self.mlp(self._enter(self.norm2, x), sequences.splits_rows)
+            branch = self.mlp(self._enter(self.norm2, x), sequences)
             branch = self._leave(self.post_norm2, branch)
             return self._residual(x, normalized) + (branch + attended)
         x = self._residual(x, normalized) + attended
         normalized = self._enter(self.norm2, x)
-        branch = self._leave(self.post_norm2, self.mlp(normalized, sequences.splits_rows))
+        branch = self._leave(self.post_norm2, self.mlp(normalized, sequences))
         return self._residual(x, normalized) + branch
 
     def _enter(self, norm: nn.Module | None, x: Tensor) -> Tensor:
         """Return what a branch is computed of, in the dtype of its weights."""
-        return x.to(self.mlp.output.weight.dtype) if norm is None else apply_norm(norm, x)
+        return x.to(self.attention.output.weight.dtype) if norm is None else apply_norm(norm, x)
 
     def _leave(self, norm: nn.Module | None, branch: Tensor) -> Tensor:
         """Return what a branch adds to the stream."""

@@ -37,7 +37,10 @@ def flops_per_token(model: ModelConfig, recompute: RecomputeConfig, vocab_size: 
     GPT with full recomputation this is its formula 96·s·L·h²·(1 + s/6h + V/16Lh) per sample.
     """
     core_attentions = [core_attention(model, window) for window in model.windows]
-    layers = [projections(model) + core_attention for core_attention in core_attentions]
+    layers = [
+        projections(model, has_experts) + core_attention
+        for has_experts, core_attention in zip(model.moe_layers, core_attentions, strict=True)
+    ]
     head = 2 * model.hidden_size * model.padded_vocab_size(vocab_size)
     step = (1 + BACKWARD) * (sum(layers) + head)
     if recompute.recompute_granularity == "full":
@@ -47,12 +50,20 @@ def flops_per_token(model: ModelConfig, recompute: RecomputeConfig, vocab_size: 
     return step
 
 
-def projections(model: ModelConfig) -> float:
-    """Return the operations of a layer's linear parts for one token, forward."""
+def projections(model: ModelConfig, has_experts: bool = False) -> float:
+    """Return the operations of a layer's linear parts for one token, forward.
+
+    Of experts those count that a token passes, with the router and the shared MLP.
+    """
     num_heads = 2 * model.num_attention_heads + 2 * model.kv_heads  # query, output, keys, values
     attention = 2 * model.hidden_size * model.head_dim * num_heads
     num_mlp_matrices = 3 if model.is_gated else 2
-    return attention + 2 * num_mlp_matrices * model.hidden_size * model.ffn_size
+    width, router = model.ffn_size, 0
+    if has_experts:
+        width = model.moe_router_topk * model.expert_ffn_size
+        width += model.moe_shared_expert_intermediate_size or 0
+        router = 2 * model.hidden_size * model.num_experts
+    return attention + router + 2 * num_mlp_matrices * model.hidden_size * width
 
 
 def core_attention(model: ModelConfig, window: int | None) -> float:

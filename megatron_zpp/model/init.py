@@ -18,19 +18,27 @@ from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step_or_skip import local_part
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in fp32; another number would change the weights of a seed
-SCALED_WEIGHTS = ("attention.output.weight", "mlp.output.weight")  # last of a residual branch
+SCALED_WEIGHTS = (  # last of a residual branch
+    "attention.output.weight",
+    "mlp.output.weight",
+    "mlp.experts.output.weight",
+    "mlp.shared.output.weight",
+)
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
-    """Initialize every parameter of a model in place, after `to_empty` has allocated them.
+    """Initialize all parameters and buffers of a model in place, once `to_empty` allocated them.
 
     Weights are N(0, σ²) with σ = init_method_std, divided by √(2L) in the last layer of a residual
-    branch; biases are 0, gains of normalizations 1 (with `apply_layernorm_1p` stored as 0).
+    branch; biases and buffers are 0, gains of normalizations 1 (with `apply_layernorm_1p` stored
+    as 0).
     Parameters are plain tensors, or DTensors placed by Shard and Replicate on a mesh with any
     number of axes. Raises TypeError for another placement.
     """
     gain = 0.0 if config.apply_layernorm_1p else 1.0
+    for buffer in model.buffers():
+        buffer.zero_()
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             local_part(parameter).fill_(0.0 if name.endswith("bias") else gain)

@@ -8,6 +8,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
 from megatron_zpp.model.lora import adapters_of
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -34,21 +35,33 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Two linear layers with a nonlinearity between them, and perhaps a third one as a gate."""
+    """Two linear layers with a nonlinearity between them, and perhaps a third one as a gate.
 
-    def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
+    width: that inside it, by default the configuration's. name: of this module in its block.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        part: Part = WHOLE,
+        *,
+        width: int | None = None,
+        name: str = "mlp",
+    ) -> None:
         super().__init__()
         bias, adapters = config.has_mlp_bias, partial(adapters_of, part.lora, layer)
-        hidden, ffn, axis = config.hidden_size, config.ffn_size, part.tensor
+        hidden, ffn, axis = config.hidden_size, width or config.ffn_size, part.tensor
         self.config, self.axis = config, axis
-        self.input = ColumnParallelLinear(hidden, ffn, bias, axis, adapters("mlp.input"))
+        self.input = ColumnParallelLinear(hidden, ffn, bias, axis, adapters(f"{name}.input"))
         self.gate = None
         if config.is_gated:
-            self.gate = ColumnParallelLinear(hidden, ffn, bias, axis, adapters("mlp.gate"))
-        self.output = RowParallelLinear(ffn, hidden, bias, axis, adapters("mlp.output"))
+            self.gate = ColumnParallelLinear(hidden, ffn, bias, axis, adapters(f"{name}.gate"))
+        self.output = RowParallelLinear(ffn, hidden, bias, axis, adapters(f"{name}.output"))
 
-    def forward(self, x: Tensor, splits_rows: bool = False) -> Tensor:
+    def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H], through [B, S, F]."""
+        splits_rows = sequences.splits_rows
         if self.axis is not None:
             x = self.axis.enter(x, splits_rows)
         if self.gate is None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_zpp.model.attention.cache import KeyValueCache
 from megatron_zpp.model.attention.rotary import Rotary
+from megatron_zpp.model.routing_record import RoutingRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,8 @@ class Sequences:
     rotary: the tables of their positions, by `rotary_kinds`; empty if there are none. edges int32
     [n + 1]: where documents begin, to which attention is then limited. cache: earlier tokens, which
     x continues. is_split: each context rank has a part of the tokens. splits_rows: each tensor rank
-    has some rows of x between the layers that are split (sequence parallelism).
+    has some rows of x between the layers that are split (sequence parallelism). routing: what
+    layers with experts decide and count; None where nothing is counted, as in evaluation.
     """
 
     rotary: tuple[Rotary | None, ...] = ()
@@ -23,6 +25,7 @@ class Sequences:
     cache: KeyValueCache | None = None
     is_split: bool = False
     splits_rows: bool = False
+    routing: RoutingRecord | None = None
 
 
 WHOLE_ROWS = Sequences()
