@@ -1,0 +1,96 @@
+"""Training on ranks that split experts prints the numbers of one rank."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2
+from tests.megatron_zpp.train.training_runs import losses, require_equal, run
+
+SIZES = (
+    "--num-layers 4 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 3 --lr 1e-3 --disable-bias-linear --swiglu "
+    "--init-method-std 0.2 "  # so that routers have gradients that count
+)
+SOFTMAX = SIZES + (
+    "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --moe-layer-freq 2 "
+    "--moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate "
+)
+EP1, EP2, EP4 = (f"--expert-model-parallel-size {size} " for size in (1, 2, 4))
+
+
+def nodes_of(size: int, folder: Path, **zero: object) -> str:
+    """The flag of a JSON with as many ranks per node."""
+    path = folder / "zero.json"
+    settings = {"zero_optimization": {"stage": 3, **zero}, "zeropp": {"ranks_per_node": size}}
+    path.write_text(json.dumps(settings))
+    return f"--deepspeed_config {path} "
+
+
+@pytest.mark.parametrize(
+    ("how", "zero"),
+    [
+        (EP1, {}),
+        (EP2, {}),
+        (EP4, {}),
+        ("", {"stage": 1}),
+        (EP4, {"stage": 2}),
+        (EP4 + "--recompute-granularity full ", {}),
+        (EP2 + TP2 + SP, {}),
+        (EP4 + TP2 + SP, {"stage": 1}),
+        (EP1 + TP2 + SP, {}),
+        (TP2, {}),
+        (EP2 + CP2, {}),
+        (EP4 + CP2 + GATHERED, {}),
+        (EP2 + PP2, {}),
+        (PP2 + TP2 + SP + "--recompute-granularity full ", {}),
+    ],
+)
+def test_losses_and_norms_are_those_of_one_rank(how: str, zero: dict, tmp_path: Path) -> None:
+    expected = run(1, SOFTMAX, tmp_path)
+    require_equal(run(4, SOFTMAX + how + nodes_of(2, tmp_path, **zero), tmp_path), expected)
+
+
+ALL_OF_IT = {
+    "zero_quantized_weights": True,
+    "zero_hpz_partition_size": 2,
+    "zero_quantized_gradients": True,
+}
+
+
+def stopped_and_resumed(flags: str, first: str, second: str, folder: Path) -> str:
+    """The log of a run that stops after two iterations and goes on with other flags."""
+    saved = folder / "saved"
+    log = run(4, f"{flags} {first} --save {saved} --exit-interval 2", folder)
+    return log + run(4, f"{flags} {second} --load {saved}", folder)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(EP2, EP4), (EP4, EP1), (EP1, EP2 + PP2), (EP2 + TP2 + SP, EP4)]
+)
+def test_a_run_goes_on_where_other_ranks_have_the_experts(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    expected, nodes = run(1, SOFTMAX, tmp_path), nodes_of(2, tmp_path)
+    log = stopped_and_resumed(SOFTMAX, first + nodes, second + nodes, tmp_path)
+    require_equal(log, expected)
+
+
+@pytest.mark.parametrize("how", [EP1, EP2, EP4, EP2 + PP2, EP2 + TP2 + SP])
+def test_with_zeropp_a_stop_changes_no_digit(how: str, tmp_path: Path) -> None:
+    nodes = nodes_of(2, tmp_path, **ALL_OF_IT)
+    flags = f"{SOFTMAX} --bf16 --lr 1e-2 {how} {nodes}"
+    straight = run(4, flags, tmp_path)
+    log = stopped_and_resumed(flags, "", "", tmp_path)
+    assert losses(log) == losses(straight) != []
+    assert "whole codes cross the nodes once more" not in log
+
+
+def test_the_held_out_loss_and_a_sample(tmp_path: Path) -> None:
+    flags = f"{SOFTMAX} --eval-iters 1 --sample-prompt 1 --sample-length 5 "
+    expected = run(1, flags, tmp_path)
+    log = run(4, flags + EP4 + nodes_of(2, tmp_path), tmp_path)
+    for name in ("validation loss at the end of training", "Sample"):
+        assert name in log and name in expected
+    assert log.split("Sample")[1] == expected.split("Sample")[1]
