@@ -56,6 +56,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         "rounds": options.rounds,
         "warm_up": options.warm_up,
         "round_trip": options.round_trip,
+        "flags": options.flags,
         "parameters": 0,
         "runs": [],
     }
@@ -69,7 +70,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         built = {}
         for name in options.configurations:
             status.update(f"building {name}")
-            built[name] = ranks.ask("build", name=name, shape=options.shape)
+            built[name] = ranks.ask("build", name=name, shape=options.shape, flags=options.flags)
         firsts = warm_up(
             ranks, options.configurations, processes, steps=options.warm_up, say=status.update
         )
@@ -120,7 +121,7 @@ def names_of(options: argparse.Namespace) -> tuple[str, ...]:
     asked_for = options.configurations or DEFAULT_NAMES
     for name in asked_for:
         sizes, zero_name = axes_of(name)
-        if zero_name not in (OURS if sizes else OUR_NAMES):
+        if zero_name not in (OURS if sizes.keys() - {"ep"} else OUR_NAMES):
             hint = f"expected one of {', '.join(OUR_NAMES)}"
             if name == DEEPSPEED:
                 hint = "--deepspeed adds it"
@@ -163,6 +164,7 @@ BENCHMARK = Benchmark(
         Flag("--rounds", 10, "timed steps of each", least=1),
         Flag("--warm-up", 1, "steps before them, without a limit of the links", least=1),
         Flag("--round-trip", 0, "milliseconds of a frame and its answer between two nodes"),
+        Flag("--flags", "", "of pretrain_gpt.py, further ones of the model, as '--num-experts 16'"),
         Flag("--passes", 0, "without gradients, after the steps"),
         Flag("--one-host", False, "no namespaces: the ledger's bytes only"),
         Flag("--deepspeed", False, "add DeepSpeed's ZeRO-3, if it is installed"),

@@ -36,9 +36,11 @@ class ClusterRank:
         self.ranks = join_ranks(Environment.read(), ParallelConfig())
         return {}
 
-    def build(self, name: str, shape: Mapping[str, int]) -> dict:
+    def build(self, name: str, shape: Mapping[str, int], flags: str) -> dict:
         """Build a configuration beside the others; `zeropp 2` is a second one of `zeropp`."""
-        setup = TrainingSetup(shape=shape, ranks=self.ranks, dtype="bf16", stage=3)
+        setup = TrainingSetup(
+            shape=shape, ranks=self.ranks, dtype="bf16", stage=3, extra_flags=flags
+        )
         ranks_per_node = self.ranks.environment.local_world_size
         configuration = build_configuration(name.split()[0], setup, ranks_per_node)
         self.configurations[name] = configuration

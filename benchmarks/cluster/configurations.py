@@ -4,7 +4,8 @@
 sends, half of gloo's; `attach` the first with all of ZeRO++ by `zeropp.attach`, `deepspeed`
 DeepSpeed's ZeRO-3, all in bf16. The others are those of benchmarks/shared/zero_json.py; in the last
 three, only LoRA's adapters are trained. In front of the others stand the sizes of axes that split
-the model: `tp2-zeropp`, `pp2-zero1`, `pp2-tp2-zero3`, `cp2-zeropp`. All compute the same batches.
+the model: `tp2-zeropp`, `pp2-zero1`, `pp2-tp2-zero3`, `cp2-zeropp`. `ep2-zeropp` and `ep4-fsdp2`
+say how many ranks split the experts of a mixture. All compute the same batches.
 
 No gradient is clipped and no norm is taken, so that nothing but weights and gradients travels.
 """
@@ -17,12 +18,14 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.cluster.deepspeed_peer import deepspeed_step
+from benchmarks.cluster.fsdp2_experts import fsdp2_experts
 from benchmarks.cluster.ring_reduce_scatter import RingReduceScatter
 from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.shared.zero_json import zero_json
-from benchmarks.step.training_loops import Steps, accumulate, fsdp2, model_loss_of
+from benchmarks.step.training_loops import Steps, accumulate, adamw, fsdp2, model_loss_of
 from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.model import build_model
@@ -42,6 +45,7 @@ AXES = MappingProxyType(
         "tp": "--tensor-model-parallel-size",
         "pp": "--pipeline-model-parallel-size",
         "cp": "--context-parallel-size",
+        "ep": "--expert-model-parallel-size",
     }
 )
 LORA = ("lora-zero3", "mixz", "mixz-hpz")
@@ -75,16 +79,21 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
     if name == DEEPSPEED:
         step, parameters = deepspeed_step(setup, steps)
         return Configuration(step=step, parameters=parameters)
-    if name in (FSDP2, FSDP2_RING, ATTACH):
-        loop = fsdp2(setup, name, iter(()))
-        step = _unclipped_step(loop.model, loop.optimizer, steps)
-        plain = Configuration(step=step, parameters=loop.model.num_parameters())
-        if name == FSDP2_RING:
-            for unit in (*loop.model.blocks, loop.model):
+    if zero_name in (FSDP2, FSDP2_RING, ATTACH):
+        if setup.config.model.has_experts:
+            model = fsdp2_experts(setup)
+            optimizer = adamw(model.parameters())
+        else:
+            loop = fsdp2(setup, name, iter(()))
+            model, optimizer = loop.model, loop.optimizer
+        step = _unclipped_step(model, optimizer, steps)
+        plain = Configuration(step=step, parameters=model.num_parameters())
+        if zero_name == FSDP2_RING:
+            for unit in (each for each in model.modules() if isinstance(each, FSDPModule)):
                 unit.set_custom_reduce_scatter(RingReduceScatter())
-        if name != ATTACH:
+        if zero_name != ATTACH:
             return plain
-        attached = attach(loop.model, zero_config("zeropp", ranks_per_node))
+        attached = attach(model, zero_config("zeropp", ranks_per_node))
         return replace(
             plain,
             take_sent=attached.traffic.take,
@@ -132,7 +141,7 @@ def _divided_setup(
 ) -> TrainingSetup:
     """Return the set-up of ranks that split the model along axes."""
     words = [f"{AXES[axis]} {size}" for axis, size in sizes.items()]
-    setup = replace(setup, extra_flags=" ".join(words))
+    setup = replace(setup, extra_flags=" ".join((setup.extra_flags, *words)))
     parallel = setup.config.parallel
     ranks = replace(
         setup.ranks,
