@@ -54,15 +54,15 @@ class AdamState:
 
 @torch.no_grad()
 def fill_parameters(model: nn.Module, weights: WeightSource) -> None:
-    """Copy weights into all parameters of a model but LoRA's adapters, cast to their dtypes.
+    """Copy weights into all parameters and buffers of a model but LoRA's adapters.
 
-    The parameters' memory must be allocated. They are plain tensors, or DTensors placed by Shard
-    and Replicate, whose local part alone is written; each rank reads for itself. Raises
-    InputError, before anything is written, if names or shapes of parameters and weights differ.
+    They are cast to the dtypes there. The memory must be allocated. Parameters are plain tensors,
+    or DTensors placed by Shard and Replicate, whose local part alone is written; each rank reads
+    for itself. Raises InputError, before anything is written, if names or shapes of parameters and
+    weights differ.
     """
-    parameters = {
-        name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)
-    }
+    named = (*model.named_parameters(), *model.named_buffers())
+    parameters = {name: tensor for name, tensor in named if not is_adapter(name)}
     lines = shape_differences(parameters, weights.facts(), names_elsewhere(model))
     if lines:
         raise InputError(f"the weights are not those of the model:\n  {first_lines(lines)}")

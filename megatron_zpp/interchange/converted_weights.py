@@ -147,11 +147,15 @@ def joined_parts(parts: Sequence[tuple[NameRow, Tensor]]) -> Tensor:
 
 
 def parameter_shapes(model: ModelConfig, padded_rows: int) -> dict[str, Tensor]:
-    """Return the parameters of a GPT with `padded_rows` rows of vocabulary, on the meta device."""
+    """Return the parameters and buffers of a GPT, on the meta device.
+
+    It has `padded_rows` rows of vocabulary.
+    """
     with torch.device("meta"):
         gpt = GPT(model, padded_rows)
     assert gpt.padded_vocab_size == padded_rows
-    return {name: parameter.detach() for name, parameter in gpt.named_parameters()}
+    named = (*gpt.named_parameters(), *gpt.named_buffers())
+    return {name: tensor.detach() for name, tensor in named}
 
 
 def _read_tensor(

@@ -21,6 +21,7 @@ from megatron_zpp.model.lora import train_adapters_only
 from megatron_zpp.model.loss import cap_logits, head_loss, parallel_cross_entropy
 from megatron_zpp.model.normalization import apply_norm, make_norm
 from megatron_zpp.model.part import WHOLE, Part
+from megatron_zpp.model.routing_record import RoutingRecord
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron_zpp.parallel.collectives import gather_columns
 from megatron_zpp.settings.config import ModelConfig
@@ -80,6 +81,8 @@ class GPT(nn.Module):
         edges: Tensor | None = None,
         cache: KeyValueCache | None = None,
         received: Tensor | None = None,
+        *,
+        routing: RoutingRecord | None = None,
     ) -> Tensor:
         """Return logits [B, S, V] of tokens int64 [B, S]; with labels, the mean loss, fp32 scalar.
 
@@ -92,7 +95,8 @@ class GPT(nn.Module):
         result is logits [B, 1, V] of each row's last real token.
 
         A part without embedding computes with `received` [B, S, H], what the part before it
-        returned; one without output layer returns what its last block does.
+        returned; one without output layer returns what its last block does. `routing` is the record
+        of what layers with experts decide and count.
         """
         part, has_loss, share = self.part, labels is not None, None
         if cache is not None:
@@ -111,6 +115,7 @@ class GPT(nn.Module):
             cache=cache,
             is_split=share is not None,
             splits_rows=splits_rows,
+            routing=routing,
         )
         for layers in self.groups:
             x = part.execution.run_group(self._run_blocks, layers, x, sequences)

@@ -16,12 +16,14 @@ from megatron_zpp.monitor.communication import (
 )
 from megatron_zpp.monitor.memory import Memory, memory_line
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
+from megatron_zpp.recipe.expert_balance import BUSIEST_EXPERT, BUSIEST_RANK
 
 COLUMNS = 80
 GAP = "  "
 SPARE = (
     "lr",
     "eta",
+    "experts",
     "sent",
     "throughput",
     "speed",
@@ -51,6 +53,7 @@ class MegatronLines:
             f"learning rate: {last.learning_rate:.3E}",
             f"global batch size: {last.global_batch_size:5d}",
             f"lm loss: {interval.loss:.6E}",
+            *_fields_of_experts(last),
             *_optional_fields(last),
             f"actual seqlen: {last.seq_length:5d}",
             f"number of skipped iterations: {interval.skipped:3d}",
@@ -97,6 +100,7 @@ class ShortLines:
             "lr": f"lr {_learning_rate(last.learning_rate):>6}",
             "speed": f"{size(interval.tokens_per_second, COUNTS):>5} tok/s",
             "throughput": _throughput(interval) if self.throughput else "",
+            "experts": _experts(last),
             "unusual": ", ".join(_unusual(interval)),
             "sent": _sent_between_nodes(last.communication),
             "eta": f"eta {duration(seconds_left)}" if seconds_left else "",
@@ -175,6 +179,27 @@ def _learning_rate(rate: float) -> str:
     """For example 1.4e-3."""
     digits, exponent = f"{rate:.1e}".split("e")
     return f"{digits}e{int(exponent)}" if rate else "0"
+
+
+def _experts(last: Iteration) -> str:
+    """The share of the busiest expert, and the load of the busiest rank, whose mean is 1."""
+    if not last.of_experts:
+        return ""
+    expert, rank = last.of_experts[BUSIEST_EXPERT], last.of_experts[BUSIEST_RANK]
+    return f"experts to {expert:.0%}, ranks to {rank:.2f}x"
+
+
+def _fields_of_experts(last: Iteration) -> list[str]:
+    """The losses that balance experts, as Megatron-LM writes them, and the largest loads."""
+    if not last.of_experts:
+        return []
+    losses = {name: x for name, x in last.of_experts.items() if "/" not in name}
+    expert, rank = last.of_experts[BUSIEST_EXPERT], last.of_experts[BUSIEST_RANK]
+    return [
+        *(f"{name}: {value:.6E}" for name, value in losses.items()),
+        f"busiest expert: {expert:.2%}",
+        f"busiest rank: {rank:.3f}",
+    ]
 
 
 def _throughput_fields(interval: Interval) -> list[str]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.routing_record import RoutingRecord
 from megatron_zpp.parallel.main_thread import MainThread
 from zeropp import Sharding
 
@@ -29,18 +30,21 @@ class OneStage:
         samples: Iterator[tuple[int, Batch]],
         scales: Sequence[float | Tensor],
         seed_dropout: Callable[[int], None],
+        routing: Sequence[RoutingRecord] | None = None,
     ) -> list[Tensor]:
         """Run all passes of a step; return the losses, unscaled, 0-d.
 
         `samples` yields the number of each micro-batch's first sample, and the micro-batch.
-        Gradients are those of the sum of the losses, each times its scale.
+        Gradients are those of the sum of the losses, each times its scale. `routing` has a record
+        for each micro-batch of a model with experts.
         """
         losses: list[Tensor] = []
         for (first_sample, batch), scale in zip(samples, scales, strict=True):
             self.main_thread.mark()
             seed_dropout(first_sample)
             with self.sharding.micro_step(last=len(losses) == len(scales) - 1):
-                loss = self.sharding.model(*batch.inputs())
+                record = None if routing is None else routing[len(losses)]
+                loss = self.sharding.model(*batch.inputs(), routing=record)
                 (loss * scale).backward()
             losses.append(loss.detach())
         return losses

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.attention.cache import KeyValueCache
 from megatron_zpp.model.gpt import GPT, Blocks
+from megatron_zpp.model.routing_record import RoutingRecord
 from megatron_zpp.parallel.collectives import sum_whole
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_channels import Transfer, connect
@@ -42,13 +43,14 @@ class Step:
     """The micro-batches of a step on a rank, and the losses of those that have left the last stage.
 
     `samples` yields the number of each micro-batch's first sample, and the micro-batch; `scales`
-    has what each loss is multiplied by.
+    has what each loss is multiplied by, `routing` the records of a model with experts.
     """
 
     samples: Iterator[tuple[int, Batch]]
     scales: Sequence[float | Tensor]
     shape_of: Callable[[Tensor], tuple[int, ...]]
     seed_dropout: SeedDropout
+    routing: Sequence[RoutingRecord] | None = None
     losses: list[Tensor] = field(default_factory=list)
     in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)  # by chunk and number
     _read: dict[int, tuple[int, Batch]] = field(default_factory=dict)
@@ -92,8 +94,7 @@ class Pipeline(nn.Module):
         }
         self._padded_vocab_size = whole.padded_vocab_size
         self._adopt(whole)
-        own = {name for name, _ in self.named_parameters()}
-        self.names_elsewhere = frozenset(dict(whole.named_parameters())) - own
+        self.names_elsewhere = _names(whole) - _names(self)
         self.channels = connect(ranks, is_ring=len(self.stages) > 1)
         is_end = self.roots[0].part.is_first or self.roots[-1].part.is_last
         self.ties_ends = whole.head is None and is_end and whole.tokens.weight.requires_grad
@@ -104,15 +105,18 @@ class Pipeline(nn.Module):
         samples: Iterator[tuple[int, Batch]],
         scales: Sequence[float | Tensor],
         seed_dropout: SeedDropout,
+        routing: Sequence[RoutingRecord] | None = None,
     ) -> list[Tensor]:
         """Run all passes of a step; return the losses, unscaled, 0-d, on the last stage's ranks.
 
-        Gradients are those of the sum of the losses, each times its scale.
+        Gradients are those of the sum of the losses, each times its scale. `routing` has a record
+        for each micro-batch of a model with experts.
         """
         step = Step(
             samples=samples,
             scales=scales,
             seed_dropout=seed_dropout,
+            routing=routing,
             shape_of=partial(self._shape, splits=True),
         )
         place, size = self._ranks.pipeline_place, self._ranks.pipeline_size
@@ -198,7 +202,8 @@ class Pipeline(nn.Module):
         step.seed_dropout(first_sample, stage)
         if received is not None:
             received.requires_grad_()
-        output, sent = root(*batch.inputs(), received=received), None
+        record = None if step.routing is None else step.routing[each.micro_batch]
+        output, sent = root(*batch.inputs(), received=received, routing=record), None
         if root.part.is_last:
             step.losses.append(output.detach())
             output = output * step.scales[each.micro_batch]
@@ -242,3 +247,9 @@ class Pipeline(nn.Module):
         if self._sent is not None:
             self._sent.wait()
             self._sent = None
+
+
+def _names(model: nn.Module) -> frozenset[str]:
+    """Return the names of parameters and buffers."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return frozenset(name for name, _ in tensors)

@@ -15,6 +15,7 @@ from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.optimizer_norms import optimizer_norms
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.recipe.expert_balance import ExpertBalance
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
@@ -91,6 +92,10 @@ class Trainer:
 
         self._set_schedule()
         losses = self.forward_backward(batches, global_batch_size, loss_scale)
+        numbers = {}
+        if losses.routing is not None:
+            balance = ExpertBalance(config=config, ranks=self.ranks)
+            numbers = balance.end(losses.routing, self.sharding.model)
         backward_ended = self._timer_now()
         update = optimizer_step(
             self.optimizer,
@@ -108,7 +113,7 @@ class Trainer:
             fields["forward_backward_seconds"] = backward_ended - started
             fields["batch_generator_seconds"] = batches.waited - waited_before
         return PendingIteration(
-            fields, losses, update, started, previous, has_loss_scaler=self.scaler is not None
+            fields, losses, update, started, previous, numbers, self.scaler is not None
         )
 
     def forward_backward(
@@ -125,16 +130,19 @@ class Trainer:
         )
         num_empty = torch.zeros((), dtype=torch.float64, device=ranks.device)
         samples = self._micro_batches(batches, num_micro_batches, num_empty)
-        weights = [1.0] * num_micro_batches
+        weights, weight_of_all, routing = [1.0] * num_micro_batches, 1.0, None
         if config.training.calculate_per_token_loss:
             read = list(samples)
-            weights = shares_of_tokens([batch for _, batch in read], ranks)
+            weights, weight_of_all = shares_of_tokens([batch for _, batch in read], ranks)
             samples = iter(read)
         scales = [loss_scale / num_micro_batches * weight for weight in weights]
+        if config.model.has_experts:
+            scale = loss_scale / num_micro_batches * weight_of_all
+            routing = ExpertBalance(config=config, ranks=ranks).begin(num_micro_batches, scale)
 
         self.communication.begin_step()
         seed = partial(seed_dropout, config, ranks)
-        losses = self.passes.forward_backward(samples, scales, seed)
+        losses = self.passes.forward_backward(samples, scales, seed, routing)
         self.passes.sum_tied_gradients(self.optimizer)
         if ranks.tensor_size > 1:
             splits_rows, model = config.parallel.sequence_parallel, self.sharding.model
@@ -152,6 +160,7 @@ class Trainer:
             mean=loss / (num_micro_batches * ranks.num_losses),
             empty_share=empty / (num_micro_batches * ranks.num_ranks),
             of_micro_batches=losses,
+            routing=routing,
         )
 
     def _micro_batches(
@@ -227,15 +236,19 @@ class Trainer:
         return time.perf_counter()
 
 
-def shares_of_tokens(batches: Sequence[Batch], ranks: Ranks) -> list[torch.Tensor]:
+def shares_of_tokens(
+    batches: Sequence[Batch], ranks: Ranks
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return how many tokens of each of this rank's micro-batches have a loss, 0-d fp32 each.
 
-    The unit is the mean over the micro-batches of all replicas; a collective.
+    And how many tokens a micro-batch has in all. The unit is the mean of those with a loss over the
+    micro-batches of all replicas; a collective.
     """
     counts = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches])
     total = ranks.sum_tensor(counts.sum()) / (ranks.num_ranks // ranks.num_replicas)
     mean = total / (len(batches) * ranks.num_replicas)
-    return list((counts / mean.clamp(min=torch.finfo(torch.float64).tiny)).float())
+    mean = mean.clamp(min=torch.finfo(torch.float64).tiny)
+    return list((counts / mean).float()), (batches[0].loss_mask.numel() / mean).float()
 
 
 def seed_dropout(config: Config, ranks: Ranks, first_sample: int, *stage: int) -> None:
