@@ -184,7 +184,8 @@ class CommunicationMeter:
         return self._formulas[num_micro_batches]
 
     def _activations(self, num_micro_batches: int) -> dict[tuple[str, str], int]:
-        if self._ranks.num_replicas == self._ranks.num_ranks:
+        has_other_axes = self._ranks.num_replicas < self._ranks.num_ranks
+        if not (has_other_axes or self._config.model.has_experts):
             return {}
         return activation_traffic(self._config, self._ranks, self._sharding, num_micro_batches)
 

@@ -180,6 +180,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     return [
         ("model", f"{sharding.model.num_parameters():,} parameters\n{shape}"),
         *lora_summary(config, sharding.model),
+        *(expert_rows(run) if model.has_experts else []),
         ("data", " ".join(sources)),
         (
             "batch",
@@ -271,6 +272,19 @@ def parallel_rows(ranks: Ranks) -> list[tuple[str, str]]:
         where = "in a node" if in_node else "across nodes"
         parts.append(f"{len(members)} ranks share {what}, {where}")
     return [("ranks", "\n".join(parts))]
+
+
+def expert_rows(run: Run) -> list[tuple[str, str]]:
+    """A row that says how many experts there are, and which ranks have them."""
+    model, axis = run.config.model, run.trainer.passes.roots[0].part.experts
+    text = (
+        f"{model.num_experts} in {sum(model.moe_layers)} of {model.num_layers} layers, "
+        f"{model.moe_router_topk} for each token"
+    )
+    if axis is None:
+        return [("experts", text)]
+    hop = axis.peers.hop
+    return [("experts", f"{text}\n{hop.size} ranks split them, {hop.place}")]
 
 
 def pipeline_rows(run: Run, micro_batches: int) -> list[tuple[str, str]]:
