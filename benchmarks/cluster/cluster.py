@@ -33,9 +33,9 @@ from benchmarks.cluster.bf16_matmul import bf16_is_slow
 from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
 from benchmarks.cluster.configurations import DEEPSPEED, FSDP2, LORA, NAMES, OURS, axes_of
-from benchmarks.cluster.deepspeed_peer import require_deepspeed
 from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved, warm_up
 from benchmarks.cluster.network import emulation
+from benchmarks.cluster.peers.deepspeed_peer import require_deepspeed
 from benchmarks.cluster.rank_processes import RankProcesses
 from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
 from benchmarks.shared.benchmark import Benchmark, Flag

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.cluster.deepspeed_peer import deepspeed_step
-from benchmarks.cluster.fsdp2_experts import fsdp2_experts
-from benchmarks.cluster.ring_reduce_scatter import RingReduceScatter
+from benchmarks.cluster.peers.deepspeed_peer import deepspeed_step
+from benchmarks.cluster.peers.fsdp2_experts import fsdp2_experts
+from benchmarks.cluster.peers.ring_reduce_scatter import RingReduceScatter
 from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.shared.zero_json import zero_json
 from benchmarks.step.training_loops import Steps, accumulate, adamw, fsdp2, model_loss_of

@@ -40,9 +40,6 @@ class ExpertParallelConfig(Section):
         aliases=("moe-expert-parallel-size",),
         no_effect=NEEDS_EXPERTS,
     )
-    expert_tensor_parallel_size: int = flag(
-        1, "ranks that split each expert", choices=(1,), no_effect=NEEDS_EXPERTS
-    )
 
     def expert_ranks(
         self, num_experts: int, stage_ranks: int, ranks_per_node: int, zero_stage: int

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster import cluster, deepspeed_peer
+from benchmarks.cluster import cluster
 from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
 from benchmarks.cluster.configurations import NAMES, OURS, axes_of, zero_config
 from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps, run_interleaved, warm_up
 from benchmarks.cluster.network.emulation import Counters
+from benchmarks.cluster.peers import deepspeed_peer
 from benchmarks.shared.interleaved import Disagreement
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces, wait_until
 from tests.benchmarks.started import run_benchmark

@@ -310,6 +310,10 @@ PAIRS = """
 --rotary-position-embeddings-theta 7 --swiglu        model.rotary_base 7
 --sequence-parallel --tensor-model-parallel-size 2   parallel.sequence_parallel true
 --cp-comm-type a2a                                   parallel.cp_comm_type "a2a"
+--expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear \
+    parallel.expert_model_parallel_size 2
+--moe-expert-parallel-size 2 --num-experts 4 --disable-bias-linear \
+    parallel.expert_model_parallel_size 2
 """
 
 UNAVAILABLE = """

@@ -1,0 +1,1 @@
+"""What ZeRO++ is compared with: other libraries, and FSDP2 as others use it."""
