@@ -279,7 +279,12 @@ def _named_optimizer(zero: ZeroConfig, parameters: list[Any]) -> torch.optim.Opt
             "eps": 1e-8,
             "weight_decay": 0.0,
         } | settings
-        return fastest_adamw(parameters, torch_on_cpu=settings.pop("torch_adam"), **settings)
+        return fastest_adamw(
+            parameters,
+            torch_on_cpu=settings.pop("torch_adam"),
+            kind=adam.FusedAdam,
+            **settings,
+        )
     if not hasattr(torch.optim, kind):
         raise InputError(
             f'optimizer.type = "{kind}": PyTorch {torch.__version__} has no torch.optim.{kind}; '

@@ -222,8 +222,9 @@ def fastest_adamw(
     eps: float,
     weight_decay: float,
     torch_on_cpu: bool = False,
+    kind: type[FusedAdam] = FusedAdam,
 ) -> torch.optim.Optimizer:
-    """Return AdamW for parameters or groups: `FusedAdam` if its kernel is built, else torch's.
+    """Return AdamW for parameters or groups: a `FusedAdam` if its kernel is built, else torch's.
 
     With `torch_on_cpu`, torch's is used on CPUs. The choice is logged at INFO.
     """
@@ -232,7 +233,7 @@ def fastest_adamw(
     reason = _why_not_fused(groups, torch_on_cpu)
     if reason is None:
         log.info("AdamW: zeropp's, one kernel to unscale, clip and update")
-        return FusedAdam(groups, **settings)
+        return kind(groups, **settings)
     if len({isinstance(parameter, DTensor) for parameter in _parameters(groups)}) == 2:
         log.info(
             "AdamW: PyTorch's, one tensor at a time, because only some parameters are sharded (%s)",

@@ -186,6 +186,7 @@ class _Reader:
     def _translate(self, old: str, value: Any) -> None:
         """Take the value of an old name; raises `InputError` if today's name also has one."""
         names, meaning = OLD_NAMES[old]
+        value = value if meaning is None else _to_kind(value, bool)
         if meaning is not None and not isinstance(value, bool):
             raise InputError(f"{old} = {json_text(value)}: expected true or false")
         translated = _Reader(self._root)
@@ -218,7 +219,7 @@ def _check_ignored_object(entry: Key, content: Mapping) -> None:
                 f'unknown key "{entry.dotted}.{name}"; '
                 f'the nearest known key is "{entry.dotted}.{nearest[0]}"'
             )
-    if not isinstance(content.get("enabled", True), bool):
+    if not isinstance(_to_kind(content.get("enabled", True), bool), bool):
         wrong = json_text(content["enabled"])
         raise InputError(f"{entry.dotted}.enabled = {wrong}: expected true or false")
     enabled = _enabled_in(content, entry.dotted) if entry.not_enabled else None
@@ -229,7 +230,7 @@ def _check_ignored_object(entry: Key, content: Mapping) -> None:
 def _enabled_in(content: Mapping, dotted: str) -> str | None:
     """The first `enabled` that is true in an object, or in those inside if it has none."""
     if "enabled" in content:
-        return f"{dotted}.enabled" if content["enabled"] is True else None
+        return f"{dotted}.enabled" if _to_kind(content["enabled"], bool) is True else None
     inside = (
         _enabled_in(value, f"{dotted}.{name}")
         for name, value in content.items()
@@ -239,19 +240,22 @@ def _enabled_in(content: Mapping, dotted: str) -> str | None:
 
 
 def _to_setting_type(value: Any, entry: Key) -> Any:
-    """A JSON value in the type of its setting: 5e8 as an integer, lists as tuples, any case."""
+    """A JSON value in the type of its setting: 5e8 as an integer, 1 as true, lists as tuples."""
     if entry.infinity_is_null and value == math.inf:
         return None
     if entry.count is None:
-        return _to_number(entry.canonical(value), entry.type)
+        return _to_kind(entry.canonical(value), entry.type)
     if isinstance(value, list):
-        return tuple(_to_number(item, entry.type) for item in value)
+        return tuple(_to_kind(item, entry.type) for item in value)
     if type(value) in (int, float):  # one number stands for all
-        return (_to_number(value, entry.type),) * entry.count
+        return (_to_kind(value, entry.type),) * entry.count
     return value
 
 
-def _to_number(value: Any, kind: type) -> Any:
+def _to_kind(value: Any, kind: type) -> Any:
+    """A number as an integer, a float or, if it is 0 or 1, a boolean; others as they are."""
+    if kind is bool and type(value) is int and value in (0, 1):
+        return bool(value)
     if kind is int and type(value) is float and value.is_integer():
         return int(value)
     return float(value) if kind is float and type(value) is int else value

@@ -18,7 +18,9 @@ from tests.zeropp.deepspeed.small_engine import (
 )
 from tests.zeropp.small_model import small_model
 from zeropp import InputError
+from zeropp.deepspeed.ops.adam import FusedAdam
 from zeropp.deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
+from zeropp.optim.adam_op import kernel_for
 
 SAME = 1e-5  # as in test_engine
 NAMED = {
@@ -52,6 +54,25 @@ def test_an_optimizer_of_torch_by_its_name(stage, kind):
     assert type(engine.optimizer) is getattr(torch.optim, kind)
     assert run(engine) == pytest.approx(losses, rel=SAME)
     assert engine.optimizer_name() == kind.lower()
+
+
+@pytest.mark.skipif(kernel_for(torch.device("cpu")) is None, reason="PyTorch's Adam is taken")
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("stage", [0, 3])
+@ranks(1)
+def test_adam_of_the_json_is_the_class_that_programs_ask_for(stage, kind, tmp_path):
+    params = {"lr": 0.01, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+    engine = engine_of(stage=stage, optimizer={"type": kind, "params": params})
+    assert isinstance(engine.optimizer, FusedAdam)
+    (group,) = engine.optimizer.param_groups
+    assert {name: group[name] for name in params} == params | {"betas": (0.8, 0.95)}
+    assert group["decoupled_weight_decay"]
+    torchs = engine_of(
+        stage=stage, optimizer={"type": kind, "params": params | {"torch_adam": True}}
+    )
+    assert type(torchs.optimizer) is torch.optim.AdamW
+    # The same operations on each element, rounded in another order: within test_engine's bound.
+    assert run(engine, steps=3) == pytest.approx(run(torchs, steps=3), rel=SAME)
 
 
 @pytest.mark.skipif(hasattr(torch.optim, "Lion"), reason="this PyTorch has Lion")

@@ -98,9 +98,9 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
         ({"fp16.enabled": True}, ['unknown key "fp16.enabled"']),
         ({1: 2}, ['unknown key "1"']),
         ({"tensorboard": {"enable": True}}, ['"tensorboard.enable"', '"tensorboard.enabled"']),
-        ({"tensorboard": {"enabled": 1}}, ["tensorboard.enabled = 1", "true or false"]),
+        ({"tensorboard": {"enabled": 2}}, ["tensorboard.enabled = 2", "true or false"]),
         ({"zero_optimization": {"prefetch_bucket_size": 1}}, ["stage3_prefetch_bucket_size"]),
-        ({"zero_optimization": {"overlap_comm": 1}}, ["overlap_comm = 1", "true or false or null"]),
+        ({"zero_optimization": {"overlap_comm": 2}}, ["overlap_comm = 2", "true or false or null"]),
         ({"zero_optimization": {"sub_group_size": None}}, ["sub_group_size = null"]),
         ({"zero_optimization": {"reduce_scatter": "auto"}}, ['reduce_scatter = "auto"']),
         ({"zero_optimization": {"reduce_bucket_size": "big"}}, ['a whole number or "auto"']),
@@ -114,7 +114,7 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
         ({"zero_optimization": {"stage": "auto"}}, ['stage = "auto"', "one of 0, 1, 2, 3"]),
         ({"zero_optimization": {"stage": 3.5}}, ["stage = 3.5"]),
         ({"zero_optimization": {"stage": None}}, ["stage = null"]),
-        ({"fp16": {"enabled": 1}}, ["fp16.enabled = 1", "true or false"]),
+        ({"fp16": {"enabled": 1.0}}, ["fp16.enabled = 1.0", "true or false"]),
         ({"fp16": {"loss_scale": "big"}}, ['fp16.loss_scale = "big"', "a number"]),
         ({"fp16": {"hysteresis": 0}}, ["fp16.hysteresis = 0", "at least 1"]),
         ({"gradient_clipping": -1}, ["gradient_clipping = -1", "at least 0"]),
@@ -144,7 +144,7 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
             {ZERO[:-1]: {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
             ["cpu_offload = true is the old name", "offload_optimizer.device"],
         ),
-        ({ZERO[:-1]: {"cpu_offload": 1}}, ["cpu_offload = 1", "true or false"]),
+        ({ZERO[:-1]: {"cpu_offload": 2}}, ["cpu_offload = 2", "true or false"]),
     ],
 )
 def test_bad_input_is_named(source: object, parts: list[str]) -> None:
@@ -209,3 +209,18 @@ def test_old_names_are_translated_with_a_notice(old: str, value: bool, expected:
 def test_old_section_names_keep_auto() -> None:
     config = ZeroConfig.from_json({"bfloat16": {"enabled": "auto"}})
     assert config.auto_keys == {"bf16.enabled"} and not config.bf16.enabled
+
+
+def test_0_and_1_stand_for_false_and_true() -> None:
+    for value in (False, True):
+        numbers, booleans = (
+            {
+                "zero_allow_untested_optimizer": each,
+                "fp16": {"enabled": each},
+                "flops_profiler": {"enabled": each},
+                "zero_optimization": {"stage": 2, "cpu_offload": each},
+            }
+            for each in (int(value), value)
+        )
+        assert ZeroConfig.from_json(numbers) == ZeroConfig.from_json(booleans)
+    assert "curriculum_learning.enabled = true" in error_of({"curriculum_learning": {"enabled": 1}})

@@ -305,7 +305,7 @@ def test_one_node_keeps_no_copy_and_sends_no_steps():
         (HPZ, {}, "weight_steps = true and zero_optimization.zero_quantized_weights = false: incr"),
         (QWZ, {}, "zero_hpz_partition_size = 1: incremental updates change the copies"),
         (BOTH, {"weight_bits": 4}, "zeropp.weight_bits = 4: incremental updates change INT8 codes"),
-        (BOTH, {"code_messages": 1}, "code_messages = 1: expected true or false or null"),
+        (BOTH, {"code_messages": 2}, "code_messages = 2: expected true or false or null"),
     ],
 )
 def test_bad_settings_are_named(zero, settings, message):
