@@ -22,6 +22,7 @@ from zeropp.deepspeed.comm import DEEPSPEED_PORT, init_distributed, refuse_port
 from zeropp.deepspeed.engine import Engine
 from zeropp.deepspeed.fp32_weights import use_fp32_weights
 from zeropp.deepspeed.ops import adam
+from zeropp.deepspeed.parameter_values import has_engine
 from zeropp.deepspeed.sample_stream import SamplesOfRank
 from zeropp.errors import InputError
 from zeropp.optim.adam import FusedAdam, fastest_adamw
@@ -116,8 +117,11 @@ def _require_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise InputError(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise InputError("the model given to zeropp.initialize is sharded already: give a new one")
+    if any(isinstance(each, DTensor) or has_engine(each) for each in model.parameters()):
+        raise InputError(
+            "the model given to zeropp.initialize is sharded already, by an earlier call: go on "
+            "with the engine of that call, or build the model anew and load what was saved"
+        )
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float64:
             raise InputError(

@@ -1,6 +1,7 @@
 """What the engine writes and reads: checkpoints, and whole weights in 16 bit."""
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from zeropp.deepspeed.utils.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from zeropp.errors import InputError
 from zeropp.fsdp_adapter import WholeParameter
 from zeropp.ranks.coordination import among, fail_together
+
+log = logging.getLogger("zeropp")
 
 
 def _among_its_ranks(method: Callable) -> Callable:
@@ -47,14 +50,16 @@ class EngineFiles:
         With `exclude_frozen_parameters`, only what is trained is written, and `load_checkpoint`
         leaves frozen parameters alone if it is called with `load_module_strict=False`.
 
-        Raises InputError between the micro-batches of a step, whose gradients are not saved, and
-        as `zeropp.checkpoint.engine_checkpoint.save` does.
+        Between the micro-batches of a step, the state before that step is saved, with a warning:
+        the gradients so far are not part of a checkpoint.
+
+        Raises InputError as `zeropp.checkpoint.engine_checkpoint.save` does.
         """
         self._require_shards("save_checkpoint")
-        if self._mid_step():
-            raise InputError(
-                "save_checkpoint in the middle of a step would lose its gradients: save after the "
-                f"engine.step() that updates the weights, the last of {self.batch.micro_batches}"
+        if self._is_first and (self._mid_step() or self._backwards):
+            log.warning(
+                "save_checkpoint in the middle of a step: the gradients of its micro-batches so "
+                "far are not saved, and it begins again where the checkpoint is loaded"
             )
         self.sharding.require_same_order()
         state = {

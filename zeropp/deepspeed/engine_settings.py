@@ -1,7 +1,7 @@
 """What programs ask an engine about its settings, and what they may change between steps."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from zeropp.errors import InputError
 
@@ -116,6 +116,16 @@ class EngineSettings:
     def get_mom(self) -> list[Any]:
         """Return the betas of each parameter group, or its momentum."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def offload_states(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise InputError: what is on the device stays there until the engine is gone."""
+        raise InputError(
+            "engine.offload_states and reload_states are not available: offload_optimizer and "
+            "offload_param in the JSON keep states on the host all the time; or save a checkpoint, "
+            "delete the engine and the model, and load it into new ones"
+        )
+
+    reload_states = offload_states
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups

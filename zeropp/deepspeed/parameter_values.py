@@ -39,6 +39,13 @@ def answer_questions(engine: Any) -> None:
     weakref.finalize(engine, handle.remove)
 
 
+def has_engine(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is one of an engine's."""
+    question = Question(parameter)
+    question.step()
+    return question.answer is not None
+
+
 def values_of(parameter: torch.Tensor) -> "ParameterValues | None":
     """Return the values of an engine's parameter; None if it is frozen.
 

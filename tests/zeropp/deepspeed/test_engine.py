@@ -118,8 +118,7 @@ def test_who_says_where_a_step_ends_need_not_call_step_before_that(micro_batches
     if micro_batches > 1:
         engine.set_gradient_accumulation_boundary(False)
         engine.backward(loss_of(engine, tokens_of(9)))
-        with pytest.raises(InputError, match="in the middle of a step"):
-            engine.save_checkpoint(tmp_path, tag="broken")
+        engine.save_checkpoint(tmp_path)  # what it has saved: a step that has begun is not in it
     engine.load_checkpoint(tmp_path)
     again = run(engine, steps=2)
     engine.load_checkpoint(tmp_path)

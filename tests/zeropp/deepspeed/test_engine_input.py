@@ -115,8 +115,6 @@ def test_calls_in_the_wrong_order():
         engine.backward(engine(tokens_of(0)[:, :-1]))
     engine.backward(loss_of(engine, tokens_of(0)))
     engine.step()
-    with pytest.raises(InputError, match="in the middle of a step would lose its gr"):
-        engine.save_checkpoint("nowhere")
     without, *_ = zeropp.initialize(model=small_model(), config=UNNAMED)
     assert run(engine_of(), steps=1)[0] == loss_of(without, tokens_of(0)).item()
     with pytest.raises(InputError, match="needs an optimizer"):

@@ -95,19 +95,6 @@ def test_messages_of_some_ranks():
     assert lines == ["[Rank 1] one"] * own + [f"[Rank {own}] all"]
 
 
-@ranks(2)
-def test_ranks_that_have_met_need_not_meet_again():
-    deepspeed.init_distributed("gloo", rank=dist.get_rank(), world_size=2)
-    assert deepspeed.comm.get_world_size() == 2
-    for options, message in (
-        ({"rank": 7, "world_size": 9}, "rank = 7 and world_size = 9.*leave them out"),
-        ({"init_method": "tcp://there:1"}, "ranks meet as the launcher says"),
-        ({"distributed_port": 1}, "the launcher chooses the port"),
-    ):
-        with pytest.raises(InputError, match=message):
-            deepspeed.init_distributed(**options)
-
-
 @pytest.mark.parametrize("kind", [FusedAdam, DeepSpeedCPUAdam])
 def test_adam_with_deepspeeds_defaults(kind):
     weight, expected = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))

@@ -59,6 +59,16 @@ def test_a_model_of_scalars(stage, format):
     assert ours == pytest.approx(losses, rel=SAME if format == "fp32" else 3 * 2**-8)
 
 
+@ranks(1)
+def test_a_model_has_one_engine():
+    for make in (Line, small_model):
+        model = make()
+        engine = engine_of(model)
+        with pytest.raises(InputError, match="sharded already, by an earlier call: go on with the"):
+            engine_of(model)
+        assert engine.module is model
+
+
 class Late(SmallModel):
     """Uses its last block from the third step on."""
 
