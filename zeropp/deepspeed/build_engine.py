@@ -352,9 +352,18 @@ def _parameters_in(parameters_or_groups: Iterable[Any]) -> list[Any]:
 def _build_schedule(
     zero: ZeroConfig, lr_scheduler: Any, optimizer: torch.optim.Optimizer | None
 ) -> LRScheduler | None:
-    if lr_scheduler is not None:
-        return lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
-    return build_scheduler(optimizer, zero.scheduler) if zero.scheduler.type else None
+    if lr_scheduler is None:
+        return build_scheduler(optimizer, zero.scheduler) if zero.scheduler.type else None
+    if not hasattr(lr_scheduler, "step"):
+        return lr_scheduler(optimizer)
+    scheduled = getattr(lr_scheduler, "optimizer", optimizer)
+    if scheduled.param_groups is not optimizer.param_groups:  # one that is offloaded shares them
+        raise InputError(
+            f"lr_scheduler=, a {type(lr_scheduler).__name__}, was made for another optimizer than "
+            "the engine's, whose rates it would not change: give that one as optimizer=, or a "
+            "function that makes the schedule from the engine's optimizer"
+        )
+    return lr_scheduler
 
 
 def _build_loader(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.checkpoint.state_tensors import masters_of, settle
@@ -35,8 +34,7 @@ class Question(Notice):
 def answer_questions(engine: Any) -> None:
     """Let `values_of` find the parameters of this engine as long as it lives."""
     reference = weakref.ref(engine)
-    handle = register_optimizer_step_post_hook(partial(_answer, reference))
-    weakref.finalize(engine, handle.remove)
+    fsdp.after_any_step(engine, partial(_answer, reference))
 
 
 def has_engine(parameter: torch.Tensor) -> bool:
@@ -139,7 +137,7 @@ class ParameterValues:
         self.write(weight, value, whole=whole)
 
 
-def _answer(reference: weakref.ref, question: torch.optim.Optimizer, *_: object) -> None:
+def _answer(reference: weakref.ref, question: torch.optim.Optimizer) -> None:
     if isinstance(question, Question) and (engine := reference()) is not None:
         unit, shard = _find(engine, question.parameter)
         if shard is not None:

@@ -76,6 +76,7 @@ from zeropp.fsdp_adapter.passes import (
     use_as_pass,
 )
 from zeropp.fsdp_adapter.plain_copies import plain_copy, use_deepcopy
+from zeropp.fsdp_adapter.step_hooks import after_any_step, before_any_step
 from zeropp.fsdp_adapter.units import (
     AHEAD,
     ON_DEVICE,

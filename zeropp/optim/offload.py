@@ -23,7 +23,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
@@ -309,11 +308,11 @@ class Offload:
         sharding.model.register_forward_pre_hook(partial(_require_frozen, frozen))
         reference = weakref.ref(self)
 
-        def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        def after_step(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(optimizer, WeightsWritten) and (offload := reference()):
                 offload.read(optimizer.param_groups[0]["params"])
 
-        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+        fsdp.after_any_step(self, after_step)
 
     def _take_whole(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None

@@ -18,7 +18,6 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
@@ -71,8 +70,7 @@ class Passes:
             fsdp.before_use(unit, partial(fsdp.show_gathered, unit))
             fsdp.use_whole_parameters(unit)
         references = tuple(weakref.ref(unit) for unit in units)
-        handle = register_optimizer_step_pre_hook(partial(_require_shards, references))
-        weakref.finalize(self._model, handle.remove)
+        fsdp.before_any_step(self._model, partial(_require_shards, references))
 
     def require_complete(self) -> None:
         """Raise InputError if the last backward pass failed and its gradients are still there."""
@@ -145,9 +143,7 @@ def require_shards(parameters: Iterable[nn.Parameter]) -> None:
         Notice(unique).step()
 
 
-def _require_shards(
-    references: Sequence[weakref.ref], optimizer: torch.optim.Optimizer, *_: object
-) -> None:
+def _require_shards(references: Sequence[weakref.ref], optimizer: torch.optim.Optimizer) -> None:
     """Raise InputError for an optimizer or a notice that holds gathered weights of these units."""
     plain = [
         parameter

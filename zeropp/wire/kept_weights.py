@@ -22,10 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import shared_group
@@ -106,12 +102,11 @@ class KeptWeights:
         self._stepped: set[fsdp.FSDPModule] = set()  # maybe, by optimizers that hold no shards
         self._undo = ExitStack()
         for register, method in (
-            (register_optimizer_step_pre_hook, self._before_step),
-            (register_optimizer_step_post_hook, self._after_step),
+            (fsdp.before_any_step, self._before_step),
+            (fsdp.after_any_step, self._after_step),
         ):
-            handle = register(partial(_call_if_alive, weakref.WeakMethod(method)))
+            handle = register(model, partial(_call_if_alive, weakref.WeakMethod(method)))
             self._undo.callback(handle.remove)
-            weakref.finalize(model, handle.remove)
         self._undo.callback(fsdp.before_pass(model, self._before_pass))
 
     def add(self, model: nn.Module, units: Units) -> None:

@@ -119,6 +119,27 @@ def test_a_given_optimizer_or_schedule_counts_beside_the_json():
         )
 
 
+@pytest.mark.parametrize("place", ["none", "cpu"])
+@ranks(1)
+def test_a_schedule_belongs_to_the_optimizer(place):
+    zero = {"stage": 2, "offload_optimizer": {"device": place}}
+    model = small_model()
+    other = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1)
+    with pytest.raises(InputError, match="lr_scheduler=, a StepLR, was made for another optimizer"):
+        zeropp.initialize(
+            model=model, lr_scheduler=schedule, config=config_of(zero_optimization=zero)
+        )
+    model = small_model()
+    own = adamw(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(own, 1, 0.5)
+    engine, *_ = zeropp.initialize(
+        model=model, optimizer=own, lr_scheduler=schedule, config=config_of(zero_optimization=zero)
+    )
+    run(engine, steps=1)
+    assert engine.get_lr() == [0.005]
+
+
 @ranks(2)
 def test_a_schedule_of_the_json_moves_rates_and_betas_and_goes_on(tmp_path):
     params = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 2}
