@@ -22,6 +22,7 @@ Source: L. N. Smith, arXiv:1803.09820.
 import math
 from collections.abc import Sequence
 
+import torch
 from torch.optim import Optimizer
 
 from zeropp.errors import InputError
@@ -78,7 +79,10 @@ class Schedule:
     def _set(self) -> None:
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = lr
+            if isinstance(group["lr"], torch.Tensor):  # which a captured graph may read
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     def _for_groups(self, optimizer: Optimizer, rates: Rates, name: str) -> list[float]:
         """Return a rate for each parameter group; raise InputError for another number of them."""
@@ -94,7 +98,8 @@ class _Warmup(Schedule):
     """What the three schedules with a warm-up share."""
 
     def _prepare(self, warmup_num_steps: int, warmup_type: str) -> None:
-        if warmup_num_steps < 0 or warmup_type not in ("log", "linear"):
+        is_number = isinstance(warmup_num_steps, int) and warmup_num_steps >= 0
+        if not is_number or warmup_type not in ("log", "linear"):
             raise InputError(
                 f"warmup_num_steps = {warmup_num_steps}, warmup_type = {warmup_type!r}: expected a "
                 'number of steps, and "log" or "linear"'
@@ -119,7 +124,7 @@ class WarmupLR(_Warmup):
         last_batch_iteration: int = -1,
     ) -> None:
         if warmup_max_lr is None:
-            warmup_max_lr = [group["lr"] for group in optimizer.param_groups]
+            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
         self._prepare(warmup_num_steps, warmup_type)
         self.min_lrs = self._for_groups(optimizer, warmup_min_lr, "warmup_min_lr")
         self.max_lrs = self._for_groups(optimizer, warmup_max_lr, "warmup_max_lr")
@@ -185,6 +190,10 @@ class WarmupCosineLR(_Warmup):
 
     def rate(self, b: int, group: int) -> float:
         return self.org_lrs[group] * self._ratio(b)
+
+    def get_lr_ratio(self) -> float:
+        """Return the share of the optimizer's rate that the next step takes."""
+        return self._ratio(self.last_batch_iteration)
 
     def _ratio(self, b: int) -> float:
         if b < 0:

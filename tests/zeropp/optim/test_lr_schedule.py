@@ -1,11 +1,19 @@
 """The warm-up schedules give the rates of DeepSpeed, step by step."""
 
+import inspect
 import math
 
 import pytest
 import torch
 
-from zeropp.optim.lr_schedule import build_scheduler
+from zeropp import InputError
+from zeropp.optim.lr_schedule import (
+    KINDS,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    build_scheduler,
+)
 from zeropp.settings.sections import Scheduler, SchedulerParams
 
 LN2, LN3, LN4 = math.log(2), math.log(3), math.log(4)
@@ -73,3 +81,39 @@ def test_a_loaded_schedule_continues():
     second = scheduler_of(named, other)
     second.load_state_dict(first.state_dict())
     assert other.param_groups[0]["lr"] == second.get_last_lr()[0] == pytest.approx(expected[6])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_rate_that_is_a_tensor_stays_that_tensor(kind, shape):
+    needed = {"total_num_steps": 20, "cycle_min_lr": 0.01, "cycle_max_lr": 0.1}
+    names = inspect.signature(kind).parameters
+    arguments = {name: value for name, value in needed.items() if name in names}
+
+    def rates(lr):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+        schedule, seen = kind(optimizer, **arguments), []
+        for _ in range(4):
+            (group,) = optimizer.param_groups
+            assert not isinstance(lr, torch.Tensor) or group["lr"] is lr
+            seen.append(float(group["lr"]))
+            schedule.step()
+        return seen
+
+    assert rates(torch.full(shape, 0.1, dtype=torch.float64)) == rates(0.1)
+
+
+def test_a_cosine_says_which_share_of_the_rate_comes_next():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = WarmupCosineLR(optimizer, 10, warmup_num_steps=4, warmup_type="linear")
+    ratios = [schedule.get_lr_ratio() for _ in range(3) if schedule.step() is None]
+    assert ratios == [0.0, 0.25, 0.5] and optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("kind", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
+@pytest.mark.parametrize("steps", [None, -5, 2.5])
+def test_a_warm_up_takes_a_number_of_steps(kind, steps):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    total = {} if kind is WarmupLR else {"total_num_steps": 100}
+    with pytest.raises(InputError, match=f"warmup_num_steps = {steps}"):
+        kind(optimizer, warmup_num_steps=steps, **total)
