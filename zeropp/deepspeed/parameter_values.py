@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.checkpoint.state_tensors import masters_of, settle
@@ -34,7 +35,8 @@ class Question(Notice):
 def answer_questions(engine: Any) -> None:
     """Let `values_of` find the parameters of this engine as long as it lives."""
     reference = weakref.ref(engine)
-    fsdp.after_any_step(engine, partial(_answer, reference))
+    answer = partial(_answer, reference)
+    fsdp.around_steps(register_optimizer_step_post_hook, engine, answer)
 
 
 def has_engine(parameter: torch.Tensor) -> bool:

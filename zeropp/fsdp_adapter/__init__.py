@@ -69,6 +69,7 @@ from zeropp.fsdp_adapter.parameters import (
 from zeropp.fsdp_adapter.passes import (
     abandon_pass,
     after_backward,
+    around_steps,
     awaits_end_of_backward,
     backward_id,
     before_pass,
@@ -76,7 +77,6 @@ from zeropp.fsdp_adapter.passes import (
     use_as_pass,
 )
 from zeropp.fsdp_adapter.plain_copies import plain_copy, use_deepcopy
-from zeropp.fsdp_adapter.step_hooks import after_any_step, before_any_step
 from zeropp.fsdp_adapter.units import (
     AHEAD,
     ON_DEVICE,

@@ -1,7 +1,9 @@
-"""Forward and backward passes: which one runs, what follows it, and how a failed one ends."""
+"""Passes and steps: which pass runs, what follows it, how a failed one ends, hooks of steps."""
 
+import weakref
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils.hooks import RemovableHandle
 
 from zeropp.errors import InputError
 from zeropp.fsdp_adapter.gradients import forget_forward
@@ -94,3 +97,33 @@ def abandon_pass(root: FSDPModule) -> None:
         for group in groups_of_state(state):
             forget_forward(group)
     root.reset_iter_state()
+
+
+@dataclass(frozen=True)
+class _StepHook:
+    """Calls a function with the optimizer while the owner lives."""
+
+    owner: weakref.ref
+    function: Callable[[torch.optim.Optimizer], None]
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self.owner() is not None:
+            self.function(optimizer)
+
+
+def around_steps(
+    register: Callable, owner: Any, function: Callable[[torch.optim.Optimizer], None]
+) -> RemovableHandle:
+    """Call `function` around each step of any optimizer, as long as `owner` lives.
+
+    `register` is torch's `register_optimizer_step_pre_hook` or `..._post_hook`. It adds to a
+    dictionary that may not change while an optimizer calls what is in it, and the garbage collector
+    may free an owner at any time. So the hooks of owners that are gone do nothing, and are removed
+    when the next one is registered. `function` must not hold the owner.
+    """
+    handle = register(_StepHook(weakref.ref(owner), function))
+    hooks = handle.hooks_dict_ref()
+    for number, hook in [*hooks.items()]:
+        if isinstance(hook, _StepHook) and hook.owner() is None:
+            del hooks[number]
+    return handle

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
@@ -312,7 +313,7 @@ class Offload:
             if isinstance(optimizer, WeightsWritten) and (offload := reference()):
                 offload.read(optimizer.param_groups[0]["params"])
 
-        fsdp.after_any_step(self, after_step)
+        fsdp.around_steps(register_optimizer_step_post_hook, self, after_step)
 
     def _take_whole(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None

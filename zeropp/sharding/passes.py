@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
@@ -70,7 +71,8 @@ class Passes:
             fsdp.before_use(unit, partial(fsdp.show_gathered, unit))
             fsdp.use_whole_parameters(unit)
         references = tuple(weakref.ref(unit) for unit in units)
-        fsdp.before_any_step(self._model, partial(_require_shards, references))
+        require = partial(_require_shards, references)
+        fsdp.around_steps(register_optimizer_step_pre_hook, self._model, require)
 
     def require_complete(self) -> None:
         """Raise InputError if the last backward pass failed and its gradients are still there."""

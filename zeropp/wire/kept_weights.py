@@ -22,6 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import shared_group
@@ -102,10 +106,12 @@ class KeptWeights:
         self._stepped: set[fsdp.FSDPModule] = set()  # maybe, by optimizers that hold no shards
         self._undo = ExitStack()
         for register, method in (
-            (fsdp.before_any_step, self._before_step),
-            (fsdp.after_any_step, self._after_step),
+            (register_optimizer_step_pre_hook, self._before_step),
+            (register_optimizer_step_post_hook, self._after_step),
         ):
-            handle = register(model, partial(_call_if_alive, weakref.WeakMethod(method)))
+            handle = fsdp.around_steps(
+                register, model, partial(_call_if_alive, weakref.WeakMethod(method))
+            )
             self._undo.callback(handle.remove)
         self._undo.callback(fsdp.before_pass(model, self._before_pass))
 

@@ -21,6 +21,7 @@ SETTINGS = {f"stage {stage}": dict(stage=stage) for stage in range(4)}
 SETTINGS |= {
     "quantized": dict(zero_optimization=ALL_THREE, bf16={"enabled": True}),
     "offloaded": dict(zero_optimization=OFFLOADED),
+    "offloaded at stage 1": dict(zero_optimization=OFFLOADED | {"stage": 1}),
     "delayed": dict(
         zero_optimization=OFFLOADED,
         zeropp={"delayed_param_update": True, "delayed_param_update_warmup": 0},
