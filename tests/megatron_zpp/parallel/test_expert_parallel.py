@@ -1,12 +1,16 @@
 """Training on ranks that split experts prints the numbers of one rank."""
 
+import itertools
 import json
+import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2
-from tests.megatron_zpp.train.training_runs import losses, require_equal, run
+from tests.megatron_zpp.train.training_runs import field, losses, require_equal, run
 
 SIZES = (
     "--num-layers 4 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 "
@@ -15,8 +19,10 @@ SIZES = (
 )
 SOFTMAX = SIZES + (
     "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --moe-layer-freq 2 "
-    "--moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate "
+    "--moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --moe-z-loss-coeff 0.1 "
+    "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.3 0.2 "
 )
+RECOMPUTED = "--recompute-granularity full "
 EP1, EP2, EP4 = (f"--expert-model-parallel-size {size} " for size in (1, 2, 4))
 
 
@@ -28,28 +34,55 @@ def nodes_of(size: int, folder: Path, **zero: object) -> str:
     return f"--deepspeed_config {path} "
 
 
-@pytest.mark.parametrize(
-    ("how", "zero"),
-    [
-        (EP1, {}),
-        (EP2, {}),
-        (EP4, {}),
-        ("", {"stage": 1}),
-        (EP4, {"stage": 2}),
-        (EP4 + "--recompute-granularity full ", {}),
-        (EP2 + TP2 + SP, {}),
-        (EP4 + TP2 + SP, {"stage": 1}),
-        (EP1 + TP2 + SP, {}),
-        (TP2, {}),
-        (EP2 + CP2, {}),
-        (EP4 + CP2 + GATHERED, {}),
-        (EP2 + PP2, {}),
-        (PP2 + TP2 + SP + "--recompute-granularity full ", {}),
-    ],
+CHOSEN = (
+    (EP1, {}),
+    (EP2, {}),
+    (EP4, {}),
+    ("", {"stage": 1}),
+    (EP4, {"stage": 2}),
+    (EP4 + RECOMPUTED, {}),
+    (EP2 + TP2 + SP, {}),
+    (EP4 + TP2 + SP, {"stage": 1}),
+    (EP1 + TP2 + SP, {}),
+    (TP2, {}),
+    (EP2 + CP2, {}),
+    (EP4 + CP2 + GATHERED, {}),
+    (EP2 + PP2, {}),
+    (PP2 + TP2 + SP + RECOMPUTED, {}),
 )
-def test_losses_and_norms_are_those_of_one_rank(how: str, zero: dict, tmp_path: Path) -> None:
-    expected = run(1, SOFTMAX, tmp_path)
-    require_equal(run(4, SOFTMAX + how + nodes_of(2, tmp_path, **zero), tmp_path), expected)
+
+
+def all_combinations() -> Iterator[tuple[str, dict]]:
+    """Expert ranks, other axes, recomputation, micro-batches of a step, and stages."""
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for size, axes, recomputed, samples, zero in itertools.product(
+        (EP1, EP2, EP4),
+        ("", TP2 + SP, CP2, CP2 + GATHERED, PP2, PP2 + TP2 + SP),
+        ("", RECOMPUTED, "--recompute-granularity selective "),
+        ("--global-batch-size 4 ", "--global-batch-size 16 "),
+        ({"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, **offload}),
+    ):
+        if not (size == EP4 and PP2 in axes):  # a stage has two ranks
+            yield size + axes + recomputed + samples, zero
+
+
+COMBINATIONS = [*all_combinations()] if os.environ.get("ALL_EXPERT_RANKS") else CHOSEN
+
+
+@pytest.mark.parametrize(("how", "zero"), COMBINATIONS)
+def test_losses_and_norms_are_those_of_one_rank(
+    how: str, zero: dict, alone: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Set ALL_EXPERT_RANKS to run all combinations."""
+    (samples,) = re.findall(r"--global-batch-size \d+ ", how) or [""]
+    expected = alone(SOFTMAX + samples)
+    log = run(4, SOFTMAX + how + nodes_of(2, tmp_path, **zero), tmp_path)
+    require_equal(log, expected)
+    for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "busiest expert"):
+        numbers, others = (
+            [each.strip("%") for each in field(log, name)] for log in (log, expected)
+        )
+        assert [*map(float, numbers)] == pytest.approx([*map(float, others)], rel=1e-5) != [], name
 
 
 ALL_OF_IT = {
