@@ -186,7 +186,7 @@ def _experts(last: Iteration) -> str:
     if not last.of_experts:
         return ""
     expert, rank = last.of_experts[BUSIEST_EXPERT], last.of_experts[BUSIEST_RANK]
-    return f"experts to {expert:.0%}, ranks to {rank:.2f}x"
+    return f"busiest {expert:.0%}, {rank:.2f}x"
 
 
 def _fields_of_experts(last: Iteration) -> list[str]:

@@ -16,6 +16,7 @@ from megatron_zpp.settings.gpt.experts import MoeConfig
 from megatron_zpp.settings.gpt.layer_pattern import marks_of
 from megatron_zpp.settings.gpt.model import ModelFlags
 from megatron_zpp.settings.json_flags import STRATEGIES
+from megatron_zpp.settings.parallel import ExpertParallelConfig
 from zeropp.errors import InputError
 from zeropp.settings.schema import settings_of
 
@@ -106,7 +107,7 @@ def _experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
         raise InputError(
             f"{shown}: how many experts are there? Give --num-experts, or 1 for a dense model"
         )
-    names = {entry.name for entry in given}
+    names = {entry.name for entry in (*given, *settings_of(ExpertParallelConfig))}
     return {name: value for name, value in values.items() if name not in names}
 
 

@@ -12,6 +12,7 @@ from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines, duration
 from megatron_zpp.monitor.matmul_rate import MatmulRate
 from megatron_zpp.monitor.memory import Memory
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation, summarize
+from megatron_zpp.recipe.expert_balance import BUSIEST_EXPERT, BUSIEST_RANK
 
 ITERATION = Iteration(
     iteration=10,
@@ -128,6 +129,28 @@ def test_short_lines_show_what_is_unusual_and_stay_short():
     assert line == "step  9999999/10000000  loss   nan  1.05M tok/s  1 skipped, 1 nan, 6.2% empty"
     (line,) = ShortLines(throughput=True).interval(interval_of(ITERATION, peak=None))
     assert "  589.8 TFLOP/s  " in line
+
+
+def test_both_formats_show_the_balance_of_experts():
+    step = replace(
+        ITERATION,
+        train_iters=200,
+        of_experts={
+            "load_balancing_loss": 1.0625,
+            "moe/load_balancing_loss_layer_3": 1.5,
+            BUSIEST_EXPERT: 0.1419,
+            BUSIEST_RANK: 1.0816,
+        },
+    )
+    (line,) = MegatronLines().interval(interval_of(step))
+    assert (
+        "| lm loss: 1.050000E+01 | load_balancing_loss: 1.062500E+00 | busiest expert: 14.19% |"
+        " busiest rank: 1.082 | actual seqlen:" in line
+    ) and "layer" not in line
+    sent = Communication(steps=4, sent=Counter({("gradients", "across_nodes"): 30198989}))
+    for each in (step, replace(step, communication=sent)):
+        (line,) = ShortLines().interval(interval_of(each))
+        assert "  busiest 14%, 1.08x  " in line and len(line) <= 80
 
 
 def test_short_held_out_losses():

@@ -30,6 +30,7 @@ from zeropp.settings.schema import settings_of
 PACKAGE = Path(__file__).parents[3] / "megatron_zpp"
 TABLE = Path(__file__).parents[2] / "data/megatron_flags.tsv"
 WANTED_SHARE = 0.9
+WANTED_SHARE_OF_EXPERTS = 0.95
 SWITCHES = ("flag", "StoreFalse", "BooleanOptional", "Help")
 OF_TYPE = {"int": "2", "float": "0.5", "bool": "true"}
 # Values that a script gives, where not any value of the type will do.
@@ -198,6 +199,14 @@ def test_nine_of_ten_uses_are_accepted(folder):
     assert sum(use.count for use in dense) > 4000
     share = accepted_share(dense, folder)
     assert share >= WANTED_SHARE, f"{share:.4f} of the uses in example scripts are accepted"
+
+
+def test_nearly_all_uses_of_flags_of_experts_are_accepted(folder):
+    """Beside experts: a dense model would accept those that then have no effect."""
+    uses = [use for use in USES if use.of_experts]
+    assert sum(use.count for use in uses) > 150
+    share = accepted_share(uses, folder)
+    assert share >= WANTED_SHARE_OF_EXPERTS, f"{share:.4f} of the uses are accepted"
 
 
 def test_the_share_is_that_of_the_accepted_uses(folder):

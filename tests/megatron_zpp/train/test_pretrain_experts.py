@@ -1,0 +1,90 @@
+"""Whole runs of mixtures of experts: other programs' arguments, a stop on the way, their curves."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.megatron_zpp.train.training_runs import (
+    field,
+    log_of,
+    loss_values,
+    require_same_digits_after_a_stop,
+    run,
+)
+from tests.ranks import ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+LLAMA = (
+    "--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMSNorm "
+    "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
+)
+SIGMOID = LLAMA + (
+    "--num-layers 4 --num-experts 8 --moe-layer-freq ([0]*1+[1]*3) --moe-ffn-hidden-size 24 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32 "
+    "--moe-router-bias-update-rate 0.01 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3 "
+    "--moe-shared-expert-intermediate-size 16 --micro-batch-size 1 --global-batch-size 8 "
+)
+# Of Megatron-LM's example for Mixtral 8x7B, with a smaller model and other ranks.
+MIXTRAL = LLAMA + (
+    "--use-mcore-models --max-position-embeddings 128 --ffn-hidden-size 48 --init-method-std 0.01 "
+    "--group-query-attention --num-query-groups 2 --no-masked-softmax-fusion "
+    "--no-position-embedding --rotary-base 1000000 --num-experts 8 --moe-router-topk 2 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce "
+    "--micro-batch-size 1 --global-batch-size 16 --lr 1e-3 --train-iters 5 --lr-decay-iters 4 "
+    "--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 --lr-warmup-iters 1 "
+    "--clip-grad 1.0 --bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 "
+    "--expert-model-parallel-size 2 --use-distributed-optimizer --sequence-parallel "
+)
+# Of Megatron-DeepSpeed's for 64 experts, with what experts have here: no biases, and 2 per token.
+DEEPSPEED = (
+    "--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 "
+    "--tensor-model-parallel-size 1 --moe-expert-parallel-size 4 --num-experts 8 "
+    "--moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 --moe-eval-capacity-factor 1.0 "
+    "--moe-min-capacity 4 --init-method-std 0.014 --micro-batch-size 2 --global-batch-size 8 "
+    "--train-iters 5 --lr 4.5e-4 --min-lr 4.5e-6 --lr-decay-style cosine --lr-decay-iters 5 "
+    "--weight-decay 0.1 --clip-grad 1.0 --hysteresis 2 --fp16 --create-moe-param-group "
+    "--expert-interval 2 --topk 2 --disable-bias-linear --zero-stage 2 --deepspeed "
+)
+
+
+@pytest.mark.parametrize("flags", [MIXTRAL, DEEPSPEED])
+def test_arguments_of_other_programs_run(flags: str, tmp_path: Path) -> None:
+    log = run(4, flags, tmp_path)
+    assert len(loss_values(log)) == 5
+    assert all(0.9 < float(loss) < 3 for loss in field(log, "load_balancing_loss"))
+
+
+@ranks(4, timeout=120)
+def test_a_stop_in_the_middle_changes_no_digit(tmp_path: Path) -> None:
+    """With everything that keeps values between steps: copies as codes, biases, moments."""
+    file = f"{ROOT}/examples/ds_code_steps_two_nodes.json"
+    flags = f"{SIGMOID}--bf16 --train-iters 4 --deepspeed_config {file} "
+    require_same_digits_after_a_stop(flags, tmp_path, stop=2)
+
+
+@ranks(2, timeout=120)
+def test_it_learns_evaluates_samples_and_writes_curves(tmp_path: Path) -> None:
+    """The held-out loss falls, as it would not if biases or counts came from evaluation."""
+    log = log_of(
+        f"{SIGMOID}--train-iters 20 --zero-stage 3 --eval-iters 2 --eval-interval 10 "
+        f"--tensorboard-dir {tmp_path} --moe-per-layer-logging --sample-prompt 1 "
+        "--sample-length 4 --moe-expert-capacity-factor 1.5 "
+    )
+    if dist.get_rank() != 0:
+        return
+    losses = loss_values(log)
+    assert losses[-1] < losses[0]
+    held_out = [float(loss) for loss in re.findall(r"lm loss value: (\S+)", log)]
+    assert len(held_out) >= 2 and held_out[1] < held_out[0]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "load_balancing_loss" in line]
+    assert len(steps) == 20
+    for name in ("load_balancing_loss", "z_loss"):
+        by_layer = [steps[0][f"moe/{name}_layer_{layer}"] for layer in (1, 2, 3)]
+        assert steps[0][name] == pytest.approx(sum(by_layer) / 3)
+        assert f"moe/{name}_layer_0" not in steps[0]
+    assert all(step["experts/busiest rank"] >= 1 for step in steps)
