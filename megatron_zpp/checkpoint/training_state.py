@@ -33,6 +33,16 @@ ROPE_SCALING = (
     "rope_scaling_high_freq_factor",
     "rope_scaling_original_positions",
 )
+LATENT_ATTENTION = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +96,7 @@ def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
     # Older checkpoints do not have these.
     unused = [] if model.use_rope_scaling else [*ROPE_SCALING]
+    unused += [] if model.multi_latent_attention else LATENT_ATTENTION
     unused += [] if model.has_experts else [item.name for item in dataclasses.fields(MoeConfig)]
     values = {name: value for name, value in values.items() if name not in unused}
     if model.position_embedding_type == "learned_absolute":

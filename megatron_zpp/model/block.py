@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.attention.attention import Attention
+from megatron_zpp.model.attention.latent_attention import LatentAttention
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
 from megatron_zpp.model.mlp import MLP
 from megatron_zpp.model.moe.layer import MoE
@@ -39,7 +40,8 @@ class Block(nn.Module):
         has_norm = config.norm_placement != "post"
         has_post_norm = config.norm_placement != "pre"
         self.norm1 = make_norm(config, norms=part.norms) if has_norm else None
-        self.attention = Attention(config, layer, part)
+        attention = LatentAttention if config.multi_latent_attention else Attention
+        self.attention = attention(config, layer, part)
         self.post_norm1 = make_norm(config, norms=part.norms) if has_post_norm else None
         self.norm2 = make_norm(config, norms=part.norms) if has_norm else None
         self.mlp = (MoE if config.moe_layers[layer] else MLP)(config, layer, part)

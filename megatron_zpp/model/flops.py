@@ -55,21 +55,36 @@ def projections(model: ModelConfig, has_experts: bool = False) -> float:
 
     Of experts those count that a token passes, with the router and the shared MLP.
     """
-    num_heads = 2 * model.num_attention_heads + 2 * model.kv_heads  # query, output, keys, values
-    attention = 2 * model.hidden_size * model.head_dim * num_heads
     num_mlp_matrices = 3 if model.is_gated else 2
     width, router = model.ffn_size, 0
     if has_experts:
         width = model.moe_router_topk * model.expert_ffn_size
         width += model.moe_shared_expert_intermediate_size or 0
         router = 2 * model.hidden_size * model.num_experts
-    return attention + router + 2 * num_mlp_matrices * model.hidden_size * width
+    mlp = router + 2 * num_mlp_matrices * model.hidden_size * width
+    if model.multi_latent_attention:
+        return latent_projections(model) + mlp
+    num_heads = 2 * model.num_attention_heads + 2 * model.kv_heads  # query, output, keys, values
+    return 2 * model.hidden_size * model.head_dim * num_heads + mlp
+
+
+def latent_projections(model: ModelConfig) -> float:
+    """Return the operations of the linear layers of latent attention for one token, forward."""
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    q_width, rank, latent = heads * model.head_dim, model.q_lora_rank, model.kv_lora_rank
+    queries = hidden * q_width if rank is None else rank * (hidden + q_width)
+    down = hidden * (latent + model.qk_pos_emb_head_dim)
+    up = latent * heads * (model.qk_head_dim + model.v_head_dim)
+    return 2 * (queries + down + up + hidden * heads * model.v_head_dim)
 
 
 def core_attention(model: ModelConfig, window: int | None) -> float:
     """Return the operations of a layer's scores and their sums for one token, forward."""
     num_keys = min(model.seq_length, window or model.seq_length)
-    return 2 * 2 * num_keys * model.num_attention_heads * model.head_dim
+    channels = 2 * model.head_dim  # of a key and a value
+    if model.multi_latent_attention:
+        channels = model.head_dim + model.v_head_dim
+    return 2 * num_keys * model.num_attention_heads * channels
 
 
 def recomputed_layers(model: ModelConfig, recompute: RecomputeConfig) -> int:

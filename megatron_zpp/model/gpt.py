@@ -196,7 +196,7 @@ class GPT(nn.Module):
     def _rotary(
         self, tokens: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None
     ) -> tuple[Rotary | None, ...]:
-        """Return the tables of rotary positions, by `rotary_kinds`; empty if there are none."""
+        """Return the tables of rotary positions, by their kind; empty if there are none."""
         if self.config.position_embedding_type != "rope":
             return ()
         is_long = self._is_long(tokens, position_ids, cache)

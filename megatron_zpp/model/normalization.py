@@ -9,9 +9,15 @@ from megatron_zpp.settings.config import ModelConfig
 
 
 def make_norm(
-    config: ModelConfig, size: int | None = None, norms: NormClasses = TORCH_NORMS
+    config: ModelConfig,
+    size: int | None = None,
+    norms: NormClasses = TORCH_NORMS,
+    epsilon: float | None = None,
 ) -> nn.Module:
-    """Return a normalization over `size` channels, by default H; it computes in fp32."""
+    """Return a normalization over `size` channels, by default H; it computes in fp32.
+
+    epsilon: added to the variance, by default what the model says.
+    """
     classes = {
         ("LayerNorm", False): norms.layer_norm,
         ("RMSNorm", False): norms.rms_norm,
@@ -19,7 +25,7 @@ def make_norm(
         ("RMSNorm", True): RMSNorm1P,
     }
     norm_class = classes[config.normalization, config.apply_layernorm_1p]
-    return norm_class(size or config.hidden_size, eps=config.layernorm_epsilon)
+    return norm_class(size or config.hidden_size, eps=epsilon or config.layernorm_epsilon)
 
 
 def norm_of_all_heads(config: ModelConfig, size: int, part: Part) -> nn.Module:

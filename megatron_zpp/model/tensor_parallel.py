@@ -9,6 +9,7 @@
 | output of attention and of MLP             | input channels  | its bias             |
 | B of adapters of queries to values, MLP    | output channels | A of these adapters  |
 | A of adapters of the outputs               | input channels  | B of these adapters  |
+| what makes latents of queries to values    |                 | all, and adapters    |
 
 Of K heads of keys and values, each with Q / K heads of queries, rank r of a tensor axis of T ranks
 holds those from r K / T to (r + 1) K / T - 1, in order; `megatron_zpp/parallel/rank_grid.py` says
@@ -97,6 +98,15 @@ class ColumnParallelLinear(ParallelLinear):
         """Map x [..., in] to this rank's channels [..., out/T]."""
         y = super().forward(x)
         return y if self.lora is None else y + adapt(self, x)
+
+
+class WholeLinear(ColumnParallelLinear):
+    """A linear layer that each rank has whole, and computes for the rows that it has."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, lora: LoraConfig | None = None
+    ) -> None:
+        super().__init__(in_features, out_features, bias, None, lora)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -196,6 +206,10 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn
     Those are what computes with its own rows or its own heads, and the matrix of an adapter whose
     other is split.
     """
+    whole: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, WholeLinear):
+            whole.update(module.parameters())
     split = {
         getattr(module, name)
         for module in model.modules()
@@ -206,5 +220,7 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn
         has_rows = sequence_parallel and is_whole and not name.startswith("embed_norm.")
         has_heads = NORMS_OF_HEADS.search(name) is not None
         is_term = has_rows or has_heads or is_adapter(name)
+        if parameter in whole:
+            is_term = sequence_parallel
         if is_term and parameter not in split and parameter.requires_grad:
             yield parameter

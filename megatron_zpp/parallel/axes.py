@@ -158,11 +158,11 @@ class ContextAxis:
         return moved(attended, self.peers, heads_of_own_rows, rows_of_own_heads)
 
     def gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return keys and values [B, S, K, D] of all tokens, in their order."""
-        gathered = moved(torch.cat((k, v), dim=2), self.peers, gather_rows, sum_rows)
+        """Return keys [B, S, K, D] and values [B, S, K, V] of all tokens, in their order."""
+        gathered = moved(torch.cat((k, v), dim=-1), self.peers, gather_rows, sum_rows)
         first, second = gathered.unflatten(1, (self.peers.size, 2, -1)).unbind(2)
         in_order = torch.cat((first.flatten(1, 2), second.flip(1).flatten(1, 2)), dim=1)
-        return in_order.split(k.shape[2], dim=2)
+        return in_order.split((k.shape[-1], v.shape[-1]), dim=-1)
 
     def _own_tokens(self, x: Tensor) -> Tensor:
         """Return this rank's tokens [B, S/C] of x [B, S]."""

@@ -12,6 +12,8 @@ from math import gcd
 import torch
 from torch import nn
 
+from megatron_zpp.model.attention.attention import CoreAttention
+from megatron_zpp.model.attention.latent_attention import LatentAttention
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.moe.layer import MoE
 from megatron_zpp.model.part import Part
@@ -50,6 +52,17 @@ class Move:
         peers.count(self.kind, self.times * self.num_bytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MovesBack:
+    """How many gradients a stage moves: at entries of layers by their channels, inside attention,
+    and at exits.
+    """
+
+    entries: Counter[int]
+    inside: int
+    exits: int
+
+
 def activation_traffic(
     config: Config, ranks: Ranks, sharding: Sharding, num_micro_batches: int
 ) -> dict[tuple[str, str], int]:
@@ -85,7 +98,8 @@ class Forecast:
         self.width = compute_dtype.itemsize
         self.residual_width = FP32_BYTES if sizes.fp32_residual_connection else self.width
         self.tokens = config.batch.micro_batch_size * sizes.seq_length // ranks.context_size
-        self.elements = self.tokens * sizes.hidden_size  # of the residual stream
+        self.hidden = sizes.hidden_size
+        self.elements = self.tokens * self.hidden  # of the residual stream
 
     def moves(self, stage: Part) -> Iterator[Move]:
         """Yield what a micro-batch sends on its way through a stage and back."""
@@ -130,30 +144,47 @@ class Forecast:
 
     def _entries_and_exits(self, stage: Part, hop: Hop) -> Iterator[Move]:
         """Yield the moves where activations enter layers that are split, and where they leave."""
-        num_moves = sum(1 + _is_split(self.model.blocks[layer].mlp) for layer in stage.layers)
-        back_into, _, back_out = self._moves_back(stage)
-        again_into, again_out = self._recomputed_moves(stage)
-        sums = num_moves, back_into + again_out
-        if not self.config.parallel.sequence_parallel:
+        back, again_out = self._moves_back(stage), self._recomputed_exits(stage)
+        entries, num_exits = self._entries_of(stage.layers), self._exits_of(stage.layers)
+        again = self._entries_of(chain(*self._checkpoints(stage)))
+        is_split = self.config.parallel.sequence_parallel
+        for width, num_entries in entries.items():
+            elements = self.tokens * width
+            if is_split:
+                row, num_again = elements * self.width // hop.size, again[width]
+                yield from _in_layers("tensor", hop, (EXCHANGE,), row, 0, back.entries[width])
+                yield from _in_layers("tensor", hop, (GATHER,), row, num_entries, num_again)
+            else:
+                part = _part_bytes(hop, elements, self.width)
+                yield from _in_layers("tensor", hop, SUM, part, 0, back.entries[width])
+        if not is_split:
             part = _part_bytes(hop, self.elements, self.width)
-            yield from _in_layers("tensor", hop, SUM, part, *sums)
+            yield from _in_layers("tensor", hop, SUM, part, num_exits, again_out)
             if stage.is_last:
                 yield from _sum("tensor", hop, self.elements, self.width, is_forward=False)
             return
         row = self.elements * self.width // hop.size
-        yield from _in_layers("tensor", hop, (EXCHANGE,), row, *sums)
-        yield from _in_layers("tensor", hop, (GATHER,), row, num_moves, back_out + again_into)
+        yield from _in_layers("tensor", hop, (EXCHANGE,), row, num_exits, again_out)
+        yield from _in_layers("tensor", hop, (GATHER,), row, 0, back.exits)
         if stage.is_last:  # into the output layer
             for kind, is_forward in ((GATHER, True), (EXCHANGE, False)):
                 yield Move(axis="tensor", kind=kind, hop=hop, num_bytes=row, is_forward=is_forward)
 
+    def _widths_into_attention(self) -> tuple[int, ...]:
+        """Return how many channels enter the layers of attention that are split."""
+        model = self.config.model
+        if not model.multi_latent_attention:
+            return (self.hidden,)
+        latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
+        return (model.q_lora_rank or self.hidden, latent)
+
     def _shared_groups(self, stage: Part, hop: Hop) -> Iterator[Move]:
         """Yield the moves of queries, keys and values where ranks share a head of keys."""
         model = self.config.model
-        if model.kv_heads >= hop.size:
+        if model.kv_heads >= hop.size or model.multi_latent_attention:
             return
         columns = (model.num_attention_heads + 2 * model.kv_heads) * model.head_dim // hop.size
-        part, (_, back, _) = self.tokens * columns * self.width, self._moves_back(stage)
+        part, back = self.tokens * columns * self.width, self._moves_back(stage).inside
         again = self._recomputed(stage)
         yield from _in_layers("tensor", hop, (GATHER,), part, len(stage.layers), again)
         yield from _in_layers("tensor", hop, (EXCHANGE,), part, 0, back)
@@ -166,8 +197,8 @@ class Forecast:
         model = self.config.model
         if not (model.qk_layernorm and model.qk_layernorm_across_heads):
             return 0, 0
-        _, back, _ = self._moves_back(stage)
-        return 2 * len(stage.layers), 2 * (back + self._recomputed(stage))
+        again = self._moves_back(stage).inside + self._recomputed(stage)
+        return 2 * len(stage.layers), 2 * again
 
     def _context(self, stage: Part, hop: Hop) -> Iterator[Move]:
         """Yield the moves of the context axis, of queries, keys, values and the result."""
@@ -177,21 +208,24 @@ class Forecast:
             max(count // self.ranks.tensor_size, 1)
             for count in (model.num_attention_heads, model.kv_heads)
         )
-        _, back, _ = self._moves_back(stage)
-        again = self._recomputed(stage)
-        head_bytes = self.tokens * model.head_dim * self.width
+        back, again = self._moves_back(stage).inside, self._recomputed(stage)
+        key_bytes, value_bytes = (
+            self.tokens * channels * self.width for channels in (model.head_dim, model.value_dim)
+        )
         if self.config.parallel.cp_comm_type == "allgather":
-            both, again = 2 * kv_heads * head_bytes, layers if is_selective else again
+            both = kv_heads * (key_bytes + value_bytes)
+            again = layers if is_selective else again
             yield from _in_layers("context", hop, (GATHER,), both, layers, again)
             yield from _in_layers("context", hop, (EXCHANGE,), both, 0, back)
             return
         kv_heads *= hop.size // gcd(hop.size, kv_heads)
         times = layers, back + again
         up_to_attention = layers, back + again + (layers if is_selective else 0)
-        queries, keys = (count * head_bytes // hop.size for count in (heads, kv_heads))
-        for num_bytes in (queries, keys, keys):
-            yield from _in_layers("context", hop, (EXCHANGE,), num_bytes, *up_to_attention)
-        yield from _in_layers("context", hop, (EXCHANGE,), queries, *times)
+        for num_bytes in (heads * key_bytes, kv_heads * key_bytes, kv_heads * value_bytes):
+            part = num_bytes // hop.size
+            yield from _in_layers("context", hop, (EXCHANGE,), part, *up_to_attention)
+        part = heads * value_bytes // hop.size
+        yield from _in_layers("context", hop, (EXCHANGE,), part, *times)
 
     def _experts(self, stage: Part, hop: Hop) -> Iterator[Move]:
         """Yield the moves of tokens to experts and back, if all experts get equally many.
@@ -224,24 +258,29 @@ class Forecast:
                 hop = Hop(members=tuple(members), nodes=self.ranks.nodes)
                 yield Move(hop=hop, is_forward=step == 1, **sent)
 
-    def _moves_back(self, stage: Part) -> tuple[int, int, int]:
-        """Return how many gradients are moved: at entries of layers, inside attention, at exits.
-
-        None is needed where all that comes before is frozen.
-        """
-        entries = inside = exits = 0
+    def _moves_back(self, stage: Part) -> "MovesBack":
+        """Return which gradients are moved; none is needed where all that is before is frozen."""
+        entries: Counter[int] = Counter()
+        inside = exits = 0
         is_needed = not stage.is_first or self.model.tokens.weight.requires_grad
         for layer in stage.layers:
             attention, mlp = self.model.blocks[layer].attention, self.model.blocks[layer].mlp
-            entries += is_needed
-            is_needed = is_needed or _is_trained(attention.qkv)
+            for width, before in zip(
+                self._widths_into_attention(), _before_entries(attention), strict=True
+            ):
+                entries[width] += is_needed or any(map(_is_trained, before))
+            is_needed = is_needed or any(
+                _is_trained(child)
+                for child in attention.children()
+                if child is not attention.output
+            )
             inside += is_needed
             is_needed = is_needed or _is_trained(attention)
             exits += is_needed
-            entries += is_needed and _is_split(mlp)
+            entries[self.hidden] += is_needed and _is_split(mlp)
             is_needed = is_needed or _is_trained(mlp)
             exits += is_needed and _is_split(mlp)
-        return entries, inside, exits
+        return MovesBack(entries=entries, inside=inside, exits=exits)
 
     def _layers_with_gradients(self, stage: Part) -> list[int]:
         """Return the layers of a stage behind what is trained."""
@@ -268,23 +307,42 @@ class Forecast:
         first = next(trained, stage.layers.stop) if stage.is_first else stage.layers.start
         return [group for group in groups if group[-1] >= first]
 
-    def _recomputed_moves(self, stage: Part) -> tuple[int, int]:
-        """Return how many moves into and out of layers are made again in backward.
+    def _recomputed_exits(self, stage: Part) -> int:
+        """Return how many moves out of layers are made again in backward.
 
         PyTorch ends a recomputation when it has all that backward needs. That is before the last
         sum, unless dropout or a normalization follows it.
         """
         checkpoints, model = self._checkpoints(stage), self.config.model
-        mlps = {layer: _is_split(self.model.blocks[layer].mlp) for layer in stage.layers}
-        moves = sum(1 + mlps[layer] for layer in chain(*checkpoints))
         is_last = model.hidden_dropout == 0 and model.norm_placement == "pre"
-        not_again = sum(mlps[group[-1]] for group in checkpoints) if is_last else 0
-        return moves, moves - not_again
+        last_mlps = [self.model.blocks[group[-1]].mlp for group in checkpoints]
+        not_again = sum(map(_is_split, last_mlps)) if is_last else 0
+        return self._exits_of(chain(*checkpoints)) - not_again
+
+    def _exits_of(self, layers: Iterable[int]) -> int:
+        """Return how often activations leave what is split: attention, and MLPs that are."""
+        return sum(1 + _is_split(self.model.blocks[layer].mlp) for layer in layers)
+
+    def _entries_of(self, layers: Iterable[int]) -> Counter[int]:
+        """Return how often activations enter what is split, by their channels."""
+        entries: Counter[int] = Counter()
+        for layer in layers:
+            entries.update(self._widths_into_attention())
+            entries[self.hidden] += _is_split(self.model.blocks[layer].mlp)
+        return entries
 
 
 def _is_split(mlp: nn.Module) -> bool:
     """Whether tensor ranks split an MLP; of experts they only split the shared ones."""
     return not isinstance(mlp, MoE) or mlp.shared is not None
+
+
+def _before_entries(attention: CoreAttention) -> list[list[nn.Module]]:
+    """Return the layers of attention before each of its entries into layers that are split."""
+    if not isinstance(attention, LatentAttention):
+        return [[]]
+    pairs = (attention.q_down, attention.q_down_norm), (attention.kv_down, attention.kv_down_norm)
+    return [[layer for layer in pair if layer is not None] for pair in pairs]
 
 
 def _is_trained(module: nn.Module) -> bool:

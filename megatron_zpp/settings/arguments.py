@@ -114,7 +114,7 @@ def require_divisible(config: Config, num_replicas: int) -> None:
     )
     _require_whole_sequences(config)
     groups = model.kv_heads
-    if groups < tensor and tensor % groups == 0:
+    if groups < tensor and tensor % groups == 0 and not model.multi_latent_attention:
         _require_shared_groups(config)
         groups = tensor
     splits_rows, exchanges_heads = parallel.sequence_parallel, parallel.cp_comm_type == "a2a"

@@ -133,7 +133,10 @@ def _model(values: Mapping[str, Any]) -> dict[str, Any]:
     if rows := values.get("pad_vocab_size_to"):
         multiple = values.get("make_vocab_size_divisible_by", 1)
         added["make_vocab_size_divisible_by"] = multiple if rows % multiple else rows
-    positions = values.get("position_embedding_type", ModelConfig().position_embedding_type)
+    if values.get("multi_latent_attention"):
+        added |= _latent_attention(values)
+    default = added.get("position_embedding_type", ModelConfig().position_embedding_type)
+    positions = values.get("position_embedding_type", default)
     if values.get("no_position_embedding") and positions == "learned_absolute":
         raise InputError(
             "--no-position-embedding needs --position-embedding-type rope or none: "
@@ -150,6 +153,14 @@ def _model(values: Mapping[str, Any]) -> dict[str, Any]:
     if groups is None and (kind == "multiquery" or values.get("group_query_attention")):
         added["num_query_groups"] = 1
     return added
+
+
+def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What --multi-latent-attention implies: rotary positions, scaled by YaRN if at all."""
+    implied = {"position_embedding_type": "rope"}
+    if values.get("rotary_scaling_factor", 1) > 1:
+        implied["rope_type"] = "yarn"
+    return {name: value for name, value in implied.items() if name not in values}
 
 
 def _gated_mlp(values: Mapping[str, Any]) -> dict[str, Any]:

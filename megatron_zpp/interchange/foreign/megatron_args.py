@@ -214,6 +214,8 @@ def _layer_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, Any]:
     """Return Megatron-LM's arguments for a model; raises InputError if they cannot describe it."""
+    if model.multi_latent_attention:
+        raise InputError(f"{what}: models with latent attention are not written for Megatron-LM")
     defaults = ModelConfig()
     lines = [
         f"--{name.replace('_', '-')} {getattr(model, name)}"

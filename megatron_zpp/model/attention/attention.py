@@ -3,7 +3,7 @@
 With a tensor axis N and K are those of a rank, with a context axis S too where sequences are
 split; x has a rank's rows where rows are split.
 Shapes: B batch, S sequence, H hidden, N query heads, K key-value heads, Q = N/K query heads of one
-group, D channels of a head.
+group, D channels of a head, V of its values where they have a width of their own.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.model.attention.document_attention import attend
-from megatron_zpp.model.attention.rotary import Rotary, rotary_kinds, rotate
+from megatron_zpp.model.attention.rotary import GLOBAL, LOCAL, NONE, Rotary, rotate
 from megatron_zpp.model.attention.scores import Scores
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
 from megatron_zpp.model.execution import recomputed
@@ -30,7 +30,49 @@ from megatron_zpp.settings.config import ModelConfig
 QK_NORMS = frozenset({"q_norm", "k_norm", "queries_norm", "keys_norm"})
 
 
-class Attention(nn.Module):
+class CoreAttention(nn.Module):
+    """Causal attention of queries to keys and values; subclasses compute these."""
+
+    def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
+        super().__init__()
+        self.axis, self.context = part.tensor, part.context
+        has_window = config.windows[layer] is not None
+        is_local = has_window and config.rotary_base_local is not None
+        kind = NONE if config.layers_without_rope[layer] else LOCAL if is_local else GLOBAL
+        self.layer, self.rotary_kind = layer, kind
+        self.scores = Scores.of(config, layer, part.tensor)
+        self.dropout = config.attention_dropout
+        self.is_recomputed = part.execution.recomputes_attention
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+        """Return `core` of the arguments, whose activations backward may compute again."""
+        if self.is_recomputed:
+            return recomputed(self.core, q, k, v, sequences)
+        return self.core(q, k, v, sequences)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
+        """Map q [B, S, N, D], k [B, S, K, D] and v [B, S, K, V] to [B, S, N, V].
+
+        The softmax is in fp32.
+        """
+        context = self.context if sequences.is_split else None
+        dropout, edges = self.dropout if self.training else 0.0, sequences.edges
+        if context is not None and context.gathers_keys:
+            k, v = context.gather_keys(k, v)
+            parts = zip(context.parts, q.chunk(len(context.parts), dim=1), strict=True)
+            attended = [
+                attend(part, k, v, edges, dropout, number * part.shape[1], self.scores)
+                for number, part in parts
+            ]
+            return torch.cat(attended, dim=1)
+        if context is not None:
+            q, k, v = context.exchange_rows(q, k, v)
+        with own_random_numbers(self.axis, sequences.splits_rows, dropout, q.device):
+            attended = attend(q, k, v, edges, dropout, scores=self.scores)
+        return attended if context is None else context.exchange_heads(attended)
+
+
+class Attention(CoreAttention):
     """Causal self-attention with grouped queries and one matrix for queries, keys and values.
 
     The rows of that matrix are ordered by groups, [K, Q + 2, D]: the query heads of a group, then
@@ -38,17 +80,13 @@ class Attention(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
-        super().__init__()
+        super().__init__(config, layer, part)
         axis, adapters = part.tensor, partial(adapters_of, part.lora, layer)
-        self.axis, self.context = axis, part.context
-        self.layer, self.rotary_kind = layer, rotary_kinds(config)[layer]
-        self.scores = Scores.of(config, layer, axis)
         self.head_dim = config.head_dim
         num_ranks = 1 if axis is None else axis.size
         self.kv_heads = max(config.kv_heads // num_ranks, 1)
         self.group_size = config.num_attention_heads // max(config.kv_heads, num_ranks)
         self.ranks_per_group = max(num_ranks // config.kv_heads, 1)
-        self.dropout = config.attention_dropout
         self.is_interleaved = config.rotary_interleaved
         hidden, width = config.hidden_size, config.num_attention_heads * self.head_dim
         kv_width = config.kv_heads * self.head_dim
@@ -64,7 +102,6 @@ class Attention(nn.Module):
             self.k_norm = make_norm(config, self.head_dim, part.norms)
         bias = config.has_attention_output_bias
         self.output = RowParallelLinear(width, hidden, bias, axis, adapters("attention.output"))
-        self.is_recomputed = part.execution.recomputes_attention
 
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H]."""
@@ -77,13 +114,12 @@ class Attention(nn.Module):
         qkv = qkv.view(shape)  # [B, S, K, Q + 2, D]
         qk, v = qkv.split((queries + 1, 1), dim=3)
         rotary = sequences.rotary[self.rotary_kind] if sequences.rotary else None
-        q, k, v = (part.flatten(2, 3) for part in (*self._turned(qk, rotary), v))
+        turned = self._turned(qk, rotary)
+        q, k, v = (part.flatten(2, 3) for part in (*turned, v))
         if cache is not None:
             attended = cache.layers[self.layer].attend(q, k, v, self.scores)
-        elif self.is_recomputed:
-            attended = recomputed(self.core, q, k, v, sequences)
         else:
-            attended = self.core(q, k, v, sequences)
+            attended = self.attended(q, k, v, sequences)
         return self.output(attended.flatten(2), splits_rows)
 
     def _own_heads(self, qkv: Tensor) -> Tensor:
@@ -110,21 +146,3 @@ class Attention(nn.Module):
             q = apply_norm(self.queries_norm, q).view(shapes[0])
             k = apply_norm(self.keys_norm, k).view(shapes[1])
         return (q, k) if rotary is None else (turn(q, rotary), turn(k, rotary))
-
-    def core(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
-        """Map q [B, S, N, D], k and v [B, S, K, D] to [B, S, N, D]; the softmax is in fp32."""
-        context = self.context if sequences.is_split else None
-        dropout, edges = self.dropout if self.training else 0.0, sequences.edges
-        if context is not None and context.gathers_keys:
-            k, v = context.gather_keys(k, v)
-            parts = zip(context.parts, q.chunk(len(context.parts), dim=1), strict=True)
-            attended = [
-                attend(part, k, v, edges, dropout, number * part.shape[1], self.scores)
-                for number, part in parts
-            ]
-            return torch.cat(attended, dim=1)
-        if context is not None:
-            q, k, v = context.exchange_rows(q, k, v)
-        with own_random_numbers(self.axis, sequences.splits_rows, dropout, q.device):
-            attended = attend(q, k, v, edges, dropout, scores=self.scores)
-        return attended if context is None else context.exchange_heads(attended)

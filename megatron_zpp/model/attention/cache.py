@@ -1,5 +1,7 @@
 """The key-value cache: keys and values of earlier tokens, so that only new tokens are computed.
 
+Latent attention stores one latent of a token instead, of which it can compute both.
+
 Each row of the batch stores its tokens from slot 0 on, so the slot of a token is its position
 whatever the lengths of the other rows. Prompts of different lengths are padded on the right. The
 slots of padding are masked out for every real token, and are overwritten by later tokens. One rule
@@ -74,29 +76,44 @@ class LayerCache:
 
     def __init__(self, cache: KeyValueCache) -> None:
         self._cache = cache
-        self._memory: Tensor | None = None  # [2, B, K, num_slots, D]
+        self._memory: Tensor | None = None  # [2, B, K, num_slots, D], or [1, ...] of latents
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the prepared tokens are the first."""
+        return self._cache.was_empty
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL) -> Tensor:
         """Store k and v [B, S, K, D]; return attention of q [B, S, N, D] to all stored."""
+        return self.attention(q, *self._extend(k, v), scores)
+
+    def extend(self, latents: Tensor) -> Tensor:
+        """Store latents [B, S, 1, D]; return all stored, [B, 1, T, D]."""
+        return self._extend(latents)[0]
+
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+        """Map q [B, S, N, D] of the prepared tokens to [B, S, N, V].
+
+        keys [B, K, T, D] and values [B, K, T, V] are those of all slots in use.
+        """
         cache = self._cache
-        self._write(k, v)
-        keys, values = self._memory[:, :, :, : cache.num_used_slots]
         rows, length, heads, channels = q.shape
+        num_keys = keys.shape[1]
         if not scores.is_causal_only(cache.num_used_slots):
             return self._attend_by(scores, q.transpose(1, 2), keys, values).transpose(1, 2)
         if length == 1:  # the queries of a group take the place of tokens: no key is repeated
-            grouped = q.view(rows, k.shape[2], heads // k.shape[2], channels)
+            grouped = q.view(rows, num_keys, heads // num_keys, channels)
             attended = F.scaled_dot_product_attention(
                 grouped, keys, values, attn_mask=cache.mask, scale=scores.scale
             )
-            return attended.reshape(q.shape)
+            return attended.reshape(rows, 1, heads, values.shape[-1])
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             keys,
             values,
             attn_mask=cache.mask,
             is_causal=cache.was_empty,
-            enable_gqa=heads > k.shape[2],
+            enable_gqa=heads > num_keys,
             scale=scores.scale,
         )
         return attended.transpose(1, 2)
@@ -114,12 +131,14 @@ class LayerCache:
         if self._memory is not None:
             self._memory = self._memory[:, list(rows)]
 
-    def _write(self, k: Tensor, v: Tensor) -> None:
-        cache = self._cache
+    def _extend(self, *parts: Tensor) -> Tensor:
+        """Store parts [B, S, K, D] of the prepared tokens; return all, [parts, B, K, T, D]."""
+        cache, first = self._cache, parts[0]
         if self._memory is None:
-            rows, _, heads, channels = k.shape
+            rows, _, heads, channels = first.shape
             # Zeros, as masked slots are multiplied by 0, and 0 times NaN is NaN.
-            self._memory = k.new_zeros(2, rows, heads, cache.num_slots, channels)
-        rows = torch.arange(len(k), device=k.device)[:, None]
-        for memory, new in zip(self._memory, (k, v), strict=True):
+            self._memory = first.new_zeros(len(parts), rows, heads, cache.num_slots, channels)
+        rows = torch.arange(len(first), device=first.device)[:, None]
+        for memory, new in zip(self._memory, parts, strict=True):
             memory.transpose(1, 2)[rows, cache.positions] = new
+        return self._memory[:, :, :, : cache.num_used_slots]

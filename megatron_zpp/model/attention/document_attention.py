@@ -8,6 +8,7 @@ Shapes: B rows, S tokens of a row, N query heads, K key-value heads, D channels 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -29,7 +30,14 @@ def attend(
     """Map q [B, R, N, D] of the R tokens of each row from `first` on to [B, R, N, D].
 
     k and v [B, S, K, D] are those of whole rows, which are one document each without `edges`.
+    Values may have another width V than queries and keys, as then has the result; the scores have a
+    scale then.
     """
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # PyTorch's fused kernels want the same
+        widest = max(width, q.shape[-1])
+        q, k, v = (F.pad(each, (0, widest - each.shape[-1])) for each in (q, k, v))
+        return attend(q, k, v, edges, dropout, first, scores)[..., :width]
     if edges is not None:
         return attend_documents(q, k, v, edges, dropout, first, scores)
     end = first + q.shape[1]

@@ -14,22 +14,13 @@ Rotary = tuple[Tensor, Tensor]  # cosines and signed sines, each [B or 1, S, 1, 
 GLOBAL, LOCAL, NONE = KINDS = 0, 1, 2  # tables of a model, by their index
 
 
-def rotary_kinds(config: ModelConfig) -> tuple[int, ...]:
-    """Return the index of each layer's table in what `rotary_tables` returns."""
-    has_local = config.rotary_base_local is not None
-    return tuple(
-        NONE if is_without else LOCAL if has_local and window is not None else GLOBAL
-        for is_without, window in zip(config.layers_without_rope, config.windows, strict=True)
-    )
-
-
 def rotary_tables(
     config: ModelConfig, positions: Tensor, is_long: bool | Tensor = False
 ) -> tuple[Rotary | None, ...]:
     """Return the tables of a model with rotary positions for positions int [B or 1, S].
 
-    The first is that of most layers, the second that of layers with a window if they have a base of
-    their own; the third is None. `is_long`: whether the text is longer than those of LongRoPE's
+    GLOBAL is that of most layers, LOCAL that of layers with a window if they have a base of their
+    own; NONE is None. `is_long`: whether the text is longer than those of LongRoPE's
     first training, as a bool or a tensor of one.
     """
     channels = config.rotary_channels
@@ -41,7 +32,7 @@ def rotary_tables(
         frequencies = frequencies / config.rotary_seq_len_interpolation_factor
     if config.rope_type == "yarn":
         frequencies = _yarn_frequencies(config, frequencies)
-        scale = config.yarn_attention_factor
+        scale = config.turned_scale
     if config.longrope_long_factors is not None:
         frequencies = _longrope_frequencies(config, frequencies, is_long)
         scale = config.longrope_attention_factor

@@ -36,12 +36,17 @@ class Scores:
     def of(cls, config: ModelConfig, layer: int, axis: TensorAxis | None = None) -> "Scores":
         """Return the scores of layer number `layer` of a model, of a rank's heads on an axis."""
         heads, scalar = config.num_attention_heads, config.query_pre_attn_scalar
+        scale = None if scalar is None else scalar**-0.5
+        if config.multi_latent_attention:
+            is_yarn = config.rope_type == "yarn"
+            growth = config.yarn_growth(config.mscale_all_dim) if is_yarn else 1.0
+            scale = growth * growth * config.score_scalar**-0.5
         count, place = (heads, 0) if axis is None else (heads // axis.size, axis.place)
         has_alibi = config.position_embedding_type == "alibi"
         return cls(
             window=config.windows[layer],
             cap=config.attn_logit_softcapping,
-            scale=None if scalar is None else scalar**-0.5,
+            scale=scale,
             alibi_heads=(heads, place * count, count) if has_alibi else None,
         )
 

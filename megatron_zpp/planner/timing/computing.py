@@ -46,8 +46,8 @@ def layer_passes(config: Config, layer: int, place: int, itemsize: int, rates: R
     mlp_bytes = fused["gated_mlp_bytes"] if model.is_gated else constants["mlp_bytes"]
     streamed += mlp_bytes * model.ffn_size / tensor
     if model.position_embedding_type == "rope" and not model.layers_without_rope[layer]:
-        heads = model.num_attention_heads + model.kv_heads
-        turned = heads * model.rotary_channels / tensor
+        keys = 1 if model.multi_latent_attention else model.kv_heads
+        turned = (model.num_attention_heads + keys) * model.rotary_channels / tensor
         streamed += fused["rotary_bytes"] * turned
     elementwise = tokens * streamed * itemsize / BYTES_16_BIT / rates.memory
     forward = products + attention + elementwise

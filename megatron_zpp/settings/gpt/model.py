@@ -7,6 +7,7 @@ from megatron_zpp.settings.gpt.experts import NEEDS_EXPERTS, MoeConfig
 from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
 from megatron_zpp.settings.gpt.positions import PositionConfig
 from megatron_zpp.settings.gpt.sizes import model_flag
+from zeropp.errors import InputError
 from zeropp.settings.schema import Rule, one_of
 
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
@@ -186,6 +187,11 @@ class ModelConfig(MoeConfig, PositionConfig):
     def check(self) -> None:
         """Raise InputError for settings that do not fit each other."""
         super().check()
+        if self.multi_latent_attention and self.qk_layernorm and self.qk_layernorm_across_heads:
+            raise InputError(
+                "--multi-latent-attention and --qk-layernorm-across-heads contradict: latents are "
+                "normalized, not heads: leave the second out"
+            )
         assert len(self.windows) == len(self.layers_without_rope)  # or they raise
 
 

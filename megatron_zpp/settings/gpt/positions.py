@@ -1,9 +1,11 @@
 """How positions enter the GPT: the kind of embedding, and how rotary frequencies are scaled."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_zpp.settings.flag import needs
+from megatron_zpp.settings.flag import NoEffect, needs
+from megatron_zpp.settings.gpt.latent_attention import LatentAttentionConfig
 from megatron_zpp.settings.gpt.layer_pattern import marks_of
 from megatron_zpp.settings.gpt.sizes import SizeConfig, model_flag
 from zeropp.errors import InputError
@@ -21,11 +23,24 @@ _NEEDS_ROPE_SCALING = needs("--use-rope-scaling", lambda c: c.model.use_rope_sca
 _rope_flag = partial(model_flag, no_effect=(_NEEDS_ROPE,))
 _llama_flag = partial(model_flag, no_effect=(_NEEDS_ROPE_SCALING,))
 _yarn_flag = partial(model_flag, no_effect=(_NEEDS_ROPE, _NEEDS_YARN))
+_LATENT = NoEffect(
+    "latent attention has --mscale and --mscale-all-dim instead",
+    when=lambda c: c.model.multi_latent_attention,
+)
+_NEEDS_LATENT = needs(
+    "--multi-latent-attention; --yarn-attention-factor is for other attention",
+    lambda c: c.model.multi_latent_attention,
+)
+_PAIRS = NoEffect(
+    "latent attention always turns neighbouring channels",
+    when=lambda c: c.model.multi_latent_attention,
+)
+_mscale_flag = partial(model_flag, no_effect=(_NEEDS_LATENT, _NEEDS_YARN))
 _longrope_flag = partial(model_flag, no_effect=(_NEEDS_ROPE, _NEEDS_LONGROPE))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PositionConfig(SizeConfig):
+class PositionConfig(LatentAttentionConfig):
     """Positions: learned, rotary, or as biases on scores."""
 
     position_embedding_type: str = model_flag(
@@ -47,8 +62,10 @@ class PositionConfig(SizeConfig):
         minimum=1,
         aliases=("rotary-position-embeddings-theta",),
     )
-    rotary_interleaved: bool = _rope_flag(
-        False, "turn neighbouring channels as pairs, instead of channels i and i + half"
+    rotary_interleaved: bool = model_flag(
+        False,
+        "turn neighbouring channels as pairs, instead of channels i and i + half",
+        no_effect=(_NEEDS_ROPE, _PAIRS),
     )
     use_rope_scaling: bool = _rope_flag(
         False, "scale rotary frequencies as Llama 3.1 does, for contexts beyond 8192 tokens"
@@ -97,8 +114,20 @@ class PositionConfig(SizeConfig):
     yarn_beta_slow: float = _yarn_flag(
         1.0, "YaRN: frequencies with fewer turns are divided by --rotary-scaling-factor", above=0
     )
-    yarn_attention_factor: float = _yarn_flag(
-        1.0, "what YaRN multiplies queries and keys by", above=0
+    yarn_attention_factor: float = model_flag(
+        1.0,
+        "what YaRN multiplies queries and keys by",
+        above=0,
+        no_effect=(_NEEDS_ROPE, _NEEDS_YARN, _LATENT),
+    )
+    mscale: float = _mscale_flag(
+        1.0,
+        "MLA with YaRN: turned channels are multiplied by m(this) / m(--mscale-all-dim), where "
+        "m(s) = 1 + s / 10 ln(--rotary-scaling-factor)",
+        minimum=0,
+    )
+    mscale_all_dim: float = _mscale_flag(
+        0.0, "MLA with YaRN: scores are multiplied by m(this) squared", minimum=0
     )
     yarn_correction_range_round_to_int: bool = _yarn_flag(
         True,
@@ -136,19 +165,59 @@ class PositionConfig(SizeConfig):
         return marks_of(self.no_rope_freq, self.num_layers, "--no-rope-freq")
 
     @property
+    def head_dim(self) -> int:
+        """Channels of one head's queries and keys."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of one head's values."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
+
+    @property
     def rotary_channels(self) -> int:
         """Channels of a head that rotary positions turn."""
-        return int(self.head_dim * self.rotary_percent)
+        is_latent = self.multi_latent_attention
+        return int((self.qk_pos_emb_head_dim if is_latent else self.head_dim) * self.rotary_percent)
+
+    @property
+    def turned_scale(self) -> float:
+        """What YaRN multiplies turned channels of queries and keys by."""
+        if not self.multi_latent_attention:
+            return self.yarn_attention_factor
+        return self.yarn_growth(self.mscale) / self.yarn_growth(self.mscale_all_dim)
+
+    def yarn_growth(self, scale: float) -> float:
+        """Return 1 + `scale` / 10 ln(factor): m(`scale`) of DeepSeek's YaRN."""
+        return 1.0 + 0.1 * scale * math.log(max(self.rotary_scaling_factor, 1.0))
 
     def check(self) -> None:
         """Raise InputError for rotary positions that the sizes do not allow, or scaled twice."""
         super().check()
+        if self.multi_latent_attention:
+            self._check_latent_attention()
         if self.position_embedding_type == "rope" and self.rotary_channels % 2:
+            width = self.qk_pos_emb_head_dim if self.multi_latent_attention else self.head_dim
             raise InputError(
-                f"rotary positions turn pairs of channels, but {self.head_dim} channels x "
+                f"rotary positions turn pairs of channels, but {width} channels x "
                 f"--rotary-percent {self.rotary_percent:g} is odd: change the head size or percent"
             )
         self._check_rotary_scaling()
+
+    def _check_latent_attention(self) -> None:
+        if self.position_embedding_type != "rope":
+            raise InputError(
+                f"--position-embedding-type {self.position_embedding_type} with "
+                "--multi-latent-attention, whose positions are rotary: give "
+                "--position-embedding-type rope"
+            )
+        if self.num_query_groups not in (None, self.num_attention_heads):
+            raise InputError(
+                f"--multi-latent-attention and --num-query-groups {self.num_query_groups} "
+                "contradict: every head has keys and values of its own: leave one out"
+            )
 
     def _check_rotary_scaling(self) -> None:
         counts = {

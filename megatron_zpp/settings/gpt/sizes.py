@@ -12,6 +12,10 @@ _PRETRAINED = NoEffect(
     "the model in --pretrained-checkpoint says what it is",
     when=lambda c: c.lora.pretrained_checkpoint is not None,
 )
+_OWN_WIDTHS = NoEffect(
+    "heads of latent attention have --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim",
+    when=lambda c: c.model.multi_latent_attention,
+)
 
 
 def model_flag(
@@ -38,7 +42,10 @@ class SizeConfig(Section):
     )
     num_attention_heads: int = model_flag(4, "query heads", minimum=1)
     kv_channels: int | None = model_flag(
-        None, "width of one head (default hidden-size / heads)", minimum=1
+        None,
+        "width of one head (default hidden-size / heads)",
+        minimum=1,
+        no_effect=(_OWN_WIDTHS,),
     )
     num_query_groups: int | None = model_flag(
         None,
@@ -84,11 +91,6 @@ class SizeConfig(Section):
             "{} is longer than {}: lower the first or raise the second",
         ),
     )
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one attention head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def kv_heads(self) -> int:

@@ -87,6 +87,15 @@ SETTINGS = """
 --yarn-beta-fast 30                   model.yarn_beta_fast 30.0
 --yarn-beta-slow 2                    model.yarn_beta_slow 2.0
 --yarn-attention-factor 1.2           model.yarn_attention_factor 1.2
+--multi-latent-attention              model.position_embedding_type "rope"
+--multi-latent-attention --q-lora-rank 12 model.q_lora_rank 12
+--multi-latent-attention --kv-lora-rank 8 model.kv_lora_rank 8
+--multi-latent-attention --qk-head-dim 16 model.qk_head_dim 16
+--multi-latent-attention --qk-pos-emb-head-dim 8 model.qk_pos_emb_head_dim 8
+--multi-latent-attention --v-head-dim 16 model.v_head_dim 16
+--multi-latent-attention --rotary-scaling-factor 40 model.rope_type "yarn"
+--multi-latent-attention --rotary-scaling-factor 40 --mscale 0.7 model.mscale 0.7
+--multi-latent-attention --rotary-scaling-factor 40 --mscale-all-dim 0.7 model.mscale_all_dim 0.7
 --query-pre-attn-scalar 256           model.query_pre_attn_scalar 256.0
 --attn-logit-softcapping 50           model.attn_logit_softcapping 50.0
 --final-logit-softcapping 30          model.final_logit_softcapping 30.0
