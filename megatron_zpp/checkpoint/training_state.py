@@ -33,6 +33,7 @@ ROPE_SCALING = (
     "rope_scaling_high_freq_factor",
     "rope_scaling_original_positions",
 )
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 LATENT_ATTENTION = (
     "multi_latent_attention",
     "q_lora_rank",
@@ -96,6 +97,7 @@ def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
     # Older checkpoints do not have these.
     unused = [] if model.use_rope_scaling else [*ROPE_SCALING]
+    unused += [name for name in MULTIPLIERS if getattr(model, name) == 1]
     unused += [] if model.multi_latent_attention else LATENT_ATTENTION
     unused += [] if model.has_experts else [item.name for item in dataclasses.fields(MoeConfig)]
     values = {name: value for name, value in values.items() if name not in unused}

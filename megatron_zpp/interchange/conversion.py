@@ -112,6 +112,8 @@ def export_model(
     if origin is not None:
         content, hf_config = read_config(origin), _read_origin(origin)
         family, vocab_rows = hf_config.family, hf_config.vocab_rows
+        if hf_config.further_layers:
+            content[family.further_layers] = 0  # their weights were left out
     else:
         family, vocab_rows = family_of(opened.config), opened.tokenizer.vocab_size
         content = build_config(opened.config, vocab_rows, opened.tokenizer.eod)

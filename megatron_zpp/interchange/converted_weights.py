@@ -3,6 +3,7 @@
 This works for any table of names; comments speak of Hugging Face's tensors.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from typing import Protocol
@@ -17,6 +18,8 @@ from megatron_zpp.interchange.families.names import NameRow, NameTable
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError, first_lines
+
+log = logging.getLogger("megatron_zpp")
 
 
 class TensorFiles(Protocol):
@@ -46,8 +49,14 @@ class ConvertedWeights:
                 f"{tensors.location}: {len(hf_facts)} tensors cannot be the {num_layers:,} layers "
                 "that its settings ask for"
             )
+        num_experts = sizes.model.num_experts
+        if table.has_experts_apart() and num_experts > len(hf_facts):
+            raise InputError(
+                f"{tensors.location}: {len(hf_facts)} tensors cannot be those of the "
+                f"{num_experts:,} experts that its settings ask for"
+            )
         parameters = parameter_shapes(sizes.model, sizes.padded_rows)
-        self._rows = {name: table.row(name) for name in parameters}
+        self._rows = {name: table.row(name, num_experts) for name in parameters}
         self._file_names = _file_names(hf_facts, table)
         self._check(parameters, hf_facts)
         self._facts = {
@@ -75,10 +84,11 @@ class ConvertedWeights:
             for hf_name, parts in split_by_name(parameters, self._rows, self._sizes).items()
         }
         lines = [f"missing: {name}" for name in expected_shapes if name not in self._file_names]
+        further = self._names_of_further_layers()
         for hf_name, file_name in self._file_names.items():
             shape, expected = hf_facts[file_name].shape, expected_shapes.get(hf_name)
             if expected is None:
-                if not self._is_redundant(hf_name, file_name):
+                if hf_name not in further and not self._is_redundant(hf_name, file_name):
                     lines.append(f"extra: {file_name}")
             elif shape != expected:
                 lines.append(f"{file_name} has shape {list(shape)}, expected {list(expected)}")
@@ -87,6 +97,19 @@ class ConvertedWeights:
                 f"{self.tensors.location}: its tensors are not those of its settings:\n  "
                 f"{first_lines(lines)}"
             )
+        if further:
+            log.info(
+                "%s: %d tensors of layers that predict further tokens (MTP) are left out",
+                self.tensors.location,
+                len(further),
+            )
+
+    def _names_of_further_layers(self) -> set[str]:
+        """Return the tensors of layers behind the model's that only predict further tokens."""
+        first = self._sizes.model.num_layers
+        numbers = range(first, first + self._sizes.further_layers)
+        prefixes = tuple(self._table.layer.format(number) for number in numbers)
+        return {name for name in self._file_names if name.startswith(prefixes)}
 
     def _is_redundant(self, hf_name: str, file_name: str) -> bool:
         """Whether a tensor can be ignored: a constant, or a tied head that repeats the embedding.
@@ -112,15 +135,16 @@ def converted_items(
 ) -> list[Item]:
     """Return our weights as the tensors of a table, to be written; dtype None keeps each one's."""
     cache, facts = _LastTensor(weights), weights.facts()
-    rows = {gpt_name: table.row(gpt_name) for gpt_name in facts}
+    rows = {gpt_name: table.row(gpt_name, sizes.model.num_experts) for gpt_name in facts}
     items = []
     for hf_name, parts in split_by_name(facts, rows, sizes).items():
         whole = joined_parts(parts)
+        own_dtype = torch.float32 if parts[0][0].keeps_dtype else dtype
         items.append(
             Item(
                 name=hf_name,
                 shape=tuple(whole.shape),
-                dtype=dtype or whole.dtype,
+                dtype=own_dtype or whole.dtype,
                 read=partial(_read_tensor, hf_name, [row for row, _ in parts], cache, sizes),
             )
         )
@@ -143,7 +167,10 @@ def split_by_name(
 
 def joined_parts(parts: Sequence[tuple[NameRow, Tensor]]) -> Tensor:
     """Return one of Hugging Face's tensors from what rows have of it."""
-    return parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
+    (row, first), *others = parts
+    if not others:
+        return first
+    return torch.cat([first, *(part for _, part in others)], dim=row.form.dim)
 
 
 def parameter_shapes(model: ModelConfig, padded_rows: int) -> dict[str, Tensor]:

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_zpp.checkpoint.training_state import architecture
+from megatron_zpp.interchange.families.experts import frequency_text
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.settings import Number
 from megatron_zpp.interchange.families.table import FAMILIES, why_unsupported
 from megatron_zpp.settings.config import Config, ModelConfig
-from megatron_zpp.settings.gpt.layer_pattern import pattern_text, window_text
+from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS, pattern_text, window_text
 from zeropp.errors import InputError
 from zeropp.settings.schema import settings_of
 
@@ -24,11 +25,15 @@ ADDED_BIASES = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig:
-    """The content of a config.json: the family, our ModelConfig, and the vocabulary's rows."""
+    """The content of a config.json: the family, our ModelConfig, and the vocabulary's rows.
+
+    `further_layers` are those that predict further tokens (MTP), which our model leaves out.
+    """
 
     family: Family
     model: ModelConfig
     vocab_rows: int
+    further_layers: int = 0
 
 
 def parse_config(content: Mapping[str, Any], location: str) -> HuggingFaceConfig:
@@ -48,6 +53,7 @@ def parse_config(content: Mapping[str, Any], location: str) -> HuggingFaceConfig
         family=family,
         model=_read_model(family, content, location),
         vocab_rows=vocab_size.value(content, location),
+        further_layers=_further_layers(family, content, location),
     )
 
 
@@ -78,7 +84,8 @@ def build_config(model: ModelConfig, vocab_rows: int, eod: int) -> dict[str, Any
     content |= family.write_entries(_canonical(model))
     # The defaults of some families are tokens beyond the vocabulary.
     tokens = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
-    return content | {"vocab_size": vocab_rows, **tokens}
+    content |= {"vocab_size": vocab_rows, **tokens}
+    return content if family.further_layers is None else {**content, family.further_layers: 0}
 
 
 def comparable(model: ModelConfig) -> dict[str, Any]:
@@ -107,6 +114,15 @@ def _family(content: Mapping[str, Any], location: str) -> Family:
         f"{location}: a model of type {model_type!r}{classes} is not supported{reason}; supported "
         f"are {supported}"
     )
+
+
+def _further_layers(family: Family, content: Mapping[str, Any], location: str) -> int:
+    if family.further_layers is None:
+        return 0
+    number = content.get(family.further_layers, 1)
+    if not isinstance(number, int) or not 0 <= number < MAX_LAYERS:
+        raise InputError(f"{location}: {family.further_layers} is {number!r}; expected a number")
+    return number
 
 
 def _read_model(family: Family, content: Mapping[str, Any], location: str) -> ModelConfig:
@@ -150,7 +166,7 @@ def _canonical(model: ModelConfig) -> ModelConfig:
     }
     fields["bias_gelu_fusion"] |= fields["openai_gelu"]
     fields |= {"openai_gelu": False, "ffn_hidden_size": model.ffn_size}
-    fields |= _canonical_layers(ModelConfig(**fields))
+    fields |= _canonical_layers(ModelConfig(**fields)) | _canonical_experts(ModelConfig(**fields))
     return ModelConfig(**_without_redundant_values(fields))
 
 
@@ -168,6 +184,20 @@ def _canonical_layers(model: ModelConfig) -> dict[str, Any]:
         "window_attn_skip_freq": pattern,
         "no_rope_freq": pattern_text(without_rope) if any(without_rope) else None,
         "rotary_base_local": None if is_same_base or not window else model.rotary_base_local,
+    }
+
+
+def _canonical_experts(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of experts, each with its value filled in; {} for a dense model."""
+    if not model.has_experts:
+        return {}
+    is_everywhere = all(model.moe_layers)
+    return {
+        "moe_layer_freq": frequency_text(model.moe_layers),
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "ffn_hidden_size": model.expert_ffn_size if is_everywhere else model.ffn_size,
+        "moe_router_group_best": model.group_best if model.moe_router_num_groups else None,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
     }
 
 

@@ -325,6 +325,7 @@ def _open_hugging_face(
         model=model,
         vocab_rows=rows,
         padded_rows=model.padded_vocab_size(tokenizer.vocab_size),
+        further_layers=hf_config.further_layers,
     )
     return OpenedModel(
         path=path,

@@ -68,7 +68,8 @@ def write_peft(
     """
     if is_peft(output) or (output / TENSORS).exists():
         raise InputError(f"--to-peft {output} holds adapters already: name another folder")
-    rows = {layer: table.row(layer + WEIGHT) for layer in adapters.layers}
+    num_experts = sizes.model.num_experts
+    rows = {layer: table.row(layer + WEIGHT, num_experts) for layer in adapters.layers}
     _require_own_modules(rows)
     items = []
     for layer, row in rows.items():
@@ -79,7 +80,7 @@ def write_peft(
     modules = [
         module
         for parameter in parameter_shapes(sizes.model, sizes.padded_rows)
-        for module in _module_names(table.row(parameter))
+        for module in _module_names(table.row(parameter, num_experts))
     ]
     lora = adapters.config
     content = {
@@ -132,7 +133,8 @@ class PeftAdapters:
             for name, parameter in parameter_shapes(sizes.model, sizes.padded_rows).items()
             if name.startswith("blocks.") and parameter.ndim == 2
         }
-        self._rows = {layer: table.row(layer + WEIGHT) for layer in self._weights}
+        num_experts = sizes.model.num_experts
+        self._rows = {layer: table.row(layer + WEIGHT, num_experts) for layer in self._weights}
         tensors = split_by_name(self._weights, self._rows, sizes)
         self._shapes = {
             name.removesuffix(WEIGHT): joined_parts(parts).shape for name, parts in tensors.items()

@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.norm2 = make_norm(config, norms=part.norms) if has_norm else None
         self.mlp = (MoE if config.moe_layers[layer] else MLP)(config, layer, part)
         self.post_norm2 = make_norm(config, norms=part.norms) if has_post_norm else None
-        self.dropout = config.hidden_dropout
+        self.dropout, self.multiplier = config.hidden_dropout, config.residual_multiplier
         self.is_parallel = config.use_parallel_residual
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.fp32_residual = config.fp32_residual_connection
@@ -82,6 +82,8 @@ class Block(nn.Module):
     def _leave(self, norm: nn.Module | None, branch: Tensor) -> Tensor:
         """Return what a branch adds to the stream."""
         branch = branch if norm is None else apply_norm(norm, branch)
+        if self.multiplier != 1:
+            branch = branch * self.multiplier
         return F.dropout(branch, self.dropout, self.training)
 
     def _residual(self, x: Tensor, normalized: Tensor) -> Tensor:

@@ -140,6 +140,8 @@ class GPT(nn.Module):
         if self.config.scale_embeddings:
             # Rounded to the dtype of x before the product, as Gemma's was trained.
             x = x * x.new_tensor(math.sqrt(self.config.hidden_size))
+        if self.config.embedding_multiplier != 1:
+            x = x * self.config.embedding_multiplier
         if self.embed_norm is not None:
             x = apply_norm(self.embed_norm, x)
         if self.config.fp32_residual_connection:
@@ -178,6 +180,8 @@ class GPT(nn.Module):
     def _output_layer(self, x: Tensor, splits_rows: bool) -> tuple[Tensor, Tensor]:
         """Return what the output layer computes with: its input, and this rank's weights."""
         x = apply_norm(self.norm, x)
+        if self.config.logits_scaling != 1:  # the logits are linear in x
+            x = x / self.config.logits_scaling
         if self.part.tensor is not None:
             x = self.part.tensor.enter(x, splits_rows)
         return x, local_part(self.tokens.weight if self.head is None else self.head.weight)

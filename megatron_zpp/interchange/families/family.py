@@ -27,7 +27,8 @@ class Family:
     """A `model_type` and the class of its models: what config.json says, and the weights' names.
 
     `fields` of ModelConfig are the same in all models of the family. `vocab_size` and `is_tied` are
-    the defaults of transformers.
+    the defaults of transformers. `further_layers` is the key that counts layers which predict
+    further tokens (MTP), if there are such models.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Family:
     names: NameTable
     vocab_size: int
     is_tied: bool = False
+    further_layers: str | None = None
 
     @property
     def all_settings(self) -> tuple[FamilySetting, ...]:

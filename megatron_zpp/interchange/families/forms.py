@@ -2,7 +2,7 @@
 
 A form only moves numbers, so both directions are exact. On the meta device it computes shapes.
 Legend: N query heads, K key-value heads, Q = N/K query heads of one group, D channels of a head, H
-hidden size.
+hidden size, E experts, F width inside an expert.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,13 @@ class Sizes:
     """What forms need to know: the model, and the rows of its vocabulary in files and in the GPT.
 
     `vocab_rows` counts the rows in Hugging Face's tensors, `padded_rows` those of the GPT.
+    `further_layers`: as many layers behind those of the model may be in files, and are left out.
     """
 
     model: ModelConfig
     vocab_rows: int
     padded_rows: int
+    further_layers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +34,14 @@ class Form:
 
     `is_transposed`: Hugging Face stores the matrix as [in, out], ours is [out, in]; biases are the
     same in both. `place` is set where several rows of the table have parts of one tensor, which are
-    in it one after another.
+    in it one after another, in dimension `dim`.
     """
 
     join: Callable[[Sequence[Tensor], Sizes], Tensor]
     split: Callable[[Tensor, Sizes], tuple[Tensor, ...]]
     is_transposed: bool = False
     place: int | None = None
+    dim: int = 0
 
     def split_rows(self, matrix: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
         """Split a matrix that has the rows of our weight but other columns, such as LoRA's B."""
@@ -108,6 +111,21 @@ def _half(index: int) -> Form:
     )
 
 
+def _of_experts(matrices: Tensor, sizes: Sizes) -> Tensor:
+    """Our matrices of all experts, [E * out, in] → [E, out, in]."""
+    return matrices.unflatten(0, (sizes.model.num_experts, -1))
+
+
+def _half_of_experts(index: int) -> Form:
+    """One half of the rows of each expert in [E, 2F, H]; another row of the table has the other."""
+    return Form(
+        join=lambda parts, sizes: parts[0].chunk(2, dim=1)[index].flatten(0, 1),
+        split=lambda tensor, sizes: (_of_experts(tensor, sizes),),
+        place=index,
+        dim=1,
+    )
+
+
 SAME = Form(join=lambda parts, sizes: parts[0], split=lambda tensor, sizes: (tensor,))
 TRANSPOSED = Form(
     join=lambda parts, sizes: parts[0].t(),
@@ -119,3 +137,12 @@ QKV = Form(join=_join_qkv, split=_split_qkv)
 QKV_TRANSPOSED = Form(join=_join_transposed_qkv, split=_split_transposed_qkv, is_transposed=True)
 QKV_FUSED = Form(join=_join_fused_qkv, split=_split_fused_qkv)
 FIRST_HALF, SECOND_HALF = _half(0), _half(1)
+EACH_EXPERT = Form(
+    join=lambda parts, sizes: torch.cat(tuple(parts)),
+    split=lambda tensor, sizes: _of_experts(tensor, sizes).unbind(0),
+)
+ALL_EXPERTS = Form(
+    join=lambda parts, sizes: parts[0].flatten(0, 1),
+    split=lambda tensor, sizes: (_of_experts(tensor, sizes),),
+)
+FIRST_HALVES, SECOND_HALVES = _half_of_experts(0), _half_of_experts(1)

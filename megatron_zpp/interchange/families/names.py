@@ -1,9 +1,10 @@
 """The names of a GPT's weights in Hugging Face's files, one table for each kind of model.
 
 Each row pairs a module of `megatron_zpp.model.gpt.GPT` with the Hugging Face modules whose weights
-and biases hold the same numbers; `{}` stands for the number of the block. The tables are read in
-both directions, by import and export. A model uses only the parameters that it has: biases, learned
-positions and a separate output layer depend on its configuration.
+and biases hold the same numbers; `{}` stands for the number of the block, and `{expert}` for that
+of an expert, each of which has modules of its own. The tables are read in both directions, by
+import and export. A model uses only the parameters that it has: biases, learned positions and a
+separate output layer depend on its configuration.
 """
 
 import re
@@ -11,13 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_zpp.interchange.families.forms import (
+    ALL_EXPERTS,
+    EACH_EXPERT,
     FIRST_HALF,
+    FIRST_HALVES,
     PADDED_VOCABULARY,
     QKV,
     QKV_FUSED,
     QKV_TRANSPOSED,
     SAME,
     SECOND_HALF,
+    SECOND_HALVES,
     TRANSPOSED,
     Form,
 )
@@ -27,13 +32,24 @@ from megatron_zpp.interchange.families.forms import (
 class NameRow:
     """A GPT module, the Hugging Face modules with the same numbers, and how they are laid out.
 
-    `form` converts between the two. In what `NameTable.row` returns, the names are those of one
-    parameter and its tensors.
+    `form` converts between the two. A row may also pair a single tensor with others, such as a
+    buffer. In what `NameTable.row` returns, the names are those of one parameter and its tensors.
+    With `keeps_dtype` the tensors are written in fp32 whatever the others are.
     """
 
     gpt_name: str
     hf_names: tuple[str, ...]
     form: Form = SAME
+    keeps_dtype: bool = False
+
+    def of(self, gpt_name: str, block: str, num_experts: int, kind: str = "") -> "NameRow":
+        """Return the row of one parameter of a block, whose `kind` ends the names."""
+        hf_names = tuple(
+            name.format(block, expert=expert) + kind
+            for name in self.hf_names
+            for expert in range(num_experts if "{expert}" in name else 1)
+        )
+        return replace(self, gpt_name=gpt_name, hf_names=hf_names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +59,7 @@ class NameTable:
     `prefix` begins every name but that of the head; files of the bare model, without the head,
     leave it out. `embedding` is the tensor that a tied `head` shares. `constants` is a regular
     expression for tensors that old versions of transformers saved though they are not weights.
+    `layer` begins the names of a block.
     """
 
     rows: tuple[NameRow, ...]
@@ -50,21 +67,26 @@ class NameTable:
     embedding: str
     constants: str
     head: str = "lm_head.weight"
+    layer: str = "model.layers.{}."
 
-    def row(self, gpt_name: str) -> NameRow:
-        """Return the row of a GPT parameter, with the block's number filled in.
+    def row(self, gpt_name: str, num_experts: int | None = None) -> NameRow:
+        """Return the row of a GPT parameter, with the numbers of block and experts filled in.
 
         Raises KeyError for a parameter of a module that this kind of model does not have.
         """
         number = re.search(r"\.(\d+)\.", gpt_name)
         pattern = gpt_name.replace(number[0], ".{}.", 1) if number else gpt_name
         module, _, kind = pattern.rpartition(".")  # kind: weight or bias
-        for row in self.rows:
-            if row.gpt_name == module:
-                block = number[1] if number else ""
-                hf_names = tuple(f"{name.format(block)}.{kind}" for name in row.hf_names)
-                return NameRow(gpt_name, hf_names, row.form)
+        block = number[1] if number else ""
+        for wanted, end in ((pattern, ""), (module, f".{kind}")):
+            for row in self.rows:
+                if row.gpt_name == wanted:
+                    return row.of(gpt_name, block, num_experts or 0, end)
         raise KeyError(gpt_name)
+
+    def has_experts_apart(self) -> bool:
+        """Whether files have tensors of their own for each expert."""
+        return any("{expert}" in name for row in self.rows for name in row.hf_names)
 
     def is_constant(self, hf_name: str) -> bool:
         """Whether a tensor, named with or without the prefix, is a constant and not a weight."""
@@ -158,6 +180,77 @@ GEMMA2 = llama_with(
     )
 )
 GEMMA3 = replace(GEMMA2, rows=(*GEMMA2.rows, *QK_NORMS))
+
+
+def expert_rows(module: str, gate: str, input: str, output: str) -> tuple[NameRow, ...]:
+    """Return the rows of experts that have a module each in `module` of a block."""
+    names = {"gate": gate, "input": input, "output": output}
+    return tuple(
+        NameRow(
+            f"blocks.{{}}.mlp.experts.{ours}",
+            (f"{LLAMA_BLOCK}{module}.experts.{{expert}}.{theirs}",),
+            EACH_EXPERT,
+        )
+        for ours, theirs in names.items()
+    )
+
+
+def shared_rows(module: str) -> tuple[NameRow, ...]:
+    """Return the rows of the MLP that all tokens pass, which is `module` of a block."""
+    names = {"gate": "gate_proj", "input": "up_proj", "output": "down_proj"}
+    return block_rows({f"mlp.shared.{ours}": f"{module}.{name}" for ours, name in names.items()})
+
+
+QWEN_EXPERTS = (
+    *block_rows({"mlp.router": "mlp.gate"}),
+    *expert_rows("mlp", "gate_proj", "up_proj", "down_proj"),
+)
+QWEN2_MOE = llama_with(
+    *QWEN_EXPERTS,
+    *shared_rows("mlp.shared_expert"),
+    *block_rows({"mlp.shared_gate": "mlp.shared_expert_gate"}),
+)
+QWEN3_MOE = llama_with(*QK_NORMS, *QWEN_EXPERTS)
+MIXTRAL = llama_with(
+    *block_rows({"mlp.router": "block_sparse_moe.gate"}),
+    *expert_rows("block_sparse_moe", "w1", "w3", "w2"),
+)
+OLMOE = llama_with(
+    *block_rows(
+        {"attention.queries_norm": "self_attn.q_norm", "attention.keys_norm": "self_attn.k_norm"}
+    ),
+    *QWEN_EXPERTS,
+)
+GRANITE_BLOCK = LLAMA_BLOCK + "block_sparse_moe."
+GRANITE_MOE = llama_with(
+    *block_rows({"mlp.router": "block_sparse_moe.router.layer"}),
+    NameRow("blocks.{}.mlp.experts.gate", (GRANITE_BLOCK + "input_linear",), FIRST_HALVES),
+    NameRow("blocks.{}.mlp.experts.input", (GRANITE_BLOCK + "input_linear",), SECOND_HALVES),
+    NameRow("blocks.{}.mlp.experts.output", (GRANITE_BLOCK + "output_linear",), ALL_EXPERTS),
+)
+LATENT_ATTENTION = block_rows(
+    {
+        "attention.q": "self_attn.q_proj",
+        "attention.q_down": "self_attn.q_a_proj",
+        "attention.q_down_norm": "self_attn.q_a_layernorm",
+        "attention.q_up": "self_attn.q_b_proj",
+        "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+        "attention.kv_down_norm": "self_attn.kv_a_layernorm",
+        "attention.kv_up": "self_attn.kv_b_proj",
+    }
+)
+DEEPSEEK_V2 = llama_with(*LATENT_ATTENTION, *QWEN_EXPERTS, *shared_rows("mlp.shared_experts"))
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
+    rows=(
+        *DEEPSEEK_V2.rows,
+        NameRow(
+            "blocks.{}.mlp.router.expert_bias",
+            (LLAMA_BLOCK + "mlp.gate.e_score_correction_bias",),
+            keeps_dtype=True,
+        ),
+    ),
+)
 
 GPT_NEOX_BLOCK = "gpt_neox.layers.{}."
 GPT_NEOX = NameTable(

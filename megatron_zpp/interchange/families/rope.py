@@ -134,6 +134,36 @@ class RotaryByLayer(Rotary):
         return content
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentRotary(Rotary):
+    """Rotary positions of latent attention, whose scores YaRN scales by `mscale_all_dim`."""
+
+    rope_types: tuple[str, ...] = ("default", "yarn")
+
+    def _read_scaling(
+        self, scaling: Mapping[str, Any], content: Mapping[str, Any], location: str
+    ) -> dict[str, Any]:
+        fields = super()._read_scaling(scaling, content, location)
+        if "yarn_attention_factor" not in fields:
+            return fields
+        of_turned = fields.pop("yarn_attention_factor")
+        factor, of_all = fields["rotary_scaling_factor"], float(scaling.get("mscale_all_dim") or 0)
+        mscale = float(scaling.get("mscale") or 1)
+        if _yarn_scale(factor, mscale) / _yarn_scale(factor, of_all) != of_turned:
+            growth = of_turned * _yarn_scale(factor, of_all) - 1
+            mscale = growth / (0.1 * math.log(factor)) if factor > 1 else 1.0
+        return fields | {"mscale": mscale, "mscale_all_dim": of_all}
+
+    def _written_scaling(self, model: ModelConfig) -> dict[str, Any]:
+        scaling = super()._written_scaling(model)
+        if scaling.pop("attention_factor", None) is None:
+            return scaling
+        scaling |= {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
+        if not (model.mscale and model.mscale_all_dim):  # transformers ignores one of them alone
+            scaling["attention_factor"] = model.turned_scale
+        return scaling
+
+
 def written_scaling(model: ModelConfig) -> dict[str, Any]:
     """Return the object that describes how frequencies are scaled; empty if they are not."""
     if model.use_rope_scaling:

@@ -19,6 +19,10 @@ REAL_FIELDS = (
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "moe_router_topk_scaling_factor",
 )
 # Fields of ModelConfig that do not say all by themselves, and its properties that do.
 PROPERTIES: Mapping[str, str] = MappingProxyType(

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_zpp.interchange.foreign.pickles import StandIn
 from megatron_zpp.settings.config import ModelConfig
+from megatron_zpp.settings.gpt.experts import OF_TRAINING
 from zeropp.errors import InputError
 
 # Arguments that our GPT can only have one of these values of; None: the argument was not set.
@@ -40,7 +41,7 @@ ONLY = MappingProxyType(
     }
 )
 GAINS_AROUND_ZERO = "layernorm_zero_centered_gamma"  # --apply-layernorm-1p since 0.17
-_BOUNDED_BY_FILES = ("make_vocab_size_divisible_by", "seq_length")
+_NOT_OF_THE_MODEL = ("make_vocab_size_divisible_by", "seq_length", *OF_TRAINING)
 # Fields of ModelConfig under their names, and those that Megatron-LM has nothing like.
 IN_MEGATRON = (
     "num_layers",
@@ -73,6 +74,9 @@ IN_MEGATRON = (
     "make_vocab_size_divisible_by",
 )
 NOT_IN_MEGATRON = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
     "norm_placement",
     "geglu",
     "scale_embeddings",
@@ -114,7 +118,7 @@ def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
     fields = {
         field.name: args[field.name]
         for field in dataclasses.fields(ModelConfig)
-        if args.get(field.name) is not None and field.name not in _BOUNDED_BY_FILES
+        if args.get(field.name) is not None and field.name not in _NOT_OF_THE_MODEL
     }
     fields["seq_length"] = args.get("seq_length") or args.get("encoder_seq_length") or 1
     fields.setdefault("max_position_embeddings", fields["seq_length"])
@@ -201,7 +205,7 @@ def _yarn_args(model: ModelConfig) -> dict[str, Any]:
 def _layer_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the texts of frequencies and windows, which arguments have as numbers and lists."""
     fields = {}
-    for name in ("window_size", "window_attn_skip_freq", "no_rope_freq"):
+    for name in ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
         value = args.get(name)
         if name == "window_size" and value is not None:
             fields[name] = ",".join(map(str, value))

@@ -54,6 +54,13 @@ class ModelConfig(MoeConfig, PositionConfig):
     final_logit_softcapping: float | None = model_flag(
         None, "cap logits x softly: c tanh(x / c) for this c", above=0
     )
+    embedding_multiplier: float = model_flag(
+        1.0, "multiply embeddings by this, as Granite does", above=0
+    )
+    residual_multiplier: float = model_flag(
+        1.0, "multiply what attention and MLP add to the residual stream by this", above=0
+    )
+    logits_scaling: float = model_flag(1.0, "divide logits by this", above=0)
     scale_embeddings: bool = model_flag(False, "multiply embeddings by the root of --hidden-size")
     embed_layernorm: bool = model_flag(False, "normalize embeddings before the first block")
     apply_layernorm_1p: bool = model_flag(

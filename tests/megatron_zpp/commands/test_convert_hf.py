@@ -15,6 +15,7 @@ from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.interchange.open_model import load_model, open_model
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from tests.launched import call
+from tests.megatron_zpp.interchange.foreign_mixtures import MIXTURES
 from tests.megatron_zpp.interchange.foreign_models import (
     MODELS,
     ONE_FILE,
@@ -44,7 +45,7 @@ def to_folder(load: Path, output: Path, *more: str) -> Path:
     return output
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("make", (MODELS | MIXTURES).values(), ids=MODELS | MIXTURES)
 def test_round_trip(make: callable, tmp_path: Path) -> None:
     theirs = make()
     source = saved(theirs, tmp_path / "source", shards="15KB")

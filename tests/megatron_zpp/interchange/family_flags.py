@@ -41,3 +41,29 @@ FLAGS = {
     "--rotary-seq-len-interpolation-factor 1.5 ",
     "bloom": "--position-embedding-type alibi --embed-layernorm ",
 }  # fmt: skip
+EXPERTS = "--num-experts 4 "
+SHARED = "--moe-shared-expert-intermediate-size "
+DEEPSEEK = (
+    ROTARY + UNTIED + RMS + SMALL_EPSILON + "--multi-latent-attention --q-lora-rank 12 "
+    "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm "
+    "--num-experts 8 --moe-router-topk 3 --moe-layer-freq [0,1] --moe-ffn-hidden-size 24 "
+    "--moe-router-topk-scaling-factor 2 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-dtype fp32 " + SHARED + "48 "
+)
+SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+FLAGS_OF_MIXTURES = {
+    "mixtral": LLAMA + EXPERTS + "--rotary-base 1000000 ",
+    "qwen2_moe": LLAMA + SMALL_EPSILON + EXPERTS + "--moe-ffn-hidden-size 24 --add-qkv-bias "
+    "--moe-router-pre-softmax --moe-shared-expert-gate " + SHARED + "20 ",
+    "qwen3_moe": LLAMA + SMALL_EPSILON + EXPERTS + "--moe-ffn-hidden-size 24 --qk-layernorm "
+    "--kv-channels 10 ",
+    "olmoe": ROTARY + UNTIED + RMS + "--num-query-groups 2 --qk-layernorm "
+    "--qk-layernorm-across-heads --moe-router-pre-softmax " + EXPERTS,
+    "granitemoe": LLAMA + SMALL_EPSILON + EXPERTS + "--embedding-multiplier 6 "
+    "--residual-multiplier 0.22 --query-pre-attn-scalar 11.1111111111 --logits-scaling 1.5 ",
+    "deepseek_v2": DEEPSEEK + "--moe-router-pre-softmax --moe-router-group-best 1 ",
+    "deepseek_v3": DEEPSEEK + SIGMOID + "--moe-router-group-best 2 ",
+    "deepseek_v3, yarn, a bias": DEEPSEEK + SIGMOID + "--moe-router-group-best 2 --add-qkv-bias "
+    "--add-attention-output-bias --rotary-base 500 --rotary-scaling-factor 4 --mscale 0.7 "
+    "--mscale-all-dim 0.9 --yarn-original-max-position-embeddings 12 ",
+}  # fmt: skip

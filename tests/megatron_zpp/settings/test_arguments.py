@@ -96,6 +96,9 @@ SETTINGS = """
 --multi-latent-attention --rotary-scaling-factor 40 model.rope_type "yarn"
 --multi-latent-attention --rotary-scaling-factor 40 --mscale 0.7 model.mscale 0.7
 --multi-latent-attention --rotary-scaling-factor 40 --mscale-all-dim 0.7 model.mscale_all_dim 0.7
+--embedding-multiplier 12             model.embedding_multiplier 12.0
+--residual-multiplier 0.22            model.residual_multiplier 0.22
+--logits-scaling 6                    model.logits_scaling 6.0
 --query-pre-attn-scalar 256           model.query_pre_attn_scalar 256.0
 --attn-logit-softcapping 50           model.attn_logit_softcapping 50.0
 --final-logit-softcapping 30          model.final_logit_softcapping 30.0

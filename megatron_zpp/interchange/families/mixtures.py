@@ -1,0 +1,218 @@
+"""The families of mixtures of experts, as rows of the table of families."""
+
+from dataclasses import replace
+
+from megatron_zpp.interchange.families import names
+from megatron_zpp.interchange.families.dense import (
+    ATTENTION_BIAS,
+    LLAMA_FIELDS,
+    LLAMA_NUMBERS,
+    SWIGLU,
+    with_defaults,
+)
+from megatron_zpp.interchange.families.experts import (
+    Absent,
+    FirstDenseLayers,
+    Groups,
+    ScoreScale,
+    SharedExperts,
+    SparseLayers,
+)
+from megatron_zpp.interchange.families.family import Family
+from megatron_zpp.interchange.families.layers import Window
+from megatron_zpp.interchange.families.rope import LatentRotary, Rotary
+from megatron_zpp.interchange.families.settings import Choice, Number, never, switch
+
+NORMALIZED = {True: {"moe_router_pre_softmax": False}, False: {"moe_router_pre_softmax": True}}
+NORM_OF_BEST = Choice("norm_topk_prob", False, NORMALIZED)
+
+
+def experts(key: str, default: int, chosen: int | None) -> tuple[Number, ...]:
+    """Return the numbers of experts, and of those that a token chooses."""
+    return (
+        Number(key, "num_experts", default, old_keys=("num_local_experts", "num_experts")),
+        Number("num_experts_per_tok", "moe_router_topk", chosen),
+    )
+
+
+def expert_width(default: int) -> Number:
+    """Return the width of an expert where it is not that of dense layers."""
+    return Number("moe_intermediate_size", "moe_ffn_hidden_size", default)
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    class_name="MixtralForCausalLM",
+    fields=LLAMA_FIELDS,
+    settings=(
+        *with_defaults(
+            LLAMA_NUMBERS,
+            num_key_value_heads=8,
+            intermediate_size=14336,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
+        SWIGLU,
+        Rotary(default_base=1000000.0),
+        Window(default=None),
+        *experts("num_local_experts", 8, 2),
+    ),
+    names=names.MIXTRAL,
+    vocab_size=32000,
+)
+QWEN_NUMBERS = with_defaults(
+    LLAMA_NUMBERS,
+    num_hidden_layers=24,
+    hidden_size=2048,
+    max_position_embeddings=32768,
+)
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    class_name="Qwen2MoeForCausalLM",
+    fields={**LLAMA_FIELDS, "moe_shared_expert_gate": True},
+    settings=(
+        *with_defaults(
+            QWEN_NUMBERS, num_attention_heads=16, num_key_value_heads=16, intermediate_size=5632
+        ),
+        SWIGLU,
+        switch("qkv_bias", True, "add_qkv_bias"),
+        Rotary(),
+        Window(default=4096, switch="use_sliding_window", has_types=True, full_every=2),
+        *experts("num_experts", 60, 4),
+        expert_width(1408),
+        Number("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 5632),
+        NORM_OF_BEST,
+        SparseLayers(),
+    ),
+    names=names.QWEN2_MOE,
+    vocab_size=151936,
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    class_name="Qwen3MoeForCausalLM",
+    fields={**LLAMA_FIELDS, "qk_layernorm": True},
+    settings=(
+        *with_defaults(QWEN_NUMBERS, num_key_value_heads=4, intermediate_size=6144),
+        SWIGLU,
+        ATTENTION_BIAS,
+        Rotary(),
+        Window(default=4096, switch="use_sliding_window"),
+        *experts("num_experts", 128, 8),
+        expert_width(768),
+        NORM_OF_BEST,
+        SparseLayers(),
+    ),
+    names=names.QWEN3_MOE,
+    vocab_size=151936,
+)
+OLMOE = Family(
+    name="olmoe",
+    class_name="OlmoeForCausalLM",
+    fields={**LLAMA_FIELDS, "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    settings=(
+        *with_defaults(
+            LLAMA_NUMBERS,
+            num_hidden_layers=16,
+            hidden_size=2048,
+            num_attention_heads=16,
+            intermediate_size=2048,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
+        SWIGLU,
+        ATTENTION_BIAS,
+        Absent("clip_qkv"),
+        Rotary(),
+        *experts("num_experts", 64, 8),
+        NORM_OF_BEST,
+    ),
+    names=names.OLMOE,
+    vocab_size=50304,
+)
+GRANITE_MOE = Family(
+    name="granitemoe",
+    class_name="GraniteMoeForCausalLM",
+    fields=LLAMA_FIELDS,
+    settings=(
+        *LLAMA_NUMBERS,
+        SWIGLU,
+        ATTENTION_BIAS,
+        Rotary(),
+        ScoreScale(),
+        Number("embedding_multiplier", "embedding_multiplier", 1.0),
+        Number("residual_multiplier", "residual_multiplier", 1.0),
+        Number("logits_scaling", "logits_scaling", 1.0),
+        *experts("num_local_experts", 8, 2),
+    ),
+    names=names.GRANITE_MOE,
+    vocab_size=32000,
+)
+LATENT_FIELDS = {
+    **LLAMA_FIELDS,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "moe_router_dtype": "fp32",
+}
+LATENT_NUMBERS = (
+    *(number for number in LLAMA_NUMBERS if number.key != "head_dim"),
+    Number("q_lora_rank", "q_lora_rank", 1536, may_be_none=True),
+    Number("kv_lora_rank", "kv_lora_rank", 512),
+    Number("qk_nope_head_dim", "qk_head_dim", 128),
+    Number("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+    Number("v_head_dim", "v_head_dim", 128),
+)
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    class_name="DeepseekV2ForCausalLM",
+    fields={**LATENT_FIELDS, "moe_router_pre_softmax": True},
+    settings=(
+        *LATENT_NUMBERS,
+        SWIGLU,
+        ATTENTION_BIAS,
+        never("mlp_bias"),
+        LatentRotary(),
+        *experts("n_routed_experts", 64, None),
+        expert_width(1407),
+        SharedExperts(2, 1407),
+        FirstDenseLayers(0),
+        Groups(1, {"greedy": False, "group_limited_greedy": True}),
+        Number("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
+        Choice("scoring_func", "softmax", {"softmax": {"moe_router_score_function": "softmax"}}),
+        never("norm_topk_prob"),
+    ),
+    names=names.DEEPSEEK_V2,
+    vocab_size=102400,
+)
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    class_name="DeepseekV3ForCausalLM",
+    fields={**LATENT_FIELDS, "moe_router_enable_expert_bias": True},
+    settings=(
+        *with_defaults(
+            LATENT_NUMBERS,
+            num_hidden_layers=61,
+            hidden_size=7168,
+            num_attention_heads=128,
+            num_key_value_heads=128,
+            intermediate_size=18432,
+            max_position_embeddings=4096,
+        ),
+        SWIGLU,
+        ATTENTION_BIAS,
+        LatentRotary(),
+        Choice("rope_interleave", True, {True: {}}),
+        *experts("n_routed_experts", 256, 8),
+        expert_width(2048),
+        SharedExperts(1, 2048),
+        FirstDenseLayers(3),
+        Groups(2, {"noaux_tc": True}, default=8, default_chosen=4),
+        Number("routed_scaling_factor", "moe_router_topk_scaling_factor", 2.5),
+        Choice("scoring_func", "sigmoid", {"sigmoid": {"moe_router_score_function": "sigmoid"}}),
+        Choice("norm_topk_prob", True, {True: {}}),
+    ),
+    names=names.DEEPSEEK_V3,
+    vocab_size=129280,
+    further_layers="num_nextn_predict_layers",
+)
+KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")  # as its file calls it; the same model
+MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2)
