@@ -324,8 +324,6 @@ PAIRS = """
 --cp-comm-type a2a                                   parallel.cp_comm_type "a2a"
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear \
     parallel.expert_model_parallel_size 2
---moe-expert-parallel-size 2 --num-experts 4 --disable-bias-linear \
-    parallel.expert_model_parallel_size 2
 """
 
 UNAVAILABLE = """
