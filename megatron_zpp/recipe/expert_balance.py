@@ -7,6 +7,7 @@ L layers with experts, E experts.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from megatron_zpp.model.moe.auxiliary_losses import GLOBAL_BALANCE, AuxiliaryLos
 from megatron_zpp.model.moe.layer import MoE
 from megatron_zpp.model.routing_record import RoutingRecord, RoutingStep
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.settings.config import Config
 
 # TensorBoard's names of the losses, which are Megatron's.
@@ -36,24 +38,28 @@ class ExpertBalance:
     config: Config
     ranks: Ranks
 
-    @property
+    @cached_property
     def layers(self) -> list[int]:
         """The layers with experts."""
         return [layer for layer, marked in enumerate(self.config.model.moe_layers) if marked]
 
-    @property
+    @cached_property
     def kinds(self) -> list[str]:
         """The losses that are computed."""
         return list(AuxiliaryLosses(self.config.model).coefficients)
 
-    def begin(self, num_micro_batches: int, scale: float | Tensor) -> RoutingStep:
-        """Return the records of a step's micro-batches, whose losses are multiplied by `scale`."""
-        groups = self.ranks.token_groups(
+    @cached_property
+    def groups(self) -> TokenGroups:
+        """The ranks over which tokens are counted."""
+        return self.ranks.token_groups(
             splits_rows=self.config.parallel.sequence_parallel,
             sums_batch=GLOBAL_BALANCE in self.kinds,
         )
+
+    def begin(self, num_micro_batches: int, scale: float | Tensor) -> RoutingStep:
+        """Return the records of a step's micro-batches, whose losses are multiplied by `scale`."""
         # Ranks that share sequences have terms of a sum, and gradients are averaged over them.
-        return RoutingStep(num_micro_batches, scale * groups.context_size, groups)
+        return RoutingStep(num_micro_batches, scale * self.groups.context_size, self.groups)
 
     @torch.no_grad()
     def end(self, step: RoutingStep, model: nn.Module) -> Mapping[str, Tensor]:
@@ -106,7 +112,12 @@ class ExpertBalance:
         yield BUSIEST_RANK, (by_stage / by_stage.mean(1, keepdim=True).clamp(min=1)).max()
 
     def _move_bias(self, model: nn.Module, counts: Tensor) -> None:
-        """Raise the bias of experts with fewer tokens than the mean, and lower that of others."""
+        """Raise the bias of experts with fewer tokens than the mean, and lower that of others.
+
+        Not beside adapters, whose model must stay as it is.
+        """
+        if self.config.lora.lora_rank:
+            return
         rate = self.config.model.moe_router_bias_update_rate
         places = {layer: place for place, layer in enumerate(self.layers)}
         for module in model.modules():

@@ -26,6 +26,7 @@ SHORT_RUN = MappingProxyType({"train_iters": ITERATIONS, "log_interval": 10, "ev
 LENGTHS = ("train_iters", "train_samples", "train_tokens")
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr")
 _EXPERT_FLAGS = (*settings_of(MoeConfig), ModelFlags.setting("expert_interval"))
+_RANKS_OF_EXPERTS = settings_of(ExpertParallelConfig)
 DEFAULTS = MappingProxyType(
     {flag.name: flag.default for section in SECTIONS.values() for flag in settings_of(section)}
 )
@@ -107,7 +108,7 @@ def _experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
         raise InputError(
             f"{shown}: how many experts are there? Give --num-experts, or 1 for a dense model"
         )
-    names = {entry.name for entry in (*given, *settings_of(ExpertParallelConfig))}
+    names = {entry.name for entry in (*given, *_RANKS_OF_EXPERTS)}
     return {name: value for name, value in values.items() if name not in names}
 
 

@@ -5,7 +5,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -78,6 +78,11 @@ class Trainer:
     counters: Counters
     communication: CommunicationMeter
 
+    @cached_property
+    def experts(self) -> ExpertBalance:
+        """What balances the experts of a model that has some."""
+        return ExpertBalance(config=self.config, ranks=self.ranks)
+
     def step(self, batches: Loader, previous: PendingIteration | None = None) -> PendingIteration:
         """Train on one global batch; on a GPU this queues the work and returns before it is done.
 
@@ -94,8 +99,7 @@ class Trainer:
         losses = self.forward_backward(batches, global_batch_size, loss_scale)
         numbers = {}
         if losses.routing is not None:
-            balance = ExpertBalance(config=config, ranks=self.ranks)
-            numbers = balance.end(losses.routing, self.sharding.model)
+            numbers = self.experts.end(losses.routing, self.sharding.model)
         backward_ended = self._timer_now()
         update = optimizer_step(
             self.optimizer,
@@ -138,7 +142,7 @@ class Trainer:
         scales = [loss_scale / num_micro_batches * weight for weight in weights]
         if config.model.has_experts:
             scale = loss_scale / num_micro_batches * weight_of_all
-            routing = ExpertBalance(config=config, ranks=ranks).begin(num_micro_batches, scale)
+            routing = self.experts.begin(num_micro_batches, scale)
 
         self.communication.begin_step()
         seed = partial(seed_dropout, config, ranks)

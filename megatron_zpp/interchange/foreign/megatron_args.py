@@ -15,10 +15,11 @@ from megatron_zpp.settings.config import ModelConfig
 from megatron_zpp.settings.gpt.experts import OF_TRAINING
 from zeropp.errors import InputError
 
+DENSE = (0, 1, [1], (1,))  # numbers of experts
 # Arguments that our GPT can only have one of these values of; None: the argument was not set.
 ONLY = MappingProxyType(
     {
-        "num_experts": ((None, 0, 1, [1], (1,)), "a mixture of experts"),
+        "num_experts": ((None, *DENSE), "a mixture of experts"),
         "multi_latent_attention": ((None, False), "latent attention (MLA)"),
         "hybrid_override_pattern": ((None,), "layers of Mamba or other kinds"),
         "hybrid_layer_pattern": ((None,), "layers of Mamba or other kinds"),  # its name since 0.17
@@ -123,6 +124,8 @@ def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
     fields["seq_length"] = args.get("seq_length") or args.get("encoder_seq_length") or 1
     fields.setdefault("max_position_embeddings", fields["seq_length"])
     fields |= _renamed(args) | _positions(args, location) | _layer_patterns(args)
+    if args.get("num_experts") in DENSE:
+        del fields["num_experts"]
     return fields
 
 

@@ -112,7 +112,8 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.loss_gradient = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
+        is_tensor = isinstance(scale, Tensor)
+        ctx.loss_gradient = scale.to(loss.dtype) if is_tensor else loss.new_full((), scale)
         return x.view_as(x)
 
     @staticmethod

@@ -19,6 +19,11 @@ from zeropp.optim import FusedAdam
 
 ROOT = Path(__file__).resolve().parents[3]
 ALL_THREE = f"--deepspeed_config {ROOT}/examples/ds_zeropp_two_nodes.json"
+EXPERTS = (
+    "--num-experts 8 --swiglu --disable-bias-linear --moe-aux-loss-coeff 0.1 "
+    "--moe-z-loss-coeff 0.1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--expert-model-parallel-size 1 --zero-stage 3 "
+)
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
 READING_OPS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique"}
 
@@ -81,7 +86,9 @@ def fused(run: Run) -> FusedAdam:
     return FusedAdam(groups, lr=0.1)
 
 
-@pytest.mark.parametrize("flags", ["--zero-stage 1 --swiglu", ALL_THREE, "--bf16 --zero-stage 3"])
+@pytest.mark.parametrize(
+    "flags", ["--zero-stage 1 --swiglu", ALL_THREE, "--bf16 --zero-stage 3", EXPERTS]
+)
 @ranks(4, timeout=120)
 def test_nothing_is_read_from_the_device_before_the_numbers_are_asked_for(flags):
     read_nothing(flags, fused)

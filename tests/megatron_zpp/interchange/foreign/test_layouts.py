@@ -168,3 +168,13 @@ def test_yarn_multiplies_queries_and_keys_as_in_megatron(settings, factor):
     back = model_fields(megatron_args(model, 128, "it"), "it")
     assert back["yarn_attention_factor"] == pytest.approx(factor, rel=1e-12)
     assert (back["yarn_original_max_position_embeddings"], back["yarn_beta_slow"]) == (40, 2.0)
+
+
+@pytest.mark.parametrize("number", [None, 0, 1, [1]])
+def test_arguments_of_dense_models_may_mention_experts(number):
+    """As Megatron-DeepSpeed's do, whose number of experts is a list, and Megatron-LM's defaults."""
+    args = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_experts": number}
+    defaults = {"moe_layer_freq": 1, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.0}
+    model = ModelConfig(**model_fields({**args, **defaults}, "it"))
+    model.check()
+    assert not model.has_experts
