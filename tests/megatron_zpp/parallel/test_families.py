@@ -3,13 +3,14 @@
 import pytest
 
 from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.interchange.family_flags import FLAGS
+from tests.megatron_zpp.interchange.family_flags import FLAGS, FLAGS_OF_MIXTURES
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, GPT2, PP2, SP, TP2
 from tests.megatron_zpp.train.training_runs import TINY, require_equal, run
 from zeropp import InputError
 
 SHORT = GPT2 + "--train-iters 2 "
 AGAIN = "--recompute-granularity full "
+EP2 = "--expert-model-parallel-size 2 --zero-stage 3 "
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss "
 
 
@@ -21,6 +22,14 @@ def test_losses_and_norms_are_those_of_one_rank(name, how, alone, tmp_path):
     log = run(2, flags + how, tmp_path)
     require_equal(log, alone(flags))
     assert "(formula: " not in log
+
+
+@pytest.mark.parametrize("how", [TP2 + AGAIN, TP2 + SP, PP2 + "--zero-stage 1 ", EP2])
+@pytest.mark.parametrize("name", FLAGS_OF_MIXTURES)
+def test_mixtures(name, how, alone, tmp_path):
+    """Weights are large, so that no two experts are about as good for a token."""
+    flags = SHORT + FLAGS_OF_MIXTURES[name] + "--init-method-std 0.2 "
+    require_equal(run(2, flags + how, tmp_path), alone(flags))
 
 
 @pytest.mark.parametrize(
