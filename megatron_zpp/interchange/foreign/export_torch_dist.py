@@ -2,7 +2,7 @@
 
 It is a `release`: Megatron-LM starts at iteration 0 from it, with a new optimizer, under any tensor
 and pipeline parallelism. A weight of all layers is one tensor with the layers as its first dim,
-written layer by layer.
+written layer by layer; where only some layers have experts each layer has tensors of its own.
 """
 
 import io
@@ -28,22 +28,24 @@ from megatron_zpp.checkpoint.safetensors_files import DTYPES, Item
 from megatron_zpp.interchange.converted_weights import converted_items
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.foreign.megatron_args import megatron_args
-from megatron_zpp.interchange.foreign.megatron_names import MEGATRON, MEGATRON_GATED, stored_name
+from megatron_zpp.interchange.foreign.megatron_names import MEGATRON, MEGATRON_GATED, stored_names
 from megatron_zpp.interchange.foreign.torch_dist import COMMON
 from megatron_zpp.interchange.open_model import OpenedModel
+from megatron_zpp.settings.config import ModelConfig
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.shard_files import write_plan
 from zeropp.errors import InputError
 
 RELEASE = "release"
 # Modules for which megatron-core expects a state in addition to the weights; None stands for none.
-STATEFUL = (
+OF_ATTENTION = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
     "self_attention.core_attention",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
 )
+OF_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
+OF_EXPERTS = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
+OF_SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 
 
 def export_torch_dist(opened: OpenedModel, output: Path, dtype: str | None = None) -> Path:
@@ -61,7 +63,9 @@ def export_torch_dist(opened: OpenedModel, output: Path, dtype: str | None = Non
     items = converted_items(opened.weights, table, sizes, DTYPES[dtype] if dtype else None)
     folder = output / RELEASE
     folder.mkdir(parents=True)
-    write_plan(folder, _Planner([_Part.of(item, model.num_layers) for item in items]))
+    is_stacked = len(set(model.moe_layers)) == 1
+    parts = [part for item in items for part in _Part.of(item, model, is_stacked=is_stacked)]
+    write_plan(folder, _Planner(parts, _states(model, is_stacked=is_stacked)))
     common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
     write_atomically(folder / COMMON, lambda file: torch.save(common, file))
     facts = {
@@ -84,16 +88,18 @@ class _Part:
     size: torch.Size
     offsets: torch.Size
 
-    @staticmethod
-    def of(item: Item, num_layers: int) -> "_Part":
-        name = stored_name(item.name)
-        match = re.search(r"\.layers\.(\d+)\.", name)
+    @classmethod
+    def of(cls, item: Item, model: ModelConfig, *, is_stacked: bool) -> "list[_Part]":
+        """Return the parts that a tensor is saved as: one, or one for each of its names."""
+        match = re.search(r"\.layers\.(\d+)\.", item.name)
+        has_experts = match is not None and model.moe_layers[int(match[1])]
+        names = stored_names(item.name, has_experts=has_experts)
         layer, dims = ([], [0] * len(item.shape))
-        if match is not None:
-            name = name.replace(match[0], ".layers.", 1)
-            layer, dims = [num_layers], [int(match[1]), *dims]
-        size = torch.Size([*layer, *item.shape])
-        return _Part(item=item, name=name, size=size, offsets=torch.Size(dims))
+        if match is not None and is_stacked:
+            names = [name.replace(match[0], ".layers.", 1) for name in names]
+            layer, dims = [model.num_layers], [int(match[1]), *dims]
+        size, offsets = torch.Size([*layer, *item.shape]), torch.Size(dims)
+        return [cls(item=item, name=name, size=size, offsets=offsets) for name in names]
 
     @property
     def shape(self) -> torch.Size:
@@ -116,21 +122,16 @@ class _Part:
 class _Planner(DefaultSavePlanner):
     """Plans all parts, and the states of modules; reads each part when it is written."""
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
+    def __init__(self, parts: Sequence[_Part], states: Sequence[str]) -> None:
         super().__init__(flatten_state_dict=False)
         self._parts = {(part.name, part.offsets): part for part in parts}
-        self._num_layers = max(part.size[0] for part in parts if ".layers." in part.name)
+        self._states = states
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan of the one process that writes."""
-        shard = f"/shard_{{}}_{self._num_layers}"
         states = [
-            WriteItem(
-                index=MetadataIndex(f"decoder.layers.{module}._extra_state{shard.format(layer)}"),
-                type=WriteItemType.BYTE_IO,
-            )
-            for module in STATEFUL
-            for layer in range(self._num_layers)
+            WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
+            for name in self._states
         ]
         self.plan = SavePlan([*(part.write_item() for part in self._parts.values()), *states])
         return self.plan
@@ -143,6 +144,27 @@ class _Planner(DefaultSavePlanner):
             return content
         part = self._parts[write_item.index.fqn, write_item.index.offset]
         return part.item.read().to(part.item.dtype).reshape(part.shape).contiguous()
+
+
+def _states(model: ModelConfig, *, is_stacked: bool) -> list[str]:
+    """Return the names of the states of modules, by layer, and of experts by their number too."""
+    names, num_layers = [], model.num_layers
+    for layer, has_experts in enumerate(model.moe_layers):
+        head, shard = (
+            ("decoder.layers.", f"{layer}_{num_layers}")
+            if is_stacked
+            else (f"decoder.layers.{layer}.", "0_1")
+        )
+        modules = OF_ATTENTION + (() if has_experts else OF_MLP)
+        if has_experts and model.moe_shared_expert_intermediate_size:
+            modules += OF_SHARED
+        names += [f"{head}{module}._extra_state/shard_{shard}" for module in modules]
+        places = range(model.num_experts if has_experts else 0)
+        for expert in places:
+            number = f"{expert}_{len(places)}"
+            number = f"{layer}.{expert}_{num_layers}.{len(places)}" if is_stacked else number
+            names += [f"{head}{module}._extra_state/shard_{number}" for module in OF_EXPERTS]
+    return names
 
 
 def _write_text(path: Path, text: str) -> None:

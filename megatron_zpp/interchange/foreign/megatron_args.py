@@ -7,6 +7,7 @@ import dataclasses
 import math
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,6 @@ DENSE = (0, 1, [1], (1,))  # numbers of experts
 # Arguments that our GPT can only have one of these values of; None: the argument was not set.
 ONLY = MappingProxyType(
     {
-        "num_experts": ((None, *DENSE), "a mixture of experts"),
         "multi_latent_attention": ((None, False), "latent attention (MLA)"),
         "hybrid_override_pattern": ((None,), "layers of Mamba or other kinds"),
         "hybrid_layer_pattern": ((None,), "layers of Mamba or other kinds"),  # its name since 0.17
@@ -74,6 +74,19 @@ IN_MEGATRON = (
     "yarn_correction_range_round_to_int",
     "make_vocab_size_divisible_by",
 )
+OF_EXPERTS = (
+    "num_experts",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_router_dtype",
+)
 NOT_IN_MEGATRON = (
     "embedding_multiplier",
     "residual_multiplier",
@@ -124,8 +137,10 @@ def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
     fields["seq_length"] = args.get("seq_length") or args.get("encoder_seq_length") or 1
     fields.setdefault("max_position_embeddings", fields["seq_length"])
     fields |= _renamed(args) | _positions(args, location) | _layer_patterns(args)
-    if args.get("num_experts") in DENSE:
+    if (experts := args.get("num_experts")) in DENSE:
         del fields["num_experts"]
+    elif isinstance(experts, list | tuple):  # Megatron-DeepSpeed has one number or several
+        raise InputError(f"{location}: --num-experts is {experts!r}: experts of DeepSpeed")
     return fields
 
 
@@ -205,6 +220,16 @@ def _yarn_args(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _expert_args(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's arguments for experts."""
+    return {name: getattr(model, name) for name in OF_EXPERTS} | {
+        "moe_layer_freq": 1 if all(model.moe_layers) else list(map(int, model.moe_layers)),
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
 def _layer_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the texts of frequencies and windows, which arguments have as numbers and lists."""
     fields = {}
@@ -234,12 +259,19 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
     is_yarn = model.rope_type == "yarn"
     if is_yarn and model.rotary_scaling_factor == 1 and model.yarn_attention_factor != 1:
         lines.append(f"--yarn-attention-factor {model.yarn_attention_factor} without scaling")
+    best = model.moe_router_group_best
+    if (
+        model.moe_router_num_groups
+        and model.group_best != replace(model, moe_router_group_best=None).group_best
+    ):
+        lines.append(f"--moe-router-group-best {best}")
     if lines:
         raise InputError(f"{what}: Megatron-LM has no {', '.join(lines)}")
     args = {name: getattr(model, name) for name in IN_MEGATRON}
     for name in ("rotary_base", "rotary_seq_len_interpolation_factor"):  # whole numbers there
         args[name] = int(args[name]) if args[name] == int(args[name]) else args[name]
     args |= _yarn_args(model) if is_yarn else {}
+    args |= _expert_args(model) if model.has_experts else {}
     kind = "yarn" if is_yarn else model.position_embedding_type
     return args | {
         GAINS_AROUND_ZERO: model.apply_layernorm_1p,

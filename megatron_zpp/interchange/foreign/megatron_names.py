@@ -3,7 +3,8 @@
 megatron-core's own names are the reference (`decoder.layers.0.self_attention.linear_qkv.weight`).
 Names of older Megatrons, and of checkpoints that are not split by rank, are brought to them by
 `core_name`. Queries, keys and values are in groups as in our GPT; the two halves of a gated
-`linear_fc1` are the gate and what it multiplies.
+`linear_fc1` are the gate and what it multiplies. All experts of a layer are in one tensor, with the
+experts in front, also where files have them apart (`rank_parts.with_experts_joined`).
 """
 
 import re
@@ -11,10 +12,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from megatron_zpp.interchange.families.forms import FIRST_HALF, PADDED_VOCABULARY, SECOND_HALF
+from megatron_zpp.interchange.families.forms import (
+    ALL_EXPERTS,
+    FIRST_HALF,
+    FIRST_HALVES,
+    PADDED_VOCABULARY,
+    SECOND_HALF,
+    SECOND_HALVES,
+)
 from megatron_zpp.interchange.families.names import NameRow, NameTable
 
 LAYER = "decoder.layers.{}."
+EXPERTS, SHARED = LAYER + "mlp.experts.experts.", LAYER + "mlp.shared_experts."
 _ROWS = (
     NameRow("tokens", ("embedding.word_embeddings",), PADDED_VOCABULARY),
     NameRow("positions", ("embedding.position_embeddings",)),
@@ -26,14 +35,27 @@ _ROWS = (
     NameRow("blocks.{}.attention.output", (LAYER + "self_attention.linear_proj",)),
     NameRow("blocks.{}.norm2", (LAYER + "pre_mlp_layernorm",)),
     NameRow("blocks.{}.mlp.output", (LAYER + "mlp.linear_fc2",)),
+    NameRow("blocks.{}.mlp.router", (LAYER + "mlp.router",)),
+    NameRow(
+        "blocks.{}.mlp.router.expert_bias", (LAYER + "mlp.router.expert_bias",), keeps_dtype=True
+    ),
+    NameRow("blocks.{}.mlp.experts.output", (EXPERTS + "linear_fc2",), ALL_EXPERTS),
+    NameRow("blocks.{}.mlp.shared.output", (SHARED + "linear_fc2",)),
+    NameRow("blocks.{}.mlp.shared_gate.weight", (SHARED + "gate_weight",)),
     NameRow("norm", ("decoder.final_layernorm",)),
     NameRow("head", ("output_layer",), PADDED_VOCABULARY),
 )
 MEGATRON = NameTable(
-    rows=(*_ROWS, NameRow("blocks.{}.mlp.input", (LAYER + "mlp.linear_fc1",))),
+    rows=(
+        *_ROWS,
+        NameRow("blocks.{}.mlp.input", (LAYER + "mlp.linear_fc1",)),
+        NameRow("blocks.{}.mlp.experts.input", (EXPERTS + "linear_fc1",), ALL_EXPERTS),
+        NameRow("blocks.{}.mlp.shared.input", (SHARED + "linear_fc1",)),
+    ),
     prefix="",
     embedding="embedding.word_embeddings.weight",
-    constants=r".*\.(_extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)",
+    constants=r".*\.(_extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq"
+    r"|local_tokens_per_expert)",
     head="output_layer.weight",
 )
 MEGATRON_GATED = replace(
@@ -42,6 +64,10 @@ MEGATRON_GATED = replace(
         *_ROWS,
         NameRow("blocks.{}.mlp.gate", (LAYER + "mlp.linear_fc1",), FIRST_HALF),
         NameRow("blocks.{}.mlp.input", (LAYER + "mlp.linear_fc1",), SECOND_HALF),
+        NameRow("blocks.{}.mlp.experts.gate", (EXPERTS + "linear_fc1",), FIRST_HALVES),
+        NameRow("blocks.{}.mlp.experts.input", (EXPERTS + "linear_fc1",), SECOND_HALVES),
+        NameRow("blocks.{}.mlp.shared.gate", (SHARED + "linear_fc1",), FIRST_HALF),
+        NameRow("blocks.{}.mlp.shared.input", (SHARED + "linear_fc1",), SECOND_HALF),
     ),
 )
 # What other names begin with or contain, and megatron-core's own; tried in this order.
@@ -117,10 +143,12 @@ def is_constant(name: str) -> bool:
     return MEGATRON.is_constant(name)
 
 
-def stored_name(core: str) -> str:
-    """Return the name in a torch_dist checkpoint of what megatron-core calls `core`.
+def stored_names(core: str, *, has_experts: bool) -> list[str]:
+    """Return the names in a torch_dist checkpoint of what megatron-core calls `core`.
 
-    There a normalization belongs to the linear layer behind it.
+    There a normalization belongs to the linear layer behind it. That before experts has two names:
+    Transformer Engine's layers have it by itself, megatron-core's own layers as before an MLP.
     """
-    core = core.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
-    return core.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+    name = core.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+    name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+    return [name, core] if has_experts and ".pre_mlp_layernorm." in core else [name]

@@ -21,7 +21,12 @@ from megatron_zpp.interchange.foreign.distributed_optimizer.state_files import (
 from megatron_zpp.interchange.foreign.main_weights import with_main_weights
 from megatron_zpp.interchange.foreign.megatron_args import args_in
 from megatron_zpp.interchange.foreign.pickles import load_pickle
-from megatron_zpp.interchange.foreign.rank_parts import Grid, flat_tensors, join_stages
+from megatron_zpp.interchange.foreign.rank_parts import (
+    Grid,
+    flat_tensors,
+    join_stages,
+    with_experts_joined,
+)
 from megatron_zpp.interchange.foreign.tensor_files import (
     NOT_ASKED_FOR,
     ForeignCheckpoint,
@@ -56,6 +61,7 @@ def read_rank_files(folder: Path, *, load_optimizer: bool = True) -> ForeignChec
         is_tied=not args.get("untie_embeddings_and_output_weights", False),
     )
     weights = join_stages(_stages(files, grid, _model_parts), grid)
+    weights = with_experts_joined(weights, grid.where)
     reason, state, step = NOT_ASKED_FOR, {}, 0.0
     if load_optimizer:
         try:
@@ -109,7 +115,8 @@ def _paths(folder: Path) -> Paths:
         match = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?", path.parent.name)
         if match is None or match[3]:
             raise InputError(
-                f"{path}: is of an expert-parallel rank, and mixtures of experts are not read"
+                f"{path}: is of a rank that has some experts only, which is not read: let "
+                "Megatron-LM save it with --ckpt-format torch_dist"
             )
         paths[int(match[2] or 0), int(match[1])] = path
     return paths

@@ -1,9 +1,11 @@
 """The parts of a model that Megatron's tensor and pipeline ranks saved, joined to whole tensors."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_zpp.interchange.foreign.megatron_names import core_name, is_constant, split_dim
@@ -11,6 +13,13 @@ from megatron_zpp.interchange.foreign.tensor_files import LazyTensor
 from zeropp.errors import InputError, first_few
 
 LAYERS = "decoder.layers."
+# A matrix of one expert: Megatron's experts that run one after another, those of torch_dist files
+# that are apart, and grouped ones of Transformer Engine.
+ONE_EXPERT = re.compile(
+    r"(?P<layer>decoder\.layers\.\d+\.mlp\.experts\.)"
+    r"(?:(?:local_)?experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12])\.weight"
+    r"|(?P<grouped>linear_fc[12])\.weight(?P<last>\d+))"
+)
 TIED_COPIES = ("word_embeddings_for_head.", "embedding.word_embeddings_for_head.")
 # Of one rank, by megatron-core's names; its layers are numbered from 0.
 Parts = Mapping[str, LazyTensor]
@@ -65,6 +74,36 @@ def join_stages(stages: Sequence[Sequence[Parts]], grid: Grid) -> dict[str, Lazy
     return whole
 
 
+def with_experts_joined(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
+    """Join the experts of a layer, with the experts in front, where each has tensors of its own.
+
+    Raises InputError if some are missing or of other sizes.
+    """
+    joined: dict[str, LazyTensor] = {}
+    apart: dict[str, dict[int, LazyTensor]] = {}
+    for name, tensor in tensors.items():
+        match = ONE_EXPERT.fullmatch(name)
+        if match is None:
+            joined[name] = tensor
+            continue
+        number = int(match["number"] or match["last"])
+        whole = f"{match['layer']}experts.{match['linear'] or match['grouped']}.weight"
+        apart.setdefault(whole, {})[number] = tensor
+    for name, by_number in apart.items():
+        if sorted(by_number) != list(range(len(by_number))) or name in joined:
+            raise InputError(
+                f"{where}: {name}: has experts {first_few(list(map(str, sorted(by_number))))}, and "
+                "others are missing, or all of them are there twice"
+            )
+        parts = [by_number[number] for number in range(len(by_number))]
+        try:
+            with_axis = [part.view(torch.Size([1, *part.fact.shape])) for part in parts]
+            joined[name] = LazyTensor.cat(with_axis, 0)
+        except ValueError as error:
+            raise InputError(f"{where}: {name}: {error}") from error
+    return joined
+
+
 def _renumbered(name: str, first: int) -> str:
     if not name.startswith(LAYERS):
         return name
@@ -80,7 +119,7 @@ def _join(name: str, parts: list[LazyTensor], grid: Grid) -> LazyTensor:
             if len({part.fact.shape for part in parts}) > 1:
                 raise ValueError("all ranks should have the same")
             return parts[0]
-        if grid.is_gated and ".mlp.linear_fc1." in name:  # each rank has a part of both halves
+        if grid.is_gated and ".linear_fc1." in name:  # each rank has a part of both halves
             gates, others = zip(*(part.halves() for part in parts), strict=True)
             return LazyTensor.cat([*gates, *others], 0)
         return LazyTensor.cat(parts, dim)

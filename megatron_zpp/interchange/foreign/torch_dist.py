@@ -25,7 +25,7 @@ from megatron_zpp.interchange.foreign.main_weights import with_main_weights
 from megatron_zpp.interchange.foreign.megatron_args import args_in
 from megatron_zpp.interchange.foreign.megatron_names import core_name, is_constant
 from megatron_zpp.interchange.foreign.pickles import load_pickle
-from megatron_zpp.interchange.foreign.rank_parts import Grid
+from megatron_zpp.interchange.foreign.rank_parts import Grid, with_experts_joined
 from megatron_zpp.interchange.foreign.shard_tensors import ShardTensors
 from megatron_zpp.interchange.foreign.tensor_files import (
     COMMON_STATE,
@@ -52,7 +52,10 @@ def read_torch_dist(folder: Path, *, load_optimizer: bool = True) -> ForeignChec
         kind, weight = _kind(name)
         if kind is not None and not is_constant(weight) and (load_optimizer or not kind):
             parts.setdefault(kind, {}).update(_by_layer(tensors, name, weight))
-    by_kind = {kind: _with_halves(each, folder) for kind, each in parts.items()}
+    by_kind = {
+        kind: with_experts_joined(_with_halves(each, folder), str(folder))
+        for kind, each in parts.items()
+    }
     weights = by_kind.get("", {})
     main = next((by_kind[kind] for kind in MASTERS if kind in by_kind), {})
     state, step, reason = {}, 0.0, NOT_ASKED_FOR
