@@ -64,11 +64,13 @@ def write_peft(
     """Write adapters as a PEFT folder, adapter_config.json last; returns the files.
 
     `base_name` is what PEFT opens as the base model; dtype None keeps each tensor's. Raises
-    InputError for a folder that holds adapters already.
+    InputError for a folder that holds adapters already, and for adapters that PEFT would take for
+    those of experts.
     """
     if is_peft(output) or (output / TENSORS).exists():
         raise InputError(f"--to-peft {output} holds adapters already: name another folder")
     num_experts = sizes.model.num_experts
+    _require_no_experts(adapters.layers, sizes)
     rows = {layer: table.row(layer + WEIGHT, num_experts) for layer in adapters.layers}
     _require_own_modules(rows)
     items = []
@@ -110,6 +112,20 @@ def target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str]:
         next(suffix for suffix in _suffixes(name) if suffix not in excluded) for name in adapted
     }
     return sorted(targets)
+
+
+def _require_no_experts(layers: Sequence[str], sizes: Sizes) -> None:
+    """Raise InputError for layers whose names PEFT takes for those of experts.
+
+    In transformers 5 experts are parameters, to which PEFT applies adapters of `gate_proj`,
+    `up_proj` and `down_proj`, whatever module these are in.
+    """
+    in_mlps = [layer for layer in layers if ".mlp." in layer]
+    if sizes.model.has_experts and in_mlps:
+        raise InputError(
+            f"--to-peft: PEFT would take the adapters of {first_few(in_mlps)} for adapters of "
+            "experts: --to-hf writes the model with all adapters merged"
+        )
 
 
 class PeftAdapters:

@@ -39,18 +39,19 @@ class Block(nn.Module):
         super().__init__()
         has_norm = config.norm_placement != "post"
         has_post_norm = config.norm_placement != "pre"
-        self.norm1 = make_norm(config, norms=part.norms) if has_norm else None
-        attention = LatentAttention if config.multi_latent_attention else Attention
-        self.attention = attention(config, layer, part)
-        self.post_norm1 = make_norm(config, norms=part.norms) if has_post_norm else None
-        self.norm2 = make_norm(config, norms=part.norms) if has_norm else None
-        self.mlp = (MoE if config.moe_layers[layer] else MLP)(config, layer, part)
-        self.post_norm2 = make_norm(config, norms=part.norms) if has_post_norm else None
         self.dropout, self.multiplier = config.hidden_dropout, config.residual_multiplier
         self.is_parallel = config.use_parallel_residual
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.fp32_residual = config.fp32_residual_connection
         self.execution, self.is_recomputed = part.execution, is_recomputed
+        attention = LatentAttention if config.multi_latent_attention else Attention
+        mlp = MoE if config.moe_layers[layer] else MLP
+        self.norm1 = make_norm(config, norms=part.norms) if has_norm else None
+        self.attention = attention(config, layer, part)
+        self.post_norm1 = make_norm(config, norms=part.norms) if has_post_norm else None
+        self.norm2 = make_norm(config, norms=part.norms) if has_norm else None
+        self.mlp = mlp(config, layer, part)
+        self.post_norm2 = make_norm(config, norms=part.norms) if has_post_norm else None
 
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H]; with a cache neither compiled nor recomputed."""

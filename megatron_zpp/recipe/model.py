@@ -42,7 +42,7 @@ def build_model(
     common = Part(
         tensor=ranks.tensor_axis(config.parallel),
         context=ranks.context_axis(config.parallel),
-        experts=expert_axis(config, ranks),
+        experts=expert_axis(config, ranks) if config.model.has_experts else None,
         lora=config.lora if config.lora.lora_rank else None,
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
@@ -67,8 +67,6 @@ def expert_axis(config: Config, ranks: RankGrid) -> ExpertAxis | None:
 
     Raises InputError for a --expert-model-parallel-size that does not fit.
     """
-    if not config.model.has_experts:
-        return None
     stage_ranks = ranks.num_ranks // ranks.pipeline_size
     per_node = ranks.nodes.ranks_per_node
     experts, stage = config.model.num_experts, config.zero.stage

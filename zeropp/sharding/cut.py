@@ -74,7 +74,7 @@ def plan_units(
     own = by_unit(places)
     for block in blocks:
         units += _plan_unit(block, own.get(block, ()), like)
-        for module in filter(experts.__contains__, block.modules()):
+        for module in filter(experts.__contains__, block.modules() if experts else ()):
             its_axis = experts[module]
             ranks = its_axis.nodes.num_ranks
             kind = replace(like, axis=its_axis, num_shards=ranks, is_apart=True)

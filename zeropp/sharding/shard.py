@@ -119,9 +119,9 @@ def shard(
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
     _refresh(sharding)
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    has_values = frozen and not any(parameter.is_meta for parameter in frozen)
-    return store_frozen(sharding, config) if config.stores_frozen and has_values else sharding
+    if config.stores_frozen and _has_frozen_values(model):
+        return store_frozen(sharding, config)
+    return sharding
 
 
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
@@ -216,7 +216,8 @@ def _make_plan(
         )
     blocks = tuple(outermost_blocks(model) if units is None else units)
     require_blocks(model, blocks)
-    require_experts(experts, blocks, data, config)
+    if experts:
+        require_experts(experts, blocks, data, config)
     places = places_of(model, {*blocks, *experts})
     require_shardable(places)
     axis = _axis_of(mesh, data, config, data.size())
@@ -253,6 +254,12 @@ def _carry_out(plan: Plan, grid: Grid, config: ZeroConfig, *, in_turn: bool) -> 
     root.add(units, plan.units)
     root.order(units, in_turn=in_turn)
     return replace(sharding, roots=(root,))
+
+
+def _has_frozen_values(model: nn.Module) -> bool:
+    """Whether there are frozen weights, and all of them have values."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    return bool(frozen) and not any(parameter.is_meta for parameter in frozen)
 
 
 def _refresh(sharding: Sharding) -> None:

@@ -40,8 +40,8 @@ class CoreAttention(nn.Module):
         is_local = has_window and config.rotary_base_local is not None
         kind = NONE if config.layers_without_rope[layer] else LOCAL if is_local else GLOBAL
         self.layer, self.rotary_kind = layer, kind
-        self.scores = Scores.of(config, layer, part.tensor)
         self.dropout = config.attention_dropout
+        self.scores = Scores.of(config, layer, part.tensor)
         self.is_recomputed = part.execution.recomputes_attention
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
