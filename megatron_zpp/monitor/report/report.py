@@ -91,7 +91,8 @@ def _iterations(count: int) -> str:
 
 def _summary(record: RunRecord) -> str:
     """The sentence below the title."""
-    parts = [value for name, value in record.facts.table if name == "model"]
+    model = (value for name, value in record.facts.table if name == "model")
+    parts = [part for value in model for part in value.splitlines()]
     if record.intervals:
         seconds = sum(
             length * interval["seconds_per_iteration"]

@@ -38,7 +38,10 @@ def record(folder: Path, lines: Iterable[Mapping[str, object]], **facts: object)
         "command": ("pretrain_gpt.py", "--sample-prompt", "a word"),
         "train_iters": 40,
         "zero_stage": 3,
-        "table": (("model", "2 layers: 5,774,336 parameters"), ("nodes", "2 of 2 ranks")),
+        "table": (
+            ("model", "5,774,336 parameters\n2 layers, hidden 256"),
+            ("nodes", "2 of 2 ranks"),
+        ),
         "settings": {"zero": {"zero_optimization": {"stage": 3}}, "model": {"num_layers": 2}},
         "forecast": {"weights_forward_across_nodes": 1.25 * MIB, "gradients_across_nodes": MIB},
         "expected_step": {"fastest": 0.4, "typical": 0.45, "slowest": 0.6, "basis": "a table"},

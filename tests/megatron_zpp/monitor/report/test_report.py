@@ -98,13 +98,14 @@ def test_each_number_has_its_chart(written: Path) -> None:
     assert page.sections == CHARTS
     text = " ".join(" ".join(page.text).split())
     assert "finished, 40 iterations" in text
-    assert "80,000 tokens in 20 s of steps · validation loss 9.500 → 5.250" in text
+    assert "5,774,336 parameters · 2 layers, hidden 256 · 80,000 tokens in 20 s of steps" in text
+    assert "of steps · validation loss 9.500 → 5.250" in text
     assert "step time 0.4 to 0.6 s 0.5 s" in text
     for row in ("weights forward 4.00 1.25 1.00", "weights backward 4.00 0.00 0.00"):
         assert row in text
     assert "gradients 4.00 1.00 0.50 MiB across nodes, per step 12.00 2.25 1.50" in text
     assert "pretrain_gpt.py --sample-prompt 'a word'" in text and '"stage": 3' in text
-    assert "model 2 layers: 5,774,336 parameters" in text and "num_layers 2" in text
+    assert "model 5,774,336 parameters 2 layers, hidden 256" in text and "num_layers 2" in text
     assert "def <script>alert(1)</script>(self):" in text  # as text
 
 
