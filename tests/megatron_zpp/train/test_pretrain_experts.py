@@ -51,11 +51,29 @@ DEEPSPEED = (
 )
 
 
-@pytest.mark.parametrize("flags", [MIXTRAL, DEEPSPEED])
+# Of scripts that train DeepSeek-V3 with Megatron-LM, likewise.
+DEEPSEEK = LLAMA + (
+    "--num-layers 4 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm --rotary-base 10000 --mscale 1.0 "
+    "--mscale-all-dim 1.0 --attention-softmax-in-fp32 --no-rope-fusion --num-experts 8 "
+    "--moe-layer-freq ([0]*1+[1]*3) --moe-ffn-hidden-size 16 --moe-router-topk 4 "
+    "--moe-shared-expert-intermediate-size 16 --moe-router-pre-softmax --moe-permute-fusion "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
+    "--moe-router-bias-update-rate 1e-3 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+    "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3 --clip-grad 1.0 --bf16 "
+)
+
+
+@pytest.mark.parametrize("flags", [MIXTRAL, DEEPSPEED, DEEPSEEK])
 def test_arguments_of_other_programs_run(flags: str, tmp_path: Path) -> None:
     log = run(4, flags, tmp_path)
     assert len(loss_values(log)) == 5
-    assert all(0.9 < float(loss) < 3 for loss in field(log, "load_balancing_loss"))
+    balance = field(log, " load_balancing_loss") + field(log, "seq_load_balancing_loss")
+    assert len(balance) == 5 and all(0.9 < float(loss) < 3 for loss in balance)
 
 
 @ranks(4, timeout=120)
