@@ -216,6 +216,10 @@ def test_layers_without_first_values_under_init():
     with deepspeed.zero.Init():
         model = nn.Sequential(skip_init(nn.Linear, DIM, DIM), nn.Linear(DIM, DIM))
     engine = engine_of(model)
+    with deepspeed.zero.GatheredParameters([*model[0].parameters()], modifier_rank=0):
+        if dist.get_rank() == 0:
+            for parameter in model[0].parameters():
+                nn.init.constant_(parameter, 0.1)  # memory may hold any numbers
     engine.backward(engine(inputs_of(0)).mean())
     engine.step()
     assert engine.was_step_applied()
