@@ -40,6 +40,26 @@ from megatron_zpp.parallel.collectives import (
 from megatron_zpp.parallel.peers import Peers
 
 
+def part_of(parameter: nn.Parameter, dim: int, size: int, mesh: DeviceMesh | None) -> nn.Parameter:
+    """Return one of `size` equal parts of a parameter without values, split in `dim`.
+
+    With the mesh of the ranks that have the parts, it is a DTensor of the whole shape.
+    """
+    shape = list(parameter.shape)
+    shape[dim] //= size
+    part = parameter.new_empty(shape)
+    if mesh is not None:
+        part = DTensor.from_local(
+            part,
+            mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return nn.Parameter(part)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorAxis:
     """The ranks that each have a part of each matrix.
@@ -67,19 +87,7 @@ class TensorAxis:
 
     def part(self, parameter: nn.Parameter, dim: int) -> nn.Parameter:
         """Return this rank's part of a parameter without values, split in `dim`."""
-        shape = list(parameter.shape)
-        shape[dim] //= self.size
-        part = parameter.new_empty(shape)
-        if self.mesh is not None:
-            part = DTensor.from_local(
-                part,
-                self.mesh,
-                [Shard(dim)],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        return nn.Parameter(part)
+        return part_of(parameter, dim, self.size, self.mesh)
 
     def enter(self, x: Tensor, splits_rows: bool) -> Tensor:
         """Return all rows of x, [B, S, H]; with `splits_rows` each rank has [B, S/T, H] of them."""

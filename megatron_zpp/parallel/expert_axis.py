@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
+from megatron_zpp.parallel.axes import part_of
 from megatron_zpp.parallel.peers import Peers
 
 AXIS_NAMES = ("expert_data", "expert")
@@ -59,18 +59,8 @@ class ExpertAxis:
 
     def part(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return this rank's rows of a parameter without values: those of its experts."""
-        rows = parameter.shape[0] // self.size
-        part = parameter.new_empty(rows, *parameter.shape[1:])
-        if self.mesh is not None:
-            part = DTensor.from_local(
-                part,
-                self.mesh[AXIS_NAMES[1]],
-                [Shard(0)],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        return nn.Parameter(part)
+        mesh = None if self.mesh is None else self.mesh[AXIS_NAMES[1]]
+        return part_of(parameter, 0, self.size, mesh)
 
     @torch.compiler.disable  # it enters what is sent into a ledger, each time
     def dispatch(self, rows: Tensor, counts: Tensor) -> Dispatched:
