@@ -34,6 +34,12 @@ ROPE_SCALING = (
     "rope_scaling_original_positions",
 )
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+LATER_FIELDS = (
+    "softmax_type",
+    "quick_geglu",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+)
 LATENT_ATTENTION = (
     "multi_latent_attention",
     "q_lora_rank",
@@ -98,6 +104,8 @@ def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     # Older checkpoints do not have these.
     unused = [] if model.use_rope_scaling else [*ROPE_SCALING]
     unused += [name for name in MULTIPLIERS if getattr(model, name) == 1]
+    defaults = ModelConfig()
+    unused += [name for name in LATER_FIELDS if values[name] == getattr(defaults, name)]
     unused += [] if model.multi_latent_attention else LATENT_ATTENTION
     unused += [] if model.has_experts else [item.name for item in dataclasses.fields(MoeConfig)]
     values = {name: value for name, value in values.items() if name not in unused}

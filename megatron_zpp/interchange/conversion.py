@@ -19,6 +19,7 @@ from megatron_zpp.interchange import gguf
 from megatron_zpp.interchange.converted_weights import converted_items
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.hf_config import (
+    QUANTIZATION,
     HuggingFaceConfig,
     build_config,
     comparable,
@@ -111,6 +112,7 @@ def export_model(
     origin = _matching_origin(opened)
     if origin is not None:
         content, hf_config = read_config(origin), _read_origin(origin)
+        content.pop(QUANTIZATION, None)  # the weights that are written are decoded
         family, vocab_rows = hf_config.family, hf_config.vocab_rows
         if hf_config.further_layers:
             content[family.further_layers] = 0  # their weights were left out

@@ -170,7 +170,10 @@ def joined_parts(parts: Sequence[tuple[NameRow, Tensor]]) -> Tensor:
     (row, first), *others = parts
     if not others:
         return first
-    return torch.cat([first, *(part for _, part in others)], dim=row.form.dim)
+    tensors = [first, *(part for _, part in others)]
+    if row.form.is_in_turn:
+        return torch.stack(tensors, dim=-1).flatten(-2)
+    return torch.cat(tensors, dim=row.form.dim)
 
 
 def parameter_shapes(model: ModelConfig, padded_rows: int) -> dict[str, Tensor]:

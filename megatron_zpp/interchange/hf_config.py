@@ -44,9 +44,11 @@ def parse_config(content: Mapping[str, Any], location: str) -> HuggingFaceConfig
     and for values of a wrong type.
     """
     family = _family(content, location)
-    if content.get(QUANTIZATION):
+    method = quantization_of(content)
+    if method is not None and method not in family.packed_weights:
         raise InputError(
-            f"{location}: {QUANTIZATION}: quantized weights are not supported; dequantize them"
+            f"{location}: {QUANTIZATION}: quantized weights ({method}) are not supported; "
+            "dequantize them"
         )
     vocab_size = Number("vocab_size", "vocab_size", family.vocab_size)
     return HuggingFaceConfig(
@@ -55,6 +57,15 @@ def parse_config(content: Mapping[str, Any], location: str) -> HuggingFaceConfig
         vocab_rows=vocab_size.value(content, location),
         further_layers=_further_layers(family, content, location),
     )
+
+
+def quantization_of(content: Mapping[str, Any]) -> str | None:
+    """Return the method by which a config.json says that weights are quantized, None if not."""
+    quantization = content.get(QUANTIZATION)
+    if not quantization:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return str(method or "unknown")
 
 
 def family_of(model: ModelConfig) -> Family:

@@ -21,6 +21,7 @@ from zeropp.errors import InputError, first_few
 
 CONFIG = "config.json"
 ONE_FILE = f"model{SUFFIX}"
+BYTE = "U8"
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -44,17 +45,18 @@ class FolderTensors:
 
     Raises InputError for a folder without safetensors, an index that names absent files or other
     tensors than the files hold, a truncated or damaged file, and numbers that are not floating
-    point. Constants that old versions of transformers saved may be of any type.
+    point. Constants that old versions of transformers saved may be of any type, and with `packed`
+    bytes are numbers too.
     """
 
-    def __init__(self, folder: Path, one_file: str = ONE_FILE) -> None:
+    def __init__(self, folder: Path, one_file: str = ONE_FILE, *, packed: bool = False) -> None:
         self.location = str(folder)
         self._files: dict[str, Path] = {}
         self._facts: dict[str, Tensor] = {}
         indexed_files = _read_index(folder, one_file)
         paths = sorted(set(indexed_files.values())) or [folder / one_file]
         for path in paths:
-            for name, facts in _read_header(path).items():
+            for name, facts in _read_header(path, packed=packed).items():
                 self._files[name] = path
                 self._facts[name] = facts
         if indexed_files:
@@ -107,7 +109,7 @@ def _read_index(folder: Path, one_file: str) -> dict[str, Path]:
     return {name: folder / file_name for name, file_name in weight_map.items()}
 
 
-def _read_header(path: Path) -> dict[str, Tensor]:
+def _read_header(path: Path, *, packed: bool) -> dict[str, Tensor]:
     """Return each tensor's shape and dtype, on the meta device; opening checks the file's size."""
     try:
         with safe_open(path, "pt") as file:
@@ -122,7 +124,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     unsupported = [
         f"{name} ({dtype})"
         for name, (_, dtype) in header.items()
-        if not _is_supported(name, DTYPE_OF_NAME.get(dtype))
+        if not (packed and dtype == BYTE) and not _is_supported(name, DTYPE_OF_NAME.get(dtype))
     ]
     if unsupported:
         raise InputError(

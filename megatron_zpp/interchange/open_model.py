@@ -29,11 +29,16 @@ from megatron_zpp.checkpoint.weight_source import WeightSource, fill_parameters
 from megatron_zpp.data.text_source import resolve_tokenizer
 from megatron_zpp.interchange import gguf
 from megatron_zpp.interchange import peft_adapters as peft
-from megatron_zpp.interchange.converted_weights import ConvertedWeights, parameter_shapes
+from megatron_zpp.interchange.converted_weights import (
+    ConvertedWeights,
+    TensorFiles,
+    parameter_shapes,
+)
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.hf_config import Family, HuggingFaceConfig, family_of, parse_config
-from megatron_zpp.interchange.hf_folder import CONFIG, FolderTensors, is_hugging_face, read_config
+from megatron_zpp.interchange.hf_folder import CONFIG, is_hugging_face, read_config
 from megatron_zpp.interchange.lora_adapters import CheckpointAdapters, MergedWeights
+from megatron_zpp.interchange.mxfp4 import tensors_of
 from megatron_zpp.interchange.tokenizer_files import tokenizer_config_of
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.lora import is_adapter
@@ -118,10 +123,11 @@ def open_model(
             raise InputError(f"{path}: is a whole model without adapters: leave --base out")
         if is_gguf:
             return _open_gguf(path, tokenizer_config, vocab_multiple)
+        content = read_config(path)
         return _open_hugging_face(
             path,
-            read_config(path),
-            FolderTensors(path),
+            content,
+            tensors_of(path, content),
             tokenizer_config or tokenizer_config_of(path),
             vocab_multiple,
         )
@@ -307,7 +313,7 @@ def _open_gguf(
 def _open_hugging_face(
     path: Path,
     content: dict[str, Any],
-    tensors: FolderTensors | gguf.GgufModel,
+    tensors: TensorFiles,
     tokenizer_config: TokenizerConfig | None,
     vocab_multiple: int | None,
 ) -> OpenedModel:

@@ -30,9 +30,9 @@ SCALED_WEIGHTS = (  # last of a residual branch
 def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
     """Initialize all parameters and buffers of a model in place, once `to_empty` allocated them.
 
-    Weights are N(0, σ²) with σ = init_method_std, divided by √(2L) in the last layer of a residual
-    branch; biases and buffers are 0, gains of normalizations 1 (with `apply_layernorm_1p` stored
-    as 0).
+    Weights and sinks are N(0, σ²) with σ = init_method_std, divided by √(2L) in the last layer of a
+    residual branch; biases and buffers are 0, gains of normalizations 1 (with `apply_layernorm_1p`
+    stored as 0).
     Parameters are plain tensors, or DTensors placed by Shard and Replicate on a mesh with any
     number of axes. Raises TypeError for another placement.
     """
@@ -40,7 +40,7 @@ def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
     for buffer in model.buffers():
         buffer.zero_()
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2:
+        if parameter.ndim < 2 and not name.endswith(".sinks"):
             local_part(parameter).fill_(0.0 if name.endswith("bias") else gain)
             continue
         std = config.init_method_std
@@ -50,7 +50,7 @@ def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
 
 
 def draw(parameter: Tensor, label: str, std: float) -> None:
-    """Fill this rank's part of a matrix with N(0, std²); the numbers depend on `label` only."""
+    """Fill this rank's part of a parameter with N(0, std²); the numbers depend on `label` only."""
     local = local_part(parameter)
     if std == 0.0:
         local.zero_()

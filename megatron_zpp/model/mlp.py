@@ -5,6 +5,7 @@ With a tensor axis F is that of a rank. Shapes: B batch, S sequence, H hidden, F
 
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,11 +15,25 @@ from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_zpp.settings.config import ModelConfig
 
+QUICK_GELU = 1.702  # with which x sigmoid(1.702 x) is close to GELU
+
+
+def gated(gate: Tensor, x: Tensor, config: ModelConfig) -> Tensor:
+    """Multiply x by the activated gate, both of them clamped if the configuration says so."""
+    limit = config.activation_func_clamp_value
+    if limit is not None:
+        gate, x = gate.clamp(max=limit), x.clamp(-limit, limit)
+    if config.glu_linear_offset:
+        x = x + config.glu_linear_offset
+    return activate(gate, config) * x
+
 
 def activate(x: Tensor, config: ModelConfig) -> Tensor:
     """Apply the MLP's nonlinearity: OpenAI's GELU is the tanh form, exact GELU the erf form."""
     if config.swiglu:
         return F.silu(x)  # of the gate
+    if config.quick_geglu:
+        return x * torch.sigmoid(QUICK_GELU * x)
     if config.liglu:
         return x
     if config.relu or config.reglu:
@@ -66,4 +81,4 @@ class MLP(nn.Module):
             x = self.axis.enter(x, splits_rows)
         if self.gate is None:
             return self.output(activate(self.input(x), self.config), splits_rows)
-        return self.output(activate(self.gate(x), self.config) * self.input(x), splits_rows)
+        return self.output(gated(self.gate(x), self.input(x), self.config), splits_rows)

@@ -28,7 +28,8 @@ class Family:
 
     `fields` of ModelConfig are the same in all models of the family. `vocab_size` and `is_tied` are
     the defaults of transformers. `further_layers` is the key that counts layers which predict
-    further tokens (MTP), if there are such models.
+    further tokens (MTP), if there are such models. `packed_weights` are the methods of quantization
+    whose files can be read.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Family:
     vocab_size: int
     is_tied: bool = False
     further_layers: str | None = None
+    packed_weights: tuple[str, ...] = ()
 
     @property
     def all_settings(self) -> tuple[FamilySetting, ...]:

@@ -34,7 +34,7 @@ class Form:
 
     `is_transposed`: Hugging Face stores the matrix as [in, out], ours is [out, in]; biases are the
     same in both. `place` is set where several rows of the table have parts of one tensor, which are
-    in it one after another, in dimension `dim`.
+    in it one after another, in dimension `dim`, or in turn, each a slice of the last one.
     """
 
     join: Callable[[Sequence[Tensor], Sizes], Tensor]
@@ -42,6 +42,7 @@ class Form:
     is_transposed: bool = False
     place: int | None = None
     dim: int = 0
+    is_in_turn: bool = False
 
     def split_rows(self, matrix: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
         """Split a matrix that has the rows of our weight but other columns, such as LoRA's B."""
@@ -126,6 +127,23 @@ def _half_of_experts(index: int) -> Form:
     )
 
 
+def _in_turn(index: int) -> tuple[Form, Form]:
+    """Every second output of each expert, for weights [E, H, 2F] and for biases [E, 2F]."""
+    weights = Form(
+        join=lambda parts, sizes: parts[0][..., index::2].transpose(1, 2).flatten(0, 1),
+        split=lambda tensor, sizes: (_of_experts(tensor, sizes).transpose(1, 2),),
+        place=index,
+        is_in_turn=True,
+    )
+    biases = Form(
+        join=lambda parts, sizes: parts[0][:, index::2].flatten(0, 1),
+        split=lambda tensor, sizes: (_of_experts(tensor, sizes),),
+        place=index,
+        is_in_turn=True,
+    )
+    return weights, biases
+
+
 SAME = Form(join=lambda parts, sizes: parts[0], split=lambda tensor, sizes: (tensor,))
 TRANSPOSED = Form(
     join=lambda parts, sizes: parts[0].t(),
@@ -145,4 +163,10 @@ ALL_EXPERTS = Form(
     join=lambda parts, sizes: parts[0].flatten(0, 1),
     split=lambda tensor, sizes: (_of_experts(tensor, sizes),),
 )
+ALL_EXPERTS_TRANSPOSED = Form(
+    join=lambda parts, sizes: parts[0].transpose(1, 2).flatten(0, 1),
+    split=lambda tensor, sizes: (_of_experts(tensor, sizes).transpose(1, 2),),
+)
 FIRST_HALVES, SECOND_HALVES = _half_of_experts(0), _half_of_experts(1)
+EVEN_OUTPUTS, EVEN_BIASES = _in_turn(0)
+ODD_OUTPUTS, ODD_BIASES = _in_turn(1)

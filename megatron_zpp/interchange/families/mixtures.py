@@ -22,6 +22,7 @@ from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import Window
 from megatron_zpp.interchange.families.rope import LatentRotary, Rotary
 from megatron_zpp.interchange.families.settings import Choice, Number, never, switch
+from megatron_zpp.model.mlp import QUICK_GELU
 
 NORMALIZED = {True: {"moe_router_pre_softmax": False}, False: {"moe_router_pre_softmax": True}}
 NORM_OF_BEST = Choice("norm_topk_prob", False, NORMALIZED)
@@ -214,5 +215,111 @@ DEEPSEEK_V3 = Family(
     vocab_size=129280,
     further_layers="num_nextn_predict_layers",
 )
+SIGMOID = {"moe_router_dtype": "fp32", "moe_router_score_function": "sigmoid"}
+GLM4_MOE = Family(
+    name="glm4_moe",
+    class_name="Glm4MoeForCausalLM",
+    fields={**LLAMA_FIELDS, **SIGMOID, "moe_router_enable_expert_bias": True},
+    settings=(
+        *with_defaults(
+            LLAMA_NUMBERS,
+            num_hidden_layers=46,
+            num_attention_heads=96,
+            num_key_value_heads=8,
+            intermediate_size=10944,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
+        SWIGLU,
+        switch("attention_bias", False, "add_qkv_bias"),
+        switch("use_qk_norm", False, "qk_layernorm"),
+        Rotary(default_share=0.5, is_partial=True),
+        *experts("n_routed_experts", 128, 8),
+        expert_width(1408),
+        SharedExperts(1, 1408),
+        FirstDenseLayers(1),
+        Groups(2, {"noaux_tc": True}, default=1, default_chosen=1),
+        Number("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
+        Choice("norm_topk_prob", True, {True: {}}),
+    ),
+    names=names.GLM4_MOE,
+    vocab_size=151552,
+    further_layers="num_nextn_predict_layers",
+)
+MINIMAX_M2 = Family(
+    name="minimax_m2",
+    class_name="MiniMaxM2ForCausalLM",
+    fields={
+        **LLAMA_FIELDS,
+        **SIGMOID,
+        "moe_router_enable_expert_bias": True,
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+    },
+    settings=(
+        *with_defaults(
+            LLAMA_NUMBERS,
+            num_hidden_layers=62,
+            hidden_size=3072,
+            num_attention_heads=48,
+            num_key_value_heads=8,
+            head_dim=128,
+            intermediate_size=1536,
+            max_position_embeddings=196608,
+        ),
+        SWIGLU,
+        Rotary(default_base=5000000.0, is_partial=True, channels="rotary_dim"),
+        *experts("num_local_experts", 256, 8),
+    ),
+    names=names.MINIMAX_M2,
+    vocab_size=200064,
+)
+GPT_OSS = Family(
+    name="gpt_oss",
+    class_name="GptOssForCausalLM",
+    fields={
+        **LLAMA_FIELDS,
+        "add_mlp_bias": True,
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+    },
+    settings=(
+        *with_defaults(
+            LLAMA_NUMBERS,
+            num_hidden_layers=36,
+            hidden_size=2880,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            intermediate_size=2880,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
+        Choice("hidden_act", "silu", {"silu": {}}),
+        Choice("swiglu_alpha", QUICK_GELU, {QUICK_GELU: {}}),
+        Number("swiglu_limit", "activation_func_clamp_value", 7.0),
+        switch("attention_bias", True, "add_qkv_bias", "add_attention_output_bias"),
+        Rotary(
+            default_base=150000.0,
+            default_scaling={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+        Window(default=128, has_types=True, full_every=2),
+        *experts("num_local_experts", 128, 4),
+    ),
+    names=names.GPT_OSS,
+    vocab_size=201088,
+    packed_weights=("mxfp4",),
+)
 KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")  # as its file calls it; the same model
-MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2)
+MIXTURES = (
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2),
+    *(GLM4_MOE, MINIMAX_M2, GPT_OSS),
+)

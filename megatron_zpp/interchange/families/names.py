@@ -13,9 +13,14 @@ from dataclasses import dataclass, replace
 
 from megatron_zpp.interchange.families.forms import (
     ALL_EXPERTS,
+    ALL_EXPERTS_TRANSPOSED,
     EACH_EXPERT,
+    EVEN_BIASES,
+    EVEN_OUTPUTS,
     FIRST_HALF,
     FIRST_HALVES,
+    ODD_BIASES,
+    ODD_OUTPUTS,
     PADDED_VOCABULARY,
     QKV,
     QKV_FUSED,
@@ -215,12 +220,10 @@ MIXTRAL = llama_with(
     *block_rows({"mlp.router": "block_sparse_moe.gate"}),
     *expert_rows("block_sparse_moe", "w1", "w3", "w2"),
 )
-OLMOE = llama_with(
-    *block_rows(
-        {"attention.queries_norm": "self_attn.q_norm", "attention.keys_norm": "self_attn.k_norm"}
-    ),
-    *QWEN_EXPERTS,
+NORMS_OF_ALL_HEADS = block_rows(
+    {"attention.queries_norm": "self_attn.q_norm", "attention.keys_norm": "self_attn.k_norm"}
 )
+OLMOE = llama_with(*NORMS_OF_ALL_HEADS, *QWEN_EXPERTS)
 GRANITE_BLOCK = LLAMA_BLOCK + "block_sparse_moe."
 GRANITE_MOE = llama_with(
     *block_rows({"mlp.router": "block_sparse_moe.router.layer"}),
@@ -240,15 +243,37 @@ LATENT_ATTENTION = block_rows(
     }
 )
 DEEPSEEK_V2 = llama_with(*LATENT_ATTENTION, *QWEN_EXPERTS, *shared_rows("mlp.shared_experts"))
-DEEPSEEK_V3 = replace(
-    DEEPSEEK_V2,
-    rows=(
-        *DEEPSEEK_V2.rows,
-        NameRow(
-            "blocks.{}.mlp.router.expert_bias",
-            (LLAMA_BLOCK + "mlp.gate.e_score_correction_bias",),
-            keeps_dtype=True,
-        ),
+
+
+def with_expert_bias(table: NameTable, hf_name: str) -> NameTable:
+    """Return a table with the bias of the choice of experts, which is `hf_name` of a block."""
+    ours = "blocks.{}.mlp.router.expert_bias"
+    row = NameRow(ours, (LLAMA_BLOCK + hf_name,), keeps_dtype=True)
+    return replace(table, rows=(*table.rows, row))
+
+
+V3_BIAS = "mlp.gate.e_score_correction_bias"
+DEEPSEEK_V3 = with_expert_bias(DEEPSEEK_V2, V3_BIAS)
+GLM4_MOE = with_expert_bias(
+    llama_with(*QK_NORMS, *QWEN_EXPERTS, *shared_rows("mlp.shared_experts")), V3_BIAS
+)
+MINIMAX_M2 = with_expert_bias(
+    replace(MIXTRAL, rows=(*MIXTRAL.rows, *NORMS_OF_ALL_HEADS)),
+    "block_sparse_moe.e_score_correction_bias",
+)
+GPT_OSS = llama_with(
+    *block_rows({"mlp.router": "mlp.router"}),
+    *(
+        NameRow(f"blocks.{{}}.{ours}", (LLAMA_BLOCK + theirs,), form)
+        for ours, theirs, form in (
+            ("attention.sinks", "self_attn.sinks", SAME),
+            ("mlp.experts.gate.weight", "mlp.experts.gate_up_proj", EVEN_OUTPUTS),
+            ("mlp.experts.gate.bias", "mlp.experts.gate_up_proj_bias", EVEN_BIASES),
+            ("mlp.experts.input.weight", "mlp.experts.gate_up_proj", ODD_OUTPUTS),
+            ("mlp.experts.input.bias", "mlp.experts.gate_up_proj_bias", ODD_BIASES),
+            ("mlp.experts.output.weight", "mlp.experts.down_proj", ALL_EXPERTS_TRANSPOSED),
+            ("mlp.experts.output.bias", "mlp.experts.down_proj_bias", ALL_EXPERTS),
+        )
     ),
 )
 

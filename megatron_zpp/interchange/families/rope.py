@@ -22,7 +22,9 @@ class Rotary:
     """Rotary positions: the keys for the base and for the share of rotated channels, and the types.
 
     `default_share` is the share where config.json does not have the key; a family that is not
-    `is_partial` rotates all channels. LongRoPE is read in every family, and written
+    `is_partial` rotates all channels. `channels` is a key for the number of rotated channels of a
+    head, in place of the share. `default_scaling` is how a config.json without a word about it
+    scales frequencies. LongRoPE is read in every family, and written
     only for the one that `writes_longrope`, where other programs expect it.
     """
 
@@ -31,14 +33,17 @@ class Rotary:
     share: str = "partial_rotary_factor"
     default_share: float = 1.0
     is_partial: bool = False
+    channels: str | None = None
+    default_scaling: Mapping[str, Any] | None = None
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn", *LONGROPE)
     writes_longrope: bool = False
 
     def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
         parameters = _object(content, "rope_parameters", location)
         scaling = _object(content, "rope_scaling", location) or parameters
+        scaling = scaling or self.default_scaling or {}
         base = parameters.get("rope_theta", content.get(self.base, self.default_base))
-        share = parameters.get("partial_rotary_factor", content.get(self.share, self.default_share))
+        share = parameters.get("partial_rotary_factor", self._share(content, location))
         self._check_share(share, location)
         return {
             "position_embedding_type": "rope",
@@ -51,7 +56,11 @@ class Rotary:
         content = {self.base: float(model.rotary_base)}
         if self.is_partial:
             content[self.share] = model.rotary_percent
+        if self.channels is not None:
+            content[self.channels] = model.rotary_channels
         scaling = self._written_scaling(model)
+        if self.default_scaling is not None:
+            scaling = scaling or {"rope_type": "default"}
         if scaling:
             content["rope_scaling"] = scaling
         if self.writes_longrope and model.longrope_long_factors is not None:
@@ -86,6 +95,19 @@ class Rotary:
         if model.longrope_long_factors is not None and not self.writes_longrope:
             return {}
         return written_scaling(model)
+
+    def _share(self, content: Mapping[str, Any], location: str) -> Any:
+        """Return the share of rotated channels that a config.json says outside of objects."""
+        num_channels = content.get(self.channels or "")
+        if self.share in content or num_channels is None:
+            return content.get(self.share, self.default_share)
+        head = content.get("head_dim")
+        if not _is_number(num_channels) or not _is_number(head) or head <= 0:
+            raise InputError(
+                f"{location}: {self.channels} is {num_channels!r}, of head_dim {head!r}; expected "
+                "numbers"
+            )
+        return num_channels / head
 
     def _check_share(self, share: Any, location: str) -> None:
         is_supported = _is_number(share) and (0 < share <= 1 if self.is_partial else share == 1)

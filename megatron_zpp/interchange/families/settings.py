@@ -23,6 +23,7 @@ REAL_FIELDS = (
     "residual_multiplier",
     "logits_scaling",
     "moe_router_topk_scaling_factor",
+    "activation_func_clamp_value",
 )
 # Fields of ModelConfig that do not say all by themselves, and its properties that do.
 PROPERTIES: Mapping[str, str] = MappingProxyType(
@@ -64,7 +65,7 @@ GATED_ACTIVATIONS = MappingProxyType(
     }
 )
 ACTIVATION_FIELDS = (
-    *("swiglu", "geglu", "reglu", "liglu", "relu", "squared_relu"),
+    *("swiglu", "geglu", "quick_geglu", "reglu", "liglu", "relu", "squared_relu"),
     "bias_gelu_fusion",
 )
 
@@ -118,8 +119,8 @@ class Choice:
     """
 
     key: str
-    default: bool | str
-    values: Mapping[bool | str, Mapping[str, Any]]
+    default: bool | str | float
+    values: Mapping[bool | str | float, Mapping[str, Any]]
 
     def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
         chosen = content.get(self.key, self.default)

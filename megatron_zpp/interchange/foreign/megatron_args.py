@@ -27,14 +27,10 @@ ONLY = MappingProxyType(
         "heterogeneous_layers_config_encoded_json": ((None,), "layers of different sizes"),
         "experimental_attention_variant": ((None,), "another kind of attention"),
         "use_mup": ((None, False), "the multipliers of muP"),
-        "activation_func_clamp_value": ((None,), "a clamped activation"),
-        "glu_linear_offset": ((None, 0.0), "an offset in gated MLPs"),
         "mtp_num_layers": ((None, 0), "layers that predict further tokens"),
-        "softmax_type": ((None, "vanilla"), "a softmax with an offset"),
         "qk_l2_norm": ((None, False), "queries and keys divided by their L2 norm"),
         "attention_output_gate": ((None, False), "a gate behind attention"),
         "linear_attention_freq": ((None,), "linear attention"),
-        "quick_geglu": ((None, False), "quick GeGLU"),
         "relative_position_embedding": ((None, False), "relative positions"),
         "norm_placement": ((None, "pre"), "normalizations behind attention and MLP"),
         "qk_layernorm_across_heads": ((None, False), "norms of all heads at once"),
@@ -64,6 +60,10 @@ IN_MEGATRON = (
     "swiglu",
     "openai_gelu",
     "squared_relu",
+    "quick_geglu",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "softmax_type",
     "bias_gelu_fusion",
     "untie_embeddings_and_output_weights",
     "add_qkv_bias",
@@ -265,6 +265,8 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
         and model.group_best != replace(model, moe_router_group_best=None).group_best
     ):
         lines.append(f"--moe-router-group-best {best}")
+    if model.moe_shared_expert_intermediate_size and not model.disable_bias_linear:
+        lines.append("biases beside --moe-shared-expert-intermediate-size")
     if lines:
         raise InputError(f"{what}: Megatron-LM has no {', '.join(lines)}")
     args = {name: getattr(model, name) for name in IN_MEGATRON}

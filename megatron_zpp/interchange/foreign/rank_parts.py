@@ -13,12 +13,12 @@ from megatron_zpp.interchange.foreign.tensor_files import LazyTensor
 from zeropp.errors import InputError, first_few
 
 LAYERS = "decoder.layers."
-# A matrix of one expert: Megatron's experts that run one after another, those of torch_dist files
-# that are apart, and grouped ones of Transformer Engine.
+# A matrix or bias of one expert: of Megatron's experts that run one after another, those of
+# torch_dist files that are apart, and grouped ones of Transformer Engine.
 ONE_EXPERT = re.compile(
     r"(?P<layer>decoder\.layers\.\d+\.mlp\.experts\.)"
-    r"(?:(?:local_)?experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12])\.weight"
-    r"|(?P<grouped>linear_fc[12])\.weight(?P<last>\d+))"
+    r"(?:(?:local_)?experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12]\.(?:weight|bias))"
+    r"|(?P<grouped>linear_fc[12]\.(?:weight|bias))(?P<last>\d+))"
 )
 TIED_COPIES = ("word_embeddings_for_head.", "embedding.word_embeddings_for_head.")
 # Of one rank, by megatron-core's names; its layers are numbered from 0.
@@ -87,7 +87,7 @@ def with_experts_joined(tensors: Mapping[str, LazyTensor], where: str) -> dict[s
             joined[name] = tensor
             continue
         number = int(match["number"] or match["last"])
-        whole = f"{match['layer']}experts.{match['linear'] or match['grouped']}.weight"
+        whole = f"{match['layer']}experts.{match['linear'] or match['grouped']}"
         apart.setdefault(whole, {})[number] = tensor
     for name, by_number in apart.items():
         if sorted(by_number) != list(range(len(by_number))) or name in joined:

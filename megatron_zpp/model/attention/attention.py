@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, H hidden, N query heads, K key-value heads, Q = N/K
 group, D channels of a head, V of its values where they have a width of their own.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ from megatron_zpp.model.tensor_parallel import (
     own_random_numbers,
 )
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.optim.step_or_skip import local_part
 
 # What normalizes queries and keys in `Attention`: each head by itself, or all heads at once.
 QK_NORMS = frozenset({"q_norm", "k_norm", "queries_norm", "keys_norm"})
@@ -43,6 +45,25 @@ class CoreAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.scores = Scores.of(config, layer, part.tensor)
         self.is_recomputed = part.execution.recomputes_attention
+        self.softmax_type, self.sinks = config.softmax_type, None
+        self.split_dims: dict[str, int] = {}
+        if config.softmax_type == "learnable":
+            self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
+            if part.tensor is not None:
+                self.split_dims["sinks"], self.sinks = 0, part.tensor.part(self.sinks, 0)
+
+    def scores_of(self, q: Tensor, *, own_heads: int | None = None) -> Scores:
+        """Return the scores of queries q [..., N, D], with the sinks that they have in this pass.
+
+        own_heads: the place of a context rank, of whose heads q has only a part.
+        """
+        if self.softmax_type == "vanilla":
+            return self.scores
+        heads = q.shape[-2]
+        sinks = q.new_zeros(heads) if self.sinks is None else local_part(self.sinks)
+        if own_heads is not None and self.sinks is not None:
+            sinks = sinks.narrow(0, own_heads * heads, heads)
+        return replace(self.scores, sinks=sinks)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
         """Return `core` of the arguments, whose activations backward may compute again."""
@@ -60,15 +81,17 @@ class CoreAttention(nn.Module):
         if context is not None and context.gathers_keys:
             k, v = context.gather_keys(k, v)
             parts = zip(context.parts, q.chunk(len(context.parts), dim=1), strict=True)
+            scores = self.scores_of(q)
             attended = [
-                attend(part, k, v, edges, dropout, number * part.shape[1], self.scores)
+                attend(part, k, v, edges, dropout, number * part.shape[1], scores)
                 for number, part in parts
             ]
             return torch.cat(attended, dim=1)
         if context is not None:
             q, k, v = context.exchange_rows(q, k, v)
+        scores = self.scores_of(q, own_heads=None if context is None else context.peers.place)
         with own_random_numbers(self.axis, sequences.splits_rows, dropout, q.device):
-            attended = attend(q, k, v, edges, dropout, scores=self.scores)
+            attended = attend(q, k, v, edges, dropout, scores=scores)
         return attended if context is None else context.exchange_heads(attended)
 
 
@@ -117,7 +140,7 @@ class Attention(CoreAttention):
         turned = self._turned(qk, rotary)
         q, k, v = (part.flatten(2, 3) for part in (*turned, v))
         if cache is not None:
-            attended = cache.layers[self.layer].attend(q, k, v, self.scores)
+            attended = cache.layers[self.layer].attend(q, k, v, self.scores_of(q))
         else:
             attended = self.attended(q, k, v, sequences)
         return self.output(attended.flatten(2), splits_rows)

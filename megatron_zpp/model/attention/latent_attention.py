@@ -128,11 +128,12 @@ class LatentAttention(CoreAttention):
             return self.core(q, *self._keys_and_values(latent))
         if self.kv_up.lora is not None:
             both = self._keys_and_values(cached[:, 0])
-            return cache.attention(q, *(each.transpose(1, 2) for each in both), self.scores)
+            keys, values = (each.transpose(1, 2) for each in both)
+            return cache.attention(q, keys, values, self.scores_of(q))
         weight = local_part(self.kv_up.weight).unflatten(0, (self.heads, -1))  # [N, C + V, L]
         for_keys, for_values = weight.split((self.plain, weight.shape[1] - self.plain), dim=1)
         plain, turned = q.split((self.plain, self.turned), dim=-1)
         plain = torch.einsum("bsnc,ncl->bsnl", plain, for_keys)
         q = torch.cat((plain, turned), dim=-1)
-        attended = cache.attention(q, cached, cached[..., : self.latent], self.scores)
+        attended = cache.attention(q, cached, cached[..., : self.latent], self.scores_of(q))
         return torch.einsum("bsnl,nvl->bsnv", attended, for_values)

@@ -12,13 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_zpp.model.attention.scores import BLOCK, CAUSAL, Scores, attend_in_blocks
+from megatron_zpp.model.attention.scores import (
+    BLOCK,
+    CAUSAL,
+    Scores,
+    attend_in_blocks,
+    with_sink_key,
+)
 
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor, dropout: float, scores: Scores = CAUSAL) -> Tensor:
     """Map q [B, N, R, D] of the last R of S tokens to [B, N, R, D]; k and v [B, K, S, D]."""
-    if not scores.is_causal_only(k.shape[2]):
+    if not scores.is_causal_beside_sinks(k.shape[2]):
         return attend_in_blocks(q, k, v, scores, dropout)
+    if scores.sinks is not None:
+        width, (q, k, v, scores) = v.shape[-1], with_sink_key(q, k, v, scores)
+        return attend_last(q, k, v, dropout, scores)[..., :width]
     options = {"dropout_p": dropout, "enable_gqa": q.shape[1] > k.shape[1], "scale": scores.scale}
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)

@@ -1,12 +1,14 @@
-"""What a layer's attention does beyond causal softmax(q·k / √D): windows, ALiBi, caps, a scale.
+"""What a layer's attention does beyond causal softmax(q·k / √D): windows, ALiBi, caps, sinks.
 
 PyTorch's kernels take windows and ALiBi as a mask. A mask for R of S tokens would be R x S, so
 queries are taken in blocks, each with the keys that it can see. A cap is computed without a kernel.
+An attention sink (Xiao et al. 2023; learned as in gpt-oss, OpenAI 2025, section 2.3) is one more
+score of each head in the softmax, which weighs no value: for kernels, one more key.
 Shapes: B rows, N query heads, K key-value heads, Q = N/K, R queries, T keys, D channels of a head.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.settings.config import ModelConfig
 
 BLOCK = 512  # queries
+WIDTH_MULTIPLE = 8  # of a head's channels, for fused kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +27,15 @@ class Scores:
 
     window: keys that a query sees, its own included. cap: c of c·tanh(x / c). scale: of q·k, None
     for 1 / √D. `alibi_heads`, of ALiBi (Press et al. 2022), are the number of query heads of the
-    model, and the first and the number of those that this rank has.
+    model, and the first and the number of those that this rank has. sinks [N]: one more score of
+    each of this rank's heads.
     """
 
     window: int | None = None
     cap: float | None = None
     scale: float | None = None
     alibi_heads: tuple[int, int, int] | None = None
+    sinks: Tensor | None = None
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int, axis: TensorAxis | None = None) -> "Scores":
@@ -52,11 +57,36 @@ class Scores:
 
     def is_causal_only(self, num_keys: int) -> bool:
         """Whether scores of `num_keys` keys are q·k times the scale, with a causal mask."""
+        return self.sinks is None and self.is_causal_beside_sinks(num_keys)
+
+    def is_causal_beside_sinks(self, num_keys: int) -> bool:
+        """Whether they are that, perhaps with sinks."""
         fits = self.window is None or self.window >= num_keys
         return fits and self.cap is None and self.alibi_heads is None
 
 
 CAUSAL = Scores()
+
+
+def with_sink_key(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor, Scores]:
+    """Return queries, keys and values of which one more key, the first, stands for the sinks.
+
+    Its value is zero, and its score is the sink of the query's head: queries have that in a channel
+    of their own, which is 1 in this key and 0 in all others. q [B, N, R, D], k [B, K, T, D] and
+    v [B, K, T, V] become [B, N, R, W], [B, K, T + 1, W] and [B, K, T + 1, W], as fused kernels want
+    a width that is a multiple of 8. The scores returned have the scale of D, no sinks, and no
+    window, which the mask has to have instead.
+    """
+    channels = q.shape[-1]
+    scale = scores.scale or channels**-0.5
+    width = -(-(channels + 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    q, k = F.pad(q, (0, width - channels)), F.pad(k, (0, width - channels, 1, 0))
+    q[..., channels] = scores.sinks[:, None] / scale
+    k[:, :, 0, channels] = 1
+    v = F.pad(v, (0, width - v.shape[-1], 1, 0))
+    return q, k, v, replace(scores, scale=scale, sinks=None, window=None)
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scores: Scores, dropout: float) -> Tensor:
@@ -87,6 +117,17 @@ def attend_at(
     if scores.alibi_heads is not None:
         bias = -alibi_slopes(*scores.alibi_heads, q.device)[:, None, None] * distances
     bias = bias.to(q.dtype).masked_fill(is_hidden, float("-inf"))
+    if scores.sinks is not None:
+        width, (q, k, v, scores) = v.shape[-1], with_sink_key(q, k, v, scores)
+        bias = F.pad(bias, (1, 0))  # all queries see it
+        return _masked(q, k, v, bias, scores, dropout)[..., :width]
+    return _masked(q, k, v, bias, scores, dropout)
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scores: Scores, dropout: float
+) -> Tensor:
+    """Map q [B, N, R, D] to [B, N, R, V], adding bias [..., R, T] to the scores."""
     if scores.cap is None:
         return F.scaled_dot_product_attention(
             q,

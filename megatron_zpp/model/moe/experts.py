@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.mlp import activate
+from megatron_zpp.model.mlp import activate, gated
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step_or_skip import local_part
@@ -16,45 +16,57 @@ ALIGNMENT = 16  # bytes: grouped products need rows of a multiple
 
 
 class Experts(nn.Module):
-    """MLPs without biases, each of which computes its own rows.
+    """MLPs, each of which computes its own rows.
 
-    Matrices are two-dimensional, expert after expert, so that names, shapes and first values do not
-    depend on how many ranks share the experts out.
+    Matrices are two-dimensional and biases one-dimensional, expert after expert, so that names,
+    shapes and first values do not depend on how many ranks share the experts out.
     """
 
     def __init__(self, config: ModelConfig, part: Part = WHOLE) -> None:
         super().__init__()
         num, hidden, width = config.num_experts, config.hidden_size, config.expert_ffn_size
-        self.config = config
-        self.gate = Matrices(num, width, hidden, part) if config.is_gated else None
-        self.input = Matrices(num, width, hidden, part)
-        self.output = Matrices(num, hidden, width, part)
+        self.config, self.gate, bias = config, None, config.has_mlp_bias
+        if config.is_gated:
+            self.gate = Matrices(num, width, hidden, part, bias=bias)
+        self.input = Matrices(num, width, hidden, part, bias=bias)
+        self.output = Matrices(num, hidden, width, part, bias=bias)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows [N, H], sorted by expert, to [N, H]; counts int64 [e] are those of each expert.
 
-        Without any rows the matrices get gradients of zeros.
+        Without any rows matrices and biases get gradients of zeros.
         """
-        first = self.input if self.gate is None else self.gate
-        hidden = activate(products(rows, first.of_experts(len(counts)), counts), self.config)
-        if self.gate is not None:
-            hidden = hidden * products(rows, self.input.of_experts(len(counts)), counts)
-        return products(hidden, self.output.of_experts(len(counts)), counts)
+        if self.gate is None:
+            hidden = activate(self.input.product(rows, counts), self.config)
+        else:
+            gate = self.gate.product(rows, counts)
+            hidden = gated(gate, self.input.product(rows, counts), self.config)
+        return self.output.product(hidden, counts)
 
 
 class Matrices(nn.Module):
-    """The matrices [out, in] of all experts, in one [E out, in].
+    """The matrices [out, in] of all experts, in one [E out, in], and their biases, in [E out].
 
     It has no forward pass, so that what shards a model gathers the matrices of all three layers of
     an expert at once, with `Experts`.
     """
 
-    def __init__(self, num: int, rows: int, columns: int, part: Part) -> None:
+    def __init__(self, num: int, rows: int, columns: int, part: Part, *, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num * rows, columns))
+        self.bias = nn.Parameter(torch.empty(num * rows)) if bias else None
         self.split_dims: dict[str, int] = {}
         if part.experts is not None:
             self.split_dims["weight"], self.weight = 0, part.experts.part(self.weight)
+        if part.experts is not None and bias:
+            self.split_dims["bias"], self.bias = 0, part.experts.part(self.bias)
+
+    def product(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return rows [N, in] times the matrix of their expert, plus its bias, [N, out]."""
+        y = products(rows, self.of_experts(len(counts)), counts)
+        if self.bias is None:
+            return y
+        return y + rows_of_biases(local_part(self.bias).unflatten(0, (len(counts), -1)), counts, y)
 
     def of_experts(self, num: int) -> Tensor:
         """Return the matrices [e, out, in] of this rank's `num` experts."""
@@ -74,6 +86,17 @@ def products(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return torch.cat(
         [F.linear(part, weight) for part, weight in zip(parts, weights.unbind(0), strict=True)]
     )
+
+
+def rows_of_biases(biases: Tensor, counts: Tensor, y: Tensor) -> Tensor:
+    """Return the bias [e, out] of each row's expert, as the rows [N, out] of `y` are.
+
+    It is a product with rows that are 1 in one column, whose backward pass sums the gradients of an
+    expert's rows in the same order in each run, and on a GPU without atomics.
+    """
+    columns = ALIGNMENT // y.element_size()
+    ones = F.pad(y.new_ones(len(y), 1), (0, columns - 1))
+    return products(ones, F.pad(biases[..., None], (0, columns - 1)), counts)
 
 
 def _can_group(weights: Tensor) -> bool:

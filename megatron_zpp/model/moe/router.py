@@ -23,8 +23,9 @@ TINY = 1e-20  # added to sums of scores before a division, as DeepSeek-V3 and Me
 class Router(nn.Module):
     """A linear layer whose logits choose the experts of each token.
 
-    The bias of DeepSeek-V3 (2024, section 2.1.2) takes part in the choice alone. It stays in fp32
-    whatever the dtype of the model, as its steps are too small for 16 bit.
+    The bias of DeepSeek-V3 (2024, section 2.1.2), `expert_bias`, takes part in the choice alone. It
+    stays in fp32 whatever the dtype of the model, as its steps are too small for 16 bit. `bias` is
+    that of the linear layer.
     """
 
     expert_bias: Tensor | None
@@ -33,21 +34,23 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        bias = None
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.has_mlp_bias else None
+        expert_bias = None
         if config.moe_router_enable_expert_bias:
-            bias = torch.empty(config.num_experts, dtype=torch.float32)
-        self.register_buffer("expert_bias", bias)
+            expert_bias = torch.empty(config.num_experts, dtype=torch.float32)
+        self.register_buffer("expert_bias", expert_bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens [T, H] to logits [T, E]."""
-        config, weight = self.config, local_part(self.weight)
+        config, weight, bias = self.config, local_part(self.weight), local_part(self.bias)
         if self.training and config.moe_input_jitter_eps:
             noise = torch.empty_like(tokens).uniform_(-1, 1) * config.moe_input_jitter_eps
             tokens = tokens * (1 + noise)
         if config.moe_router_dtype is not None:
             dtype = DTYPES[config.moe_router_dtype]
             tokens, weight = tokens.to(dtype), weight.to(dtype)
-        logits = F.linear(tokens, weight)
+            bias = bias if bias is None else bias.to(dtype)
+        logits = F.linear(tokens, weight, bias)
         if self.training and config.moe_router_force_load_balancing:
             # The gradient is that of the logits, so that a step costs what it always does.
             logits = logits + (torch.rand_like(logits) - logits).detach()

@@ -12,8 +12,10 @@ from zeropp.settings.schema import Rule, one_of
 
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 SWIGLU_MULTIPLE = 64
 _NEEDS_GELU = needs("an MLP with GELU", lambda c: c.model.has_gelu)
+_NEEDS_GATE = needs("a gated MLP, such as --swiglu", lambda c: c.model.is_gated)
 _NEEDS_WINDOW = needs("--window-size", lambda c: c.model.window_size)
 _NEEDS_QK_NORM = needs("--qk-layernorm", lambda c: c.model.qk_layernorm)
 _NEEDS_NO_BIAS = needs("--disable-bias-linear", lambda c: c.model.disable_bias_linear)
@@ -51,6 +53,12 @@ class ModelConfig(MoeConfig, PositionConfig):
     attn_logit_softcapping: float | None = model_flag(
         None, "cap scores x softly: c tanh(x / c) for this c", above=0
     )
+    softmax_type: str = model_flag(
+        "vanilla",
+        "attention sinks: one more score of each head in the softmax, which weighs no value: none "
+        "(vanilla), 0 (off-by-one), trained (learnable)",
+        choices=SOFTMAX_TYPES,
+    )
     final_logit_softcapping: float | None = model_flag(
         None, "cap logits x softly: c tanh(x / c) for this c", above=0
     )
@@ -76,11 +84,22 @@ class ModelConfig(MoeConfig, PositionConfig):
     )
     swiglu: bool = model_flag(False, "gated SiLU in the MLP")
     geglu: bool = model_flag(False, "gated GELU in the MLP")
+    quick_geglu: bool = model_flag(False, "gated x sigmoid(1.702 x) in the MLP")
     openai_gelu: bool = model_flag(False, "GELU as OpenAI wrote it (the tanh form, written out)")
     squared_relu: bool = model_flag(False, "squared ReLU in the MLP")
     relu: bool = model_flag(False, "ReLU in the MLP")
     reglu: bool = model_flag(False, "gated ReLU in the MLP")
     liglu: bool = model_flag(False, "product of two linear layers in the MLP (bilinear)")
+    glu_linear_offset: float = model_flag(
+        0.0, "add this to what the gate multiplies", no_effect=(_NEEDS_GATE,)
+    )
+    activation_func_clamp_value: float | None = model_flag(
+        None,
+        "clamp the gate to at most this before its nonlinearity, and what it multiplies to this "
+        "on both sides of 0",
+        above=0,
+        no_effect=(_NEEDS_GATE,),
+    )
     bias_gelu_fusion: bool = model_flag(
         True,
         "the exact (erf) GELU instead of its tanh form",
@@ -98,7 +117,9 @@ class ModelConfig(MoeConfig, PositionConfig):
         False, "add a bias to the output layer of attention", no_effect=(_NEEDS_NO_BIAS,)
     )
     add_mlp_bias: bool = model_flag(
-        False, "add a bias to the layers of the MLP", no_effect=(_NEEDS_NO_BIAS,)
+        False,
+        "add a bias to the layers of the MLP, of experts and of their router",
+        no_effect=(_NEEDS_NO_BIAS,),
     )
     qk_layernorm: bool = model_flag(
         False, "normalize queries and keys, each head by itself, before their scores"
@@ -119,9 +140,9 @@ class ModelConfig(MoeConfig, PositionConfig):
         *PositionConfig.rules,
         *MoeConfig.rules,
         Rule(
-            ("num_experts", "disable_bias_linear", "add_mlp_bias"),
-            lambda experts, none, added: (experts or 0) > 1 and (added or not none),
-            "{}: experts have no biases: give --disable-bias-linear, without --add-mlp-bias",
+            ("softmax_type", "attn_logit_softcapping"),
+            lambda kind, cap: kind != "vanilla" and cap is not None,
+            "{} and {} contradict: scores with a cap have no sinks: leave one out",
         ),
         one_of("apply_residual_connection_post_layernorm", "use_parallel_residual", message=_NORMS),
         Rule(
@@ -135,7 +156,10 @@ class ModelConfig(MoeConfig, PositionConfig):
             "{1} needs --normalization RMSNorm without --apply-layernorm-1p",
         ),
         *(
-            one_of("swiglu", gelu, "reglu", "liglu", "relu", "squared_relu", message=_ACTIVATIONS)
+            one_of(
+                *("swiglu", gelu, "quick_geglu", "reglu", "liglu", "relu", "squared_relu"),
+                message=_ACTIVATIONS,
+            )
             for gelu in ("geglu", "openai_gelu")  # these two go together
         ),
     )
@@ -152,13 +176,13 @@ class ModelConfig(MoeConfig, PositionConfig):
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate, a third matrix."""
-        return self.swiglu or self.geglu or self.reglu or self.liglu
+        return self.swiglu or self.geglu or self.quick_geglu or self.reglu or self.liglu
 
     @property
     def has_gelu(self) -> bool:
         """Whether the MLP's nonlinearity is GELU, in one of its two forms."""
-        others = (self.swiglu, self.squared_relu, self.relu, self.reglu, self.liglu)
-        return not any(others)
+        gates = (self.swiglu, self.quick_geglu, self.reglu, self.liglu)
+        return not any((*gates, self.squared_relu, self.relu))
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -172,7 +196,7 @@ class ModelConfig(MoeConfig, PositionConfig):
 
     @property
     def has_mlp_bias(self) -> bool:
-        """Whether the linear layers of the MLP have biases."""
+        """Whether the linear layers of the MLP, of experts and of their router have biases."""
         return self.add_mlp_bias or not self.disable_bias_linear
 
     @property

@@ -66,4 +66,15 @@ FLAGS_OF_MIXTURES = {
     "deepseek_v3, yarn, a bias": DEEPSEEK + SIGMOID + "--moe-router-group-best 2 --add-qkv-bias "
     "--add-attention-output-bias --rotary-base 500 --rotary-scaling-factor 4 --mscale 0.7 "
     "--mscale-all-dim 0.9 --yarn-original-max-position-embeddings 12 ",
+    "glm4_moe": LLAMA + SIGMOID + SHARED + "24 --moe-ffn-hidden-size 24 --num-experts 8 "
+    "--moe-router-topk 3 --moe-layer-freq [0,1] --moe-router-topk-scaling-factor 2.5 "
+    "--rotary-percent 0.5 --kv-channels 12 --qk-layernorm --add-qkv-bias --moe-router-dtype fp32 ",
+    "minimax_m2": LLAMA + SIGMOID + SMALL_EPSILON + EXPERTS + "--qk-layernorm --kv-channels 8 "
+    "--qk-layernorm-across-heads --rotary-percent 0.5 --rotary-base 5000000 "
+    "--moe-router-dtype fp32 ",
+    "gpt_oss": ROTARY + UNTIED + EXPERTS + WINDOW + "--normalization RMSNorm --quick-geglu "
+    "--num-query-groups 2 --kv-channels 8 --window-attn-skip-freq 2 --softmax-type learnable "
+    "--activation-func-clamp-value 0.7 --glu-linear-offset 1 --rotary-base 150000 --rope-type yarn "
+    "--rotary-scaling-factor 32 --yarn-original-max-position-embeddings 4096 "
+    "--yarn-attention-factor 1.3465735902799727 --no-yarn-correction-range-round-to-int ",
 }  # fmt: skip

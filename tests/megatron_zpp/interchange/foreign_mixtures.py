@@ -6,8 +6,14 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -80,6 +86,28 @@ def deepseek_v3(**changes: object) -> PreTrainedModel:
     return drawn(DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES | more | changes)))
 
 
+def glm4_moe(**changes: object) -> PreTrainedModel:
+    """Return a GLM-4.5: one dense layer, half of the channels rotated, a shared expert."""
+    more = {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True, "head_dim": 12,
+        "num_mtp_layers": 0,
+    }  # fmt: skip
+    return drawn(Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES | more | changes)))
+
+
+def minimax_m2(**changes: object) -> PreTrainedModel:
+    """Return a MiniMax-M2: sigmoid scores with a bias, norms over all heads, a part rotated."""
+    more = {"num_local_experts": 4, "head_dim": 8, "rotary_dim": 4}
+    return drawn(MiniMaxM2ForCausalLM(MiniMaxM2Config(**SIZES | more | changes)))
+
+
+def gpt_oss(**changes: object) -> PreTrainedModel:
+    """Return a gpt-oss: sinks, biases everywhere, a window in its first layer, a clamped SwiGLU."""
+    more = {"num_local_experts": 4, "head_dim": 8, "sliding_window": 7, "swiglu_limit": 0.7}
+    return drawn(GptOssForCausalLM(GptOssConfig(**SIZES | more | changes)))
+
+
 MIXTURES = {
     "mixtral": mixtral,
     "mixtral, a window, tied": lambda: mixtral(sliding_window=7, tie_word_embeddings=True),
@@ -109,6 +137,22 @@ MIXTURES = {
     ),
     "moonlight": lambda: deepseek_v3(
         q_lora_rank=None, n_group=1, topk_group=1, routed_scaling_factor=2.446, rms_norm_eps=1e-5
+    ),
+    "glm4_moe": glm4_moe,
+    "glm4_moe, groups, no norms, no biases": lambda: glm4_moe(
+        n_group=4, topk_group=2, use_qk_norm=False, attention_bias=False, n_shared_experts=2,
+        rope_parameters={"partial_rotary_factor": 0.25, "rope_theta": 500.0}, head_dim=16,
+    ),
+    "minimax_m2": minimax_m2,
+    "minimax_m2, yarn, all heads, tied": lambda: minimax_m2(
+        rope_parameters=YARN | {"partial_rotary_factor": 0.75}, num_key_value_heads=6,
+        tie_word_embeddings=True,
+    ),
+    "gpt_oss": gpt_oss,
+    "gpt_oss, no bias in attention, windows of its own, not scaled": lambda: gpt_oss(
+        attention_bias=False, layer_types=["full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, num_key_value_heads=6,
+        swiglu_limit=7.0,
     ),
 }  # fmt: skip
 

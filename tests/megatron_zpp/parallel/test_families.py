@@ -43,10 +43,12 @@ def test_mixtures(name, how, alone, tmp_path):
         ("gemma3", CP2),
         ("bloom", CP2 + GATHERED),
         ("gpt_neox, parallel", CP2),
+        ("gpt_oss", CP2),
+        ("gpt_oss", CP2 + GATHERED),
     ],
 )
 def test_ranks_that_share_sequences(name, how, alone, tmp_path):
-    flags = SHORT + DOCUMENTS + FLAGS[name]
+    flags = SHORT + DOCUMENTS + (FLAGS | FLAGS_OF_MIXTURES)[name] + "--init-method-std 0.2 "
     require_equal(run(2, flags + how, tmp_path), alone(flags))
 
 

@@ -11,7 +11,8 @@ from megatron_zpp.interchange.open_model import load_model, open_model
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.interchange.family_flags import FLAGS_OF_MIXTURES
 from tests.megatron_zpp.interchange.foreign.recorded_checkpoints import answers_of, unpack
-from tests.megatron_zpp.interchange.foreign_models import logits, save_own
+from tests.megatron_zpp.interchange.foreign_mixtures import gpt_oss
+from tests.megatron_zpp.interchange.foreign_models import logits, save_own, saved
 
 RECORDED = ("megatron_torch_dist_moe", "megatron_torch_dist_moe_apart", "megatron_legacy_moe")
 LEGACY = Path("iter_0000003/mp_rank_00/model_optim_rng.pt")
@@ -110,9 +111,29 @@ def test_export(name: str, layers: str, tmp_path: Path) -> None:
     assert torch.equal(logits(ours), logits(theirs))
 
 
+def test_export_of_biases_and_sinks(tmp_path: Path) -> None:
+    """Of experts, of their router and of attention; files of single experts have them apart."""
+    theirs = gpt_oss(layer_types=["full_attention"] * 2)
+    assert main(["--from-hf", str(saved(theirs, tmp_path / "hf")), "--save",
+                 str(tmp_path / "save")]) == 0  # fmt: skip
+    out = tmp_path / "out"
+    assert main(["--load", str(tmp_path / "save"), "--to-megatron", str(out)]) == 0
+    shapes = ShardTensors(out / "release").shapes()
+    for name, shape in (
+        ("mlp.experts.experts.linear_fc1.bias", (2, 4, 80)),
+        ("mlp.experts.experts.linear_fc2.bias", (2, 4, 36)),
+        ("mlp.router.bias", (2, 4)),
+        ("self_attention.core_attention.softmax_offset", (2, 6)),
+    ):
+        assert shapes[f"decoder.layers.{name}"] == shape
+    again, _ = load_model(imported(out, tmp_path / "again"))
+    torch.testing.assert_close(logits(again), logits(theirs), rtol=0, atol=1e-5)
+
+
 def test_what_megatron_cannot_say(tmp_path: Path, capsys) -> None:
     for name, message in (("deepseek_v3", "latent attention are not written"),
-                          ("granitemoe", "--embedding-multiplier 6.0")):  # fmt: skip
+                          ("granitemoe", "--embedding-multiplier 6.0"),
+                          ("gpt_oss", "--window-size 6,0")):  # fmt: skip
         flags = DATA + "--num-attention-heads 6 --seq-length 48 " + FLAGS_OF_MIXTURES[name]
         save, _ = save_own(parse(flags.split(), 1).model, tmp_path / name)
         assert main(["--load", str(save), "--to-megatron", str(tmp_path / f"{name}_out")]) == 1

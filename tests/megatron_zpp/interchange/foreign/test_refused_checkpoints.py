@@ -133,11 +133,11 @@ def test_settings_that_do_not_describe_the_tensors(tmp_path, capsys):
         ("num_layers", 9999, "cannot be the 9,999 layers"),
         ("num_layers", 10**9, "--num-layers 1000000000: expected at most 10000"),
         ("hidden_size", "16", "hidden-size"),
-        ("num_experts", 8, "--num-experts 8: experts have no biases"),
+        ("num_experts", 8, "missing: decoder.layers.0.mlp.experts"),
         ("num_experts", [8], "--num-experts is [8]: experts of DeepSpeed"),
         ("hybrid_layer_pattern", "M*-", "--hybrid-layer-pattern is 'M*-'"),
         ("use_mup", True, "the multipliers of muP"),
-        ("glu_linear_offset", 1.0, "an offset in gated MLPs"),
+        ("softmax_type", "learnable", "core_attention.softmax_offset"),
         ("rotary_base", "often", "not laid out as those of its program"),
         ("position_embedding_type", "mrope", "--position-embedding-type 'mrope'"),
     ):

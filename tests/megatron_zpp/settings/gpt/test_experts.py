@@ -53,7 +53,6 @@ def test_a_flag_fills_its_setting(line: str) -> None:
         ("--moe-layer-freq [0]*4", "no layer of the 4 has experts"),
         ("--expert-interval 5", "no layer of the 4 has experts"),
         ("--expert-interval 2 --moe-layer-freq 2", "give one"),
-        ("--add-mlp-bias", "experts have no biases"),
         ("--moe-router-score-function tanh", "expected one of softmax, sigmoid, sqrtsoftplus"),
         ("--moe-token-dispatcher-type mail", "leave it out"),
     ],
@@ -65,7 +64,6 @@ def test_what_does_not_fit(line: str, words: str) -> None:
 def test_experts_without_their_number() -> None:
     message = error_of("--moe-router-topk 4 --moe-aux-loss-coeff 0.1")
     assert "--moe-router-topk 4, --moe-aux-loss-coeff 0.1: how many experts" in message
-    assert "experts have no biases" in error_of("--num-experts 8")
 
 
 @pytest.mark.parametrize("number", [0, 1])
