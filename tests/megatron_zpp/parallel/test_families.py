@@ -2,8 +2,11 @@
 
 import pytest
 
+from megatron_zpp.interchange.conversion import import_model
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.interchange.family_flags import FLAGS, FLAGS_OF_MIXTURES
+from tests.megatron_zpp.interchange.foreign_mixtures import gpt_oss
+from tests.megatron_zpp.interchange.foreign_models import saved
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, GPT2, PP2, SP, TP2
 from tests.megatron_zpp.train.training_runs import TINY, require_equal, run
 from zeropp import InputError
@@ -30,6 +33,20 @@ def test_mixtures(name, how, alone, tmp_path):
     """Weights are large, so that no two experts are about as good for a token."""
     flags = SHORT + FLAGS_OF_MIXTURES[name] + "--init-method-std 0.2 "
     require_equal(run(2, flags + how, tmp_path), alone(flags))
+
+
+@pytest.fixture(scope="module")
+def with_biases(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The flags that go on from a gpt-oss whose biases and sinks are not 0."""
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    import_model(saved(gpt_oss(vocab_size=52), folder / "hf"), folder / "save")
+    return SHORT + f"--load {folder}/save --finetune --use-checkpoint-args --vocab-size 52 "
+
+
+@pytest.mark.parametrize("how", [TP2 + SP + EP2, TP2 + AGAIN, PP2 + "--zero-stage 1 ", EP2, CP2])
+def test_biases_of_experts_and_sinks(how, with_biases, alone, tmp_path):
+    """Biases that are trained from 0 hardly show in two steps which rank has which."""
+    require_equal(run(2, with_biases + how, tmp_path), alone(with_biases))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Windows, ALiBi, caps and scales equal their formulas, whatever path computes them."""
+"""Windows, ALiBi, caps, sinks and scales equal their formulas, whatever path computes them."""
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron_zpp.model.attention.prefix_attention import attend_last
 from megatron_zpp.model.attention.scores import Scores, alibi_slopes
 
 HEADS, GROUPS, LENGTH, CHANNELS = 6, 2, 23, 8
+SINKS = torch.tensor([-1.0, 0.0, 0.5, 2.0, 5.0, -30.0])
 KINDS = {
     "scale": Scores(scale=0.1),
     "window": Scores(window=5),
@@ -21,6 +23,10 @@ KINDS = {
     "a window of all but one": Scores(window=LENGTH - 1),
     "cap": Scores(cap=1.5, scale=0.7),
     "alibi": Scores(alibi_heads=(HEADS, 0, HEADS)),
+    "sinks": Scores(sinks=SINKS),
+    "sinks, a window": Scores(sinks=SINKS, window=5, scale=0.3),
+    "sinks, a window of all": Scores(sinks=SINKS, window=LENGTH),
+    "sinks, alibi": Scores(sinks=SINKS, alibi_heads=(HEADS, 0, HEADS)),
     "all": Scores(window=6, cap=2.0, scale=0.4, alibi_heads=(2 * HEADS, HEADS, HEADS)),
 }
 CLOSE = dict(rtol=0, atol=1e-6)  # sums of 23 terms of order one in fp32, against fp64
@@ -50,7 +56,9 @@ def formula(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
                     x = scores.cap * torch.tanh(x / scores.cap)
                 if scores.alibi_heads is not None:
                     x = x - slope(head, scores) * torch.arange(place - first, -1, -1)
-                result[row, head, index] = x.softmax(0) @ values[seen]
+                if scores.sinks is not None:
+                    x = torch.cat((x, scores.sinks[head : head + 1].double()))
+                result[row, head, index] = x.softmax(0)[: len(values[seen])] @ values[seen]
     return result.float()
 
 
@@ -85,6 +93,20 @@ def test_the_last_tokens(
     q = q[:, :, -num_queries:]
     attended = attend_last(q, k, v, 0.0, KINDS[kind])
     torch.testing.assert_close(attended, formula(q, k, v, KINDS[kind]), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["sinks", "sinks, a window"])
+def test_gradients_with_sinks(kind: str) -> None:
+    """Of queries, keys, values and sinks, for a loss that is not the same for all results."""
+    factors, gradients = draw()[0][:, :, -9:], []
+    for attend in (formula, partial(attend_last, dropout=0.0)):
+        leaves = [each.clone().requires_grad_() for each in (*draw(), SINKS)]
+        q, k, v, sinks = leaves
+        attended = attend(q[:, :, -9:], k, v, scores=replace(KINDS[kind], sinks=sinks))
+        gradients.append(torch.autograd.grad((attended * factors).sum(), leaves))
+    for name, expected, got in zip(("q", "k", "v", "sinks"), *gradients, strict=True):
+        assert expected.abs().max() > 0.1, name
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,8 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ def random_config(seed: int) -> ModelConfig:
     if groups is not None:
         best = draw.randint(1, experts // groups)
     shared = draw.choice((None, 16))
-    return replace(
+    config = replace(
         EXPERTS,
         num_layers=1,
         num_experts=experts,
@@ -53,11 +55,27 @@ def random_config(seed: int) -> ModelConfig:
         moe_shared_expert_gate=shared is not None and draw.random() < 0.5,
         swiglu=draw.random() < 0.7,
     )
+    return replace(config, **_activation(draw, config.swiglu))
+
+
+def _activation(draw: random.Random, is_gated: bool) -> dict[str, object]:
+    """Return whether there are biases, and how a gate is applied."""
+    fields: dict[str, object] = {"add_mlp_bias": draw.random() < 0.5}
+    if not is_gated:
+        return fields
+    is_quick = draw.random() < 0.5
+    limit, offset = draw.choice((None, 0.5, 2.0)), draw.choice((0.0, 1.0))
+    how = {"activation_func_clamp_value": limit, "glu_linear_offset": offset}
+    return fields | how | {"swiglu": not is_quick, "quick_geglu": is_quick}
 
 
 def layer_of(config: ModelConfig, seed: int = 1) -> MoE:
-    """Return the layer of a model's first block, its bias drawn if it has one."""
-    layer = build(config, seed).blocks[0].mlp
+    """Return the layer of a model's first block, its biases drawn if it has some."""
+    layer, generator = build(config, seed).blocks[0].mlp, torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(0, 0.3, generator=generator)
     if layer.router.expert_bias is not None:
         layer.router.expert_bias.normal_(0, 0.3, generator=torch.Generator().manual_seed(seed))
     return layer
@@ -80,7 +98,7 @@ def by_token(layer: MoE, x: Tensor) -> Tensor:
 
 def _token(layer: MoE, x: Tensor) -> Tensor:
     config, router = layer.config, layer.router
-    logits = router.weight @ x
+    logits = _linear(router, x)
     function = config.moe_router_score_function
     scores = {
         "softmax": lambda: logits.exp() / logits.exp().sum(),
@@ -98,13 +116,12 @@ def _token(layer: MoE, x: Tensor) -> Tensor:
         weights = logits[chosen].exp() / logits[chosen].exp().sum()
     weights = weights * (config.moe_router_topk_scaling_factor or 1)
     y = sum(
-        weight * _mlp(x, *expert_matrices(layer, number), config)
+        weight * _mlp(x, expert_of(layer, number), config)
         for number, weight in zip(chosen, weights, strict=True)
     )
     if layer.shared is not None:
         shared = layer.shared
-        gate = None if shared.gate is None else shared.gate.weight
-        add = _mlp(x, gate, shared.input.weight, shared.output.weight, config)
+        add = _mlp(x, shared, config)
         if layer.shared_gate is not None:
             add = add * torch.sigmoid(layer.shared_gate.weight @ x)
         y = y + add
@@ -125,14 +142,37 @@ def _chosen(ranked: list[float], config: ModelConfig) -> list[int]:
     return sorted(allowed, key=lambda each: -ranked[each])[: config.moe_router_topk]
 
 
-def expert_matrices(layer: MoE, number: int) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return gate, input and output [out, in] of an expert."""
-    experts, num = layer.experts, layer.config.num_experts
-    gate = None if experts.gate is None else experts.gate.weight.chunk(num)[number]
-    return gate, experts.input.weight.chunk(num)[number], experts.output.weight.chunk(num)[number]
+def expert_of(layer: MoE, number: int) -> SimpleNamespace:
+    """Return gate, input and output of an expert, each with its weight [out, in] and its bias."""
+    parts = {}
+    for name in ("gate", "input", "output"):
+        whole = getattr(layer.experts, name)
+        parts[name] = (
+            None
+            if whole is None
+            else SimpleNamespace(
+                weight=_part(whole.weight, number, layer), bias=_part(whole.bias, number, layer)
+            )
+        )
+    return SimpleNamespace(**parts)
 
 
-def _mlp(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, config: ModelConfig) -> Tensor:
-    if gate is None:
-        return down @ activate(up @ x, config)
-    return down @ (activate(gate @ x, config) * (up @ x))
+def _part(whole: Tensor | None, number: int, layer: MoE) -> Tensor | None:
+    return None if whole is None else whole.chunk(layer.config.num_experts)[number]
+
+
+def _linear(layer: Any, x: Tensor) -> Tensor:
+    y = layer.weight @ x
+    return y if layer.bias is None else y + layer.bias
+
+
+def _mlp(x: Tensor, mlp: Any, config: ModelConfig) -> Tensor:
+    up = _linear(mlp.input, x)
+    if mlp.gate is None:
+        return _linear(mlp.output, activate(up, config))
+    gate, limit = _linear(mlp.gate, x), config.activation_func_clamp_value
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    sharpness = 1.702 if config.quick_geglu else 1
+    activated = gate / (1 + (-sharpness * gate).exp())
+    return _linear(mlp.output, activated * (up + config.glu_linear_offset))
