@@ -26,8 +26,11 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, dropout: float, scores: Scores 
     if not scores.is_causal_beside_sinks(k.shape[2]):
         return attend_in_blocks(q, k, v, scores, dropout)
     if scores.sinks is not None:
-        width, (q, k, v, scores) = v.shape[-1], with_sink_key(q, k, v, scores)
-        return attend_last(q, k, v, dropout, scores)[..., :width]
+        length, width, is_whole = q.shape[2], v.shape[-1], q.shape[2] == k.shape[2]
+        q, k, v, scores = with_sink_key(q, k, v, scores)
+        if is_whole:  # with a query of the new key, there are kernels for whole sequences
+            q = F.pad(q, (0, 0, 1, 0))
+        return attend_last(q, k, v, dropout, scores)[:, :, -length:, :width]
     options = {"dropout_p": dropout, "enable_gqa": q.shape[1] > k.shape[1], "scale": scores.scale}
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.interchange.conversion import export_model, import_model
 from megatron_zpp.interchange.families.experts import frequency_text
@@ -19,6 +19,8 @@ from tests.megatron_zpp.interchange.foreign_mixtures import (
     MIXTURES,
     deepseek_v2,
     deepseek_v3,
+    glm4_moe,
+    gpt_oss,
     granite_moe,
     mixtral,
     olmoe,
@@ -122,6 +124,36 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"rotary_dim": 8}, None),
+        ({"rotary_dim": "half"}, "rotary_dim is 'half', of head_dim 8; expected numbers"),
+        ({"rotary_dim": 12}, "partial_rotary_factor is 1.5; only a share above 0 and up to 1"),
+        ({"rotary_dim": 12, "partial_rotary_factor": 0.5}, None),
+    ],
+)
+def test_how_many_channels_are_rotated(entries, message, tmp_path: Path) -> None:
+    """Released models have `rotary_dim`; transformers writes a share of the head, which counts."""
+    source = saved(model_of("minimax_m2"), tmp_path)
+    set_config(source, rope_parameters=None, rope_theta=500.0, **entries)
+    if message is not None:
+        with pytest.raises(InputError, match=message):
+            open_model(source)
+        return
+    theirs = AutoModelForCausalLM.from_pretrained(source).eval()
+    torch.testing.assert_close(logits(load_model(source)[0]), logits(theirs), rtol=0, atol=1e-5)
+
+
+def test_gpt_oss_without_a_word_about_its_positions(tmp_path: Path) -> None:
+    """Frequencies are then those of YaRN, by transformers' defaults."""
+    source = saved(model_of("gpt_oss"), tmp_path)
+    set_config(source, rope_parameters=None)
+    theirs = AutoModelForCausalLM.from_pretrained(source).eval()
+    assert theirs.config.rope_parameters["factor"] == 32
+    torch.testing.assert_close(logits(load_model(source)[0]), logits(theirs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
     ("make", "entries", "message"),
     [
         (deepseek_v2, {"topk_method": "noaux_tc"}, "'noaux_tc'; expected greedy or group_limited"),
@@ -148,6 +180,14 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
         (qwen3_moe, {"mlp_only_layers": [0, 1]}, "no layer of the 2 has experts"),
         (granite_moe, {"attention_multiplier": 0}, "attention_multiplier is 0; expected a number"),
         (granite_moe, {"num_local_experts": 3}, r"shape \[4, 80, 36\], expected \[3, 80, 36\]"),
+        (glm4_moe, {"norm_topk_prob": False}, "norm_topk_prob is False; expected true"),
+        (glm4_moe, {"n_group": 5, "topk_group": 2}, "--num-experts 8 is not divisible by --moe-r"),
+        (gpt_oss, {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5; expected 1.702"),
+        (gpt_oss, {"swiglu_limit": 0.0}, "--activation-func-clamp-value 0: expected"),
+        (gpt_oss, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected \"silu\""),
+        (gpt_oss, {"layer_types": ["chunked"] * 2}, "layer_types is .'chunked'"),
+        (gpt_oss, {"quantization_config": {"quant_method": "fp8"}}, r"weights \(fp8\) are not"),
+        (gpt_oss, {"quantization_config": "mxfp4"}, r"quantized weights \(unknown\) are not"),
         (mixtral, {"quantization_config": {"quant_method": "fp8"}}, r"weights \(fp8\) are not"),
     ],
 )  # fmt: skip

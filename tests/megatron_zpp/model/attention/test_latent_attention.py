@@ -126,7 +126,16 @@ def test_recomputation_changes_no_bit(granularity: str) -> None:
         assert torch.equal(one, other) and one.abs().max() > 0
 
 
-@pytest.mark.parametrize("changes", [{}, {"window_size": "4,0"}, {"attn_logit_softcapping": 2.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window_size": "4,0"},
+        {"attn_logit_softcapping": 2.0},
+        {"softmax_type": "learnable"},
+        {"softmax_type": "off-by-one", "window_size": "4,0"},
+    ],
+)
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=2)])
 def test_generation_with_latents_in_the_cache(lora: LoraConfig | None, changes: dict) -> None:
     """Rows of two lengths, one token and then three at a time; only latents are kept."""
