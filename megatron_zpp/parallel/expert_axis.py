@@ -1,13 +1,15 @@
 """The ranks that split the experts of a layer, and the way of tokens to them and back.
 
-A rank sends each expert's rows to the rank that has the expert (`dispatch`), and gets back what the
-experts made of them (`combine`), in its own order. How many rows go where is known only when the
-router has decided, so the numbers cross first; the host waits for them once in a layer.
+In a node, a rank sends each expert's rows to the rank that has the expert (`dispatch`), and gets
+back what the experts made of them (`combine`), in its own order. How many rows go where is known
+only when the router has decided, so the numbers cross first; the host waits for them once in a
+layer.
 
     rows of a rank, by expert  ->  rows of all ranks, by rank  ->  by own expert  ->  back
 
 Source: GShard (Lepikhin et al. 2020), section 3.2; here without padding.
-T tokens times experts of each on a rank, M rows that arrive, H hidden, E experts, P ranks.
+T tokens times experts of each on a rank, M rows that arrive, H hidden, E experts, P ranks of a
+node.
 """
 
 from collections.abc import Sequence
@@ -42,20 +44,22 @@ class Dispatched:
 class ExpertAxis:
     """The ranks that each have some experts of each layer, as many as the others.
 
+    `peers` are those of this rank's node, which send each other rows. Where more than a node splits
+    the experts, `across` are the ranks at this one's place in all of these nodes, and `bits` those
+    of a number in rows that cross to them (model/moe/relay.py).
+
     Parameters are DTensors on the last axis of `mesh`, the ranks that split the experts; its first
     has the ranks with the same ones, over which ZeRO shards them. Planned ranks have no mesh.
     """
 
     peers: Peers
+    across: Peers | None = None
+    bits: int = 16
     mesh: DeviceMesh | None = None
 
     @property
     def size(self) -> int:
-        return self.peers.size
-
-    @property
-    def place(self) -> int:
-        return self.peers.place
+        return self.peers.size * (1 if self.across is None else self.across.size)
 
     def part(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return this rank's rows of a parameter without values: those of its experts."""
@@ -64,13 +68,16 @@ class ExpertAxis:
 
     @torch.compiler.disable  # it enters what is sent into a ledger, each time
     def dispatch(self, rows: Tensor, counts: Tensor) -> Dispatched:
-        """Send `rows` [T, H], by expert, of which each expert gets as many as `counts` [E] says."""
-        sent = counts.view(self.size, -1)
+        """Send `rows` [T, H], by expert, of which each expert gets as many as `counts` [E] says.
+
+        E counts the experts of a node.
+        """
+        sent = counts.view(self.peers.size, -1)
         received = torch.empty_like(sent)
         self.peers.exchange(sent, received)
         splits = [numbers.sum(1).tolist() for numbers in (sent, received)]
         arrived = _Exchanged.apply(rows, *splits, self.peers)
-        experts = torch.arange(sent.shape[1], device=rows.device).repeat(self.size)
+        experts = torch.arange(sent.shape[1], device=rows.device).repeat(self.peers.size)
         order = experts.repeat_interleave(received.flatten()).argsort(stable=True)
         return Dispatched(
             rows=_Permuted.apply(arrived, order),

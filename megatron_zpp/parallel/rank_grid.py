@@ -133,13 +133,17 @@ class RankGrid(ABC):
         gathers_keys = config.cp_comm_type == "allgather"
         return ContextAxis(peers=self.context_peers, gathers_keys=gathers_keys)
 
-    def expert_axis(self, size: int) -> ExpertAxis | None:
+    def expert_axis(self, size: int, bits: int = 16) -> ExpertAxis | None:
         """Return the axis of `size` consecutive ranks over which experts are split, if they are.
 
-        All ranks of a run call it.
+        `bits`: of a number in rows that cross nodes towards experts. All ranks of a run call it.
         """
         if size == 1:
             return None
-        first = self.rank // size * size
-        peers = self.peers("expert", range(first, first + size))
-        return ExpertAxis(peers=peers, mesh=self.expert_mesh(size))
+        first, per_node = self.rank // size * size, min(size, self.nodes.ranks_per_node)
+        first_of_node = self.rank // per_node * per_node
+        peers, across = self.peers("expert", range(first_of_node, first_of_node + per_node)), None
+        if size > per_node:
+            place = self.rank - first_of_node
+            across = self.peers("expert", range(first + place, first + size, per_node))
+        return ExpertAxis(peers=peers, across=across, bits=bits, mesh=self.expert_mesh(size))

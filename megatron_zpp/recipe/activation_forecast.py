@@ -16,10 +16,13 @@ from megatron_zpp.model.attention.attention import CoreAttention
 from megatron_zpp.model.attention.latent_attention import LatentAttention
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.moe.layer import MoE
+from megatron_zpp.model.moe.relay import COUNT_BYTES, copy_bytes
 from megatron_zpp.model.part import Part
 from megatron_zpp.model.tensor_parallel import partial_parameters
+from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.peers import AXES, EXCHANGE, GATHER, REDUCE, Peers
+from megatron_zpp.parallel.token_copies import copies_across_nodes
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
@@ -95,7 +98,7 @@ class Forecast:
     ) -> None:
         self.config, self.ranks, self.model = config, ranks, model
         sizes = config.model
-        self.width = compute_dtype.itemsize
+        self.compute_dtype, self.width = compute_dtype, compute_dtype.itemsize
         self.residual_width = FP32_BYTES if sizes.fp32_residual_connection else self.width
         self.tokens = config.batch.micro_batch_size * sizes.seq_length // ranks.context_size
         self.hidden = sizes.hidden_size
@@ -110,7 +113,7 @@ class Forecast:
         if self.ranks.pipeline_size > 1:
             yield from self._pipeline(stage)
         if stage.experts is not None:
-            yield from self._experts(stage, stage.experts.peers.hop)
+            yield from self._experts(stage, stage.experts)
 
     def gradients(self, partial: Iterable[int], tied: Iterable[int]) -> Iterator[Move]:
         """Yield what is sent once per step: gradients that ranks of an axis have parts of.
@@ -227,21 +230,36 @@ class Forecast:
         part = heads * value_bytes // hop.size
         yield from _in_layers("context", hop, (EXCHANGE,), part, *times)
 
-    def _experts(self, stage: Part, hop: Hop) -> Iterator[Move]:
+    def _experts(self, stage: Part, axis: ExpertAxis) -> Iterator[Move]:
         """Yield the moves of tokens to experts and back, if all experts get equally many.
 
         Before each way there crosses how many tokens each expert gets.
         """
-        model, tensor = self.config.model, self.ranks.tensor_size
+        model, tensor, hop = self.config.model, self.ranks.tensor_size, axis.peers.hop
         own_rows = self.tokens // (tensor if self.config.parallel.sequence_parallel else 1)
         rows = own_rows * model.moe_router_topk // hop.size
         layers = sum(model.moe_layers[layer] for layer in stage.layers)
         again = sum(model.moe_layers[layer] for layer in chain(*self._checkpoints(stage)))
         back = sum(model.moe_layers[layer] for layer in self._layers_with_gradients(stage))
         row_bytes = rows * model.hidden_size * self.width
-        numbers = model.num_experts // hop.size * torch.int64.itemsize
+        numbers = model.num_experts // axis.size * torch.int64.itemsize
         yield from _in_layers("expert", hop, (EXCHANGE,), row_bytes, 2 * layers, 2 * (back + again))
         yield from _in_layers("expert", hop, (EXCHANGE,), numbers, layers, again)
+        if axis.across is not None:
+            yield from self._copies(axis, own_rows, layers, back, again)
+
+    def _copies(
+        self, axis: ExpertAxis, own_rows: int, layers: int, back: int, again: int
+    ) -> Iterator[Move]:
+        """Yield the moves of tokens to relays on other nodes, and of sums back, on average."""
+        model, hop, num_nodes = self.config.model, axis.across.hop, axis.across.size
+        each = copies_across_nodes(model.num_experts, model.moe_router_topk, num_nodes)
+        copies = own_rows * each / (num_nodes - 1)  # to each other node
+        messages = copy_bytes(model, self.compute_dtype, num_nodes, axis.bits)
+        for sizes, times in zip(messages, ((layers, again), (0, back)), strict=True):
+            for size in sizes:
+                yield from _in_layers("expert", hop, (EXCHANGE,), round(copies * size), *times)
+        yield from _in_layers("expert", hop, (EXCHANGE,), COUNT_BYTES, layers, again)
 
     def _pipeline(self, stage: Part) -> Iterator[Move]:
         """Yield the activations sent onward, and their gradients sent back."""

@@ -4,6 +4,7 @@ The model is built on the meta device, sharded, allocated, and then filled shard
 ever holds more than its shards and one block.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,16 +16,20 @@ from megatron_zpp.model.init import initialize
 from megatron_zpp.model.lora import initialize_adapters
 from megatron_zpp.model.moe.experts import Experts
 from megatron_zpp.model.part import TORCH_NORMS, Part, parts_of_stages
-from megatron_zpp.parallel.expert_axis import ExpertAxis
+from megatron_zpp.parallel.expert_axis import AXIS_NAMES, ExpertAxis
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.recipe.apex import Apex
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import InputError, Sharding, shard
+from zeropp.settings.schema import no_effect_line
 from zeropp.sharding.shard import allocate_parameters
+from zeropp.wire.route import UNQUANTIZED
 
 COMPILER = "inductor"
+
+log = logging.getLogger("megatron_zpp")
 
 
 def build_model(
@@ -39,10 +44,13 @@ def build_model(
     `fill` writes the weights; without it they are drawn. LoRA adapters are added and drawn as
     `config.lora` says. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
+    experts = expert_axis(config, ranks) if config.model.has_experts else None
+    if config.model.has_experts:
+        log_settings_without_effect(config, experts)
     common = Part(
         tensor=ranks.tensor_axis(config.parallel),
         context=ranks.context_axis(config.parallel),
-        experts=expert_axis(config, ranks) if config.model.has_experts else None,
+        experts=experts,
         lora=config.lora if config.lora.lora_rank else None,
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
@@ -70,7 +78,25 @@ def expert_axis(config: Config, ranks: RankGrid) -> ExpertAxis | None:
     stage_ranks = ranks.num_ranks // ranks.pipeline_size
     per_node = ranks.nodes.ranks_per_node
     experts, stage = config.model.num_experts, config.zero.stage
-    return ranks.expert_axis(config.parallel.expert_ranks(experts, stage_ranks, per_node, stage))
+    size = config.parallel.expert_ranks(experts, stage_ranks, per_node, stage)
+    return ranks.expert_axis(size, config.parallel.moe_dispatch_bits)
+
+
+def log_settings_without_effect(config: Config, axis: ExpertAxis | None) -> None:
+    """Log which settings do nothing for experts that are split like this."""
+    bits, reasons = config.parallel.moe_dispatch_bits, {}
+    if bits < UNQUANTIZED and (axis is None or axis.across is None):
+        reasons[f"--moe-dispatch-bits {bits}"] = (
+            "no token crosses nodes: that needs an --expert-model-parallel-size of several nodes"
+        )
+    hpz = config.zero.zero_optimization.zero_hpz_partition_size
+    if hpz > 1 and axis is not None and axis.mesh[AXIS_NAMES[0]].size() == 1:
+        reasons[f"zero_optimization.zero_hpz_partition_size = {hpz}, for experts,"] = (
+            f"each rank has its own whole, as --expert-model-parallel-size {axis.size} splits them "
+            "over all ranks, so that there is nothing to copy; other weights are copied"
+        )
+    for line in (no_effect_line({name: why}) for name, why in reasons.items()):
+        log.info("%s", line)
 
 
 def _build_pipeline(

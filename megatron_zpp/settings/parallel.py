@@ -40,6 +40,12 @@ class ExpertParallelConfig(Section):
         aliases=("moe-expert-parallel-size",),
         no_effect=NEEDS_EXPERTS,
     )
+    moe_dispatch_bits: int = flag(
+        16,
+        "bits of a number in rows that cross nodes on their way to experts, where nodes split them",
+        choices=(8, 16),
+        no_effect=NEEDS_EXPERTS,
+    )
 
     def expert_ranks(
         self, num_experts: int, stage_ranks: int, ranks_per_node: int, zero_stage: int

@@ -14,7 +14,9 @@ from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
 from megatron_zpp.model.mlp import MLP
 from megatron_zpp.model.moe.auxiliary_losses import AuxiliaryLosses
 from megatron_zpp.model.moe.experts import Experts
+from megatron_zpp.model.moe.relay import return_sums, send_copies
 from megatron_zpp.model.moe.router import Router
+from megatron_zpp.model.moe.rows import RowsOfPairs, RowsOfTokens
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.routing_record import Assignment
 from megatron_zpp.settings.config import ModelConfig
@@ -54,19 +56,34 @@ class MoE(nn.Module):
         weights = self.router.weights(logits, assignment.experts)
         if record is not None:
             weights = self.losses.attach(weights, logits, record, self.layer, len(x))
-        rows = _RowsOfExperts.apply(tokens, assignment.order, self.config.moe_router_topk)
-        if self.axis is None:
+        if self.axis is None or self.axis.across is None:
+            y, num_rows = self._computed(tokens, weights, assignment)
+        else:
+            copies = send_copies(tokens, weights, assignment, self.axis)
+            sums, num_rows = self._computed(copies.tokens, copies.weights, copies.assignment)
+            y = return_sums(sums, copies)
+        if record is not None:
+            record.num_rows[self.layer] = num_rows
+        y = y.view(x.shape)
+        return y if self.shared is None else y + self._shared(x, sequences)
+
+    def _computed(
+        self, tokens: Tensor, weights: Tensor, assignment: Assignment
+    ) -> tuple[Tensor, int]:
+        """Return what experts of this rank's node make of tokens, [T, H], times weights [T, K].
+
+        The second value is how many rows this rank computed.
+        """
+        rows = RowsOfPairs.apply(tokens, assignment.order, self.config.moe_router_topk)
+        if self.axis is None or self.axis.peers.size == 1:
             num_rows, computed = len(rows), self.experts(rows, assignment.counts)
         else:
             sent = self.axis.dispatch(rows, assignment.counts)
             num_rows = len(sent.rows)
             computed = self.axis.combine(self.experts(sent.rows, sent.counts), sent)
-        if record is not None:
-            record.num_rows[self.layer] = num_rows
-        by_token = _RowsOfTokens.apply(computed, assignment.order, weights.numel())
-        y = (by_token.unflatten(0, weights.shape) * weights[..., None]).sum(1)  # [T, H]
-        y = y.to(x.dtype).view(x.shape)
-        return y if self.shared is None else y + self._shared(x, sequences)
+        by_token = RowsOfTokens.apply(computed, assignment.order, weights.numel())
+        y = (by_token.unflatten(0, weights.shape) * weights[..., None]).sum(1)
+        return y.to(tokens.dtype), num_rows
 
     def _shared(self, x: Tensor, sequences: Sequences) -> Tensor:
         """Return what the shared MLP adds, [B, S, H]."""
@@ -111,47 +128,3 @@ def _kept(by_expert: Tensor, bounds: Tensor, capacity: int) -> Tensor:
     kept = torch.empty_like(by_expert, dtype=torch.bool)
     kept[by_expert] = places < capacity
     return kept
-
-
-class _RowsOfExperts(torch.autograd.Function):
-    """Rows [M, H] of tokens [T, H] in the order of pairs; gradients of a token are summed over K.
-
-    The sums are in the order of a token's experts, and so the same in each run.
-    """
-
-    @staticmethod
-    def forward(ctx, tokens: Tensor, order: Tensor, num_experts: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.num_experts, ctx.num_tokens = num_experts, len(tokens)
-        return tokens[order // num_experts]
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        by_pair = _at_places(gradient, order, ctx.num_tokens * ctx.num_experts)
-        by_token = by_pair.unflatten(0, (ctx.num_tokens, ctx.num_experts))
-        return by_token.sum(1), None, None
-
-
-class _RowsOfTokens(torch.autograd.Function):
-    """Rows [T K, H] by token of rows [M, H] in the order of pairs; zeros for dropped pairs."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor, num_pairs: int) -> Tensor:
-        ctx.save_for_backward(order)
-        return _at_places(rows, order, num_pairs)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return gradient[order], None, None
-
-
-def _at_places(rows: Tensor, places: Tensor, num: int) -> Tensor:
-    """Return `num` rows, of which those at `places` [M] are `rows` [M, H], and the others zeros."""
-    is_full = len(places) == num
-    whole = (torch.empty if is_full else torch.zeros)(
-        (num, rows.shape[1]), dtype=rows.dtype, device=rows.device
-    )
-    whole[places] = rows
-    return whole
