@@ -40,12 +40,12 @@ CHOSEN = (
     (EP4, {}),
     ("", {"stage": 1}),
     (EP4, {"stage": 2}),
-    (EP4 + RECOMPUTED, {}),
+    (EP4 + RECOMPUTED, {"size": 1}),
     (EP2 + TP2 + SP, {}),
     (EP4 + TP2 + SP, {"stage": 1}),
     (EP1 + TP2 + SP, {}),
     (TP2, {}),
-    (EP2 + CP2, {}),
+    (EP2 + CP2, {"size": 1}),
     (EP4 + CP2 + GATHERED, {}),
     (EP2 + PP2, {}),
     (PP2 + TP2 + SP + RECOMPUTED, {}),
@@ -76,7 +76,7 @@ def test_losses_and_norms_are_those_of_one_rank(
     """Set ALL_EXPERT_RANKS to run all combinations."""
     (samples,) = re.findall(r"--global-batch-size \d+ ", how) or [""]
     expected = alone(SOFTMAX + samples)
-    log = run(4, SOFTMAX + how + nodes_of(2, tmp_path, **zero), tmp_path)
+    log = run(4, SOFTMAX + how + nodes_of(folder=tmp_path, **{"size": 2, **zero}), tmp_path)
     require_equal(log, expected)
     for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "busiest expert"):
         numbers, others = (
@@ -113,8 +113,11 @@ def test_a_run_goes_on_where_other_ranks_have_the_experts(
 @pytest.mark.parametrize("how", [EP1, EP2, EP4, EP2 + PP2, EP2 + TP2 + SP])
 def test_with_zeropp_a_stop_changes_no_digit(how: str, tmp_path: Path) -> None:
     nodes = nodes_of(2, tmp_path, **ALL_OF_IT)
-    flags = f"{SOFTMAX} --bf16 --lr 1e-2 {how} {nodes}"
+    flags = f"{SOFTMAX} --bf16 --lr 1e-2 --moe-dispatch-bits 8 {how} {nodes}"
     straight = run(4, flags, tmp_path)
+    is_across = how == EP4
+    assert ("--moe-dispatch-bits 8 has no effect here: no token crosses" in straight) != is_across
+    assert ("so that there is nothing to copy" in straight) == is_across
     log = stopped_and_resumed(flags, "", "", tmp_path)
     assert losses(log) == losses(straight) != []
     assert "whole codes cross the nodes once more" not in log

@@ -322,6 +322,7 @@ PAIRS = """
 --cp-comm-type a2a                                   parallel.cp_comm_type "a2a"
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear \
     parallel.expert_model_parallel_size 2
+--moe-dispatch-bits 8 --num-experts 4 --disable-bias-linear   parallel.moe_dispatch_bits 8
 """
 
 UNAVAILABLE = """
