@@ -17,6 +17,7 @@ from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps, run_inte
 from benchmarks.cluster.network.emulation import Counters
 from benchmarks.cluster.peers import deepspeed_peer
 from benchmarks.shared.interleaved import Disagreement
+from megatron_zpp.parallel.token_copies import copies_across_nodes
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces, wait_until
 from tests.benchmarks.started import run_benchmark
 from tests.launched import ROOT
@@ -27,8 +28,9 @@ TINY = "--layers 2 --hidden 32 --heads 2 --seq 16 --vocab 256"
 SMALL = "--layers 1 --hidden 512 --heads 2 --seq 16 --vocab 256"
 
 
-def measured(arguments: str) -> dict:
-    return json.loads(run_benchmark("cluster.cluster", *arguments.split(), "--json", "-").stdout)
+def measured(arguments: str, *more: str) -> dict:
+    words = *arguments.split(), *more, "--json", "-"
+    return json.loads(run_benchmark("cluster.cluster", *words).stdout)
 
 
 def checked_options(monkeypatch: pytest.MonkeyPatch, arguments: str) -> argparse.Namespace:
@@ -261,6 +263,22 @@ def test_the_interfaces_count_what_the_ledgers_say():
             assert node["sent"] == pytest.approx(node["received"], rel=0.02)
     # Weights in INT8 once per step, gradients in INT4 for each micro-batch, and their scales.
     assert ours["nodes"][0]["sent"] == pytest.approx((0.25 + 2 * 0.125) * whole, rel=0.1)
+
+
+@needs_namespaces
+def test_the_interfaces_count_tokens_that_cross_to_experts():
+    """Four moves of 512 tokens of a node, with ids and weights, about once each."""
+    flags = (
+        "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 32 --disable-bias-linear "
+        "--moe-router-force-load-balancing"
+    )
+    shape = "--layers 1 --hidden 512 --heads 2 --seq 256 --vocab 256"
+    result = measured(f"ep4-zeropp --rounds 1 {shape}", "--flags", flags)
+    ((row,),) = (run["rows"] for run in result["runs"])
+    crossing = 512 * copies_across_nodes(8, 3, 2) * (4 * 2 * 512 + 3 * (4 + 1 + 4))
+    for node in row["nodes"]:
+        assert 0 < node["difference"] < 0.02
+        assert node["ledger"]["expert/across_nodes"] == pytest.approx(crossing, rel=0.1)
 
 
 @needs_namespaces
