@@ -38,7 +38,7 @@ from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.grid import find_nodes
-from zeropp.wire.route import require_fit
+from zeropp.wire.route import UNQUANTIZED, require_fit
 
 FP32_BYTES, MOMENTS = 4, 2  # Adam has two moments of each weight
 
@@ -283,8 +283,11 @@ def expert_rows(run: Run) -> list[tuple[str, str]]:
     )
     if axis is None:
         return [("experts", text)]
-    hop = axis.peers.hop
-    return [("experts", f"{text}\n{hop.size} ranks split them, {hop.place}")]
+    text += f"\n{axis.size} ranks split them, {(axis.across or axis.peers).hop.place}"
+    if axis.across is not None:
+        coded = f", towards experts as INT{axis.bits}" if axis.bits < UNQUANTIZED else ""
+        text += f";\ntokens cross once to each node{coded}"
+    return [("experts", text)]
 
 
 def pipeline_rows(run: Run, micro_batches: int) -> list[tuple[str, str]]:

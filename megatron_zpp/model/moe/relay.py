@@ -230,7 +230,7 @@ def _decoded(message: Tensor, like: Tensor, bits: int) -> Tensor:
 
 def _id_dtype(num_experts: int) -> torch.dtype:
     """Return the smallest dtype of the numbers of a node's experts, and of -1."""
-    return next(dtype for dtype in ID_DTYPES if num_experts <= torch.iinfo(dtype).max)
+    return next(dtype for dtype in ID_DTYPES if num_experts - 1 <= torch.iinfo(dtype).max)
 
 
 def _layout(hidden: int, dtype: torch.dtype) -> RowLayout:

@@ -117,6 +117,7 @@ def test_with_zeropp_a_stop_changes_no_digit(how: str, tmp_path: Path) -> None:
     straight = run(4, flags, tmp_path)
     is_across = how == EP4
     assert ("--moe-dispatch-bits 8 has no effect here: no token crosses" in straight) != is_across
+    assert ("tokens cross once to each node, towards experts as INT8" in straight) == is_across
     assert ("so that there is nothing to copy" in straight) == is_across
     log = stopped_and_resumed(flags, "", "", tmp_path)
     assert losses(log) == losses(straight) != []

@@ -148,6 +148,10 @@ def test_a_token_crosses_once_to_each_node_that_has_experts_of_it(bits: int) -> 
     across = mine * (out + out_again) + relayed * (back + back_again) + COUNT_BYTES
     neighbour = rank ^ 1
     row, rows = 2 * config.hidden_size, needed[1][rank, neighbour] + needed[1][neighbour, rank]
+    assert [
+        copy_bytes(replace(config, num_experts=n), torch.bfloat16, 2, bits)[0][0] - out
+        for n in (256, 258)
+    ] == [0, 3]  # ids in one byte, or two
     assert axis.peers.traffic.sent == {
         **Traffic(AXES).sent,
         ("expert", "across_nodes"): across,
