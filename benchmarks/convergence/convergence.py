@@ -9,6 +9,7 @@ Finished runs are stored in FOLDER/runs.jsonl, so an interrupted comparison cont
 stopped; only runs with the same settings are used again.
 
 With --flags the ranks may split the model too, as in `--flags "--tensor-model-parallel-size 2"`.
+The variant `int8-tokens` needs a mixture whose experts are split over both nodes.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from benchmarks.convergence.convergence_rank import train_as_ordered
 from benchmarks.convergence.variants import (
     BASELINE,
     FLAGS,
+    FLAGS_OF,
     SPIKE,
     SPIKE_FACTOR,
     VARIANTS,
@@ -237,7 +239,7 @@ BENCHMARK = Benchmark(
     flags=(
         Flag(
             "--variants",
-            tuple(VARIANTS),
+            tuple(name for name in VARIANTS if name not in FLAGS_OF),
             "; ".join(f"{name}: {meaning}" for name, meaning in VARIANTS.items()),
             choices=tuple(VARIANTS),
         ),

@@ -10,6 +10,7 @@ from benchmarks.shared.charts import hide_top_and_right, save_png
 
 COLOURS = (
     "#555555", "#0072b2", "#009e73", "#e69f00", "#cc3311", "#aa4499", "#56b4e9", "#999933",
+    "#332288",
 )  # fmt: skip
 SIZE = (9.0, 7.5)  # inches
 

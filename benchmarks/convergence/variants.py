@@ -1,7 +1,8 @@
 """The variants of a convergence comparison, and what all of its runs share.
 
-Variants differ only in their ZeRO++ settings. Model, text, order of the samples and learning rate
-follow from the recipe and the seed, so variants are compared seed by seed.
+Variants differ only in their ZeRO++ settings, and `int8-tokens` in a flag of experts. Model, text,
+order of the samples and learning rate follow from the recipe and the seed, so variants are compared
+seed by seed.
 """
 
 import dataclasses
@@ -38,8 +39,10 @@ VARIANTS: Mapping[str, str] = MappingProxyType(
         "zeropp-4-4": "all three, gradients in INT4 in both hops",
         "code-steps": "all three, weights as changes of their codes, all coded",
         "code-steps-int3": "the same, gradients in INT8 then INT3",
+        "int8-tokens": "nothing quantized but rows that cross nodes towards experts, in INT8",
     }
 )
+FLAGS_OF: Mapping[str, str] = MappingProxyType({"int8-tokens": "--moe-dispatch-bits 8"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,14 @@ class Recipe:
                 f"--eval-samples {self.eval_samples}: expected a multiple of {round_samples} "
                 f"({EVAL_MICRO_BATCH} on each of {self.ranks} ranks)"
             )
-        words = [*self.flags.split(), "--train-iters", str(self.steps), "--seed", str(seed)]
+        words = [
+            *self.flags.split(),
+            *FLAGS_OF.get(variant, "").split(),
+            "--train-iters",
+            str(self.steps),
+            "--seed",
+            str(seed),
+        ]
         words += [] if self.dtype == "fp32" else [f"--{self.dtype}"]
         words += ["--eval-interval", str(self.steps + 1)]  # the benchmark evaluates by itself
         words += ["--log-interval", str(self.steps)]  # one interval: bytes of all steps
@@ -78,4 +88,4 @@ class Recipe:
 
     def zero(self, name: str) -> dict:
         """DeepSpeed's JSON of a variant."""
-        return zero_json("zero3" if name == BASELINE else name, self.ranks_per_node)
+        return zero_json("zero3" if name in (BASELINE, *FLAGS_OF) else name, self.ranks_per_node)

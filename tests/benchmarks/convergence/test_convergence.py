@@ -128,6 +128,9 @@ def test_variants_differ_in_zeropp_alone():
     for config in configs.values():
         assert replace(config, zero=configs[BASELINE].zero) == configs[BASELINE]
         assert config.zero.stage == 3 and config.zero.zeropp.ranks_per_node == 2
+    mixture = replace(RECIPE, flags=f"{RECIPE.flags} --num-experts 4 --disable-bias-linear")
+    bits = {name: mixture.config(name, seed=7).parallel.moe_dispatch_bits for name in VARIANTS}
+    assert bits == {**dict.fromkeys(VARIANTS, 16), "int8-tokens": 8}
     on = {
         variant: (
             config.zero.zero_optimization.zero_quantized_weights,
@@ -140,6 +143,7 @@ def test_variants_differ_in_zeropp_alone():
         "baseline": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 2, False),
         "qgz": (False, 1, True), "zeropp": (True, 2, True), "zeropp-4-4": (True, 2, True),
         "code-steps": (True, 2, True), "code-steps-int3": (True, 2, True),
+        "int8-tokens": (False, 1, False),
     }  # fmt: skip
     assert configs["zeropp"].zero.zeropp.gradient_bits == (8, 4)
     assert configs["zeropp-4-4"].zero.zeropp.gradient_bits == (4, 4)
