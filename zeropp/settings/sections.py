@@ -83,6 +83,22 @@ class Bf16(JsonSection):
     check_grad_overflow: bool = key(False, no_effect=needs("bf16.enabled"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallel(JsonSection):
+    """DeepSpeed's AutoEP, by which `autoep_size` ranks split the experts of a layer."""
+
+    path: ClassVar[str] = "expert_parallel"
+
+    enabled: bool = key(
+        False,
+        no_effect=NoEffect(
+            "each rank gathers all experts of a block anyway",
+            when=lambda c: c.expert_parallel.autoep_size == 1,
+        ),
+    )
+    autoep_size: int = key(1, minimum=1, no_effect=needs("expert_parallel.enabled"))
+
+
 _ADAM = ("lr", "betas", "eps", "weight_decay", "torch_adam")
 OPTIMIZERS = MappingProxyType(  # -> the parameters of each
     {

@@ -30,6 +30,7 @@ from zeropp.settings.rules import BATCH_KEYS, RULES
 from zeropp.settings.schema import no_effect_line
 from zeropp.settings.sections import (
     Bf16,
+    ExpertParallel,
     Fp16,
     Optimizer,
     Scheduler,
@@ -83,6 +84,7 @@ class ZeroConfig(JsonSection):
     bf16: Bf16 = key(Bf16())
     optimizer: Optimizer = key(Optimizer())
     scheduler: Scheduler = key(Scheduler())
+    expert_parallel: ExpertParallel = key(ExpertParallel())
     steps_per_print: int | None = key(None, minimum=1, infinity_is_null=True)
 
     idle_values: Mapping[str, Any] = field(default_factory=dict, hash=False)
