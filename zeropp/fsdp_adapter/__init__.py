@@ -3,7 +3,8 @@
 FSDP2 is the engine (docs/adr/0001): it gathers a unit's parameters before its forward and backward
 and reduces their gradients afterwards. Most of ours enters through its extension points. Where it
 has none, methods of its objects are replaced, one object at a time; each calls what it replaces.
-docs/adr/0001 says why, and what would make that unnecessary.
+docs/adr/0001 says why, and what would make that unnecessary. The collectives of a unit are set as
+attributes of its parameter groups: FSDP2's methods for that refuse units of several.
 
 | method                           | replaced in                  | so that                        |
 |----------------------------------|------------------------------|--------------------------------|
@@ -34,7 +35,6 @@ from zeropp.fsdp_adapter.foreign_units import (
     frees_after_forward,
     gathered_dtypes,
     has_gather_hooks,
-    has_one_mesh,
     is_replicated,
     keeps_part_after_forward,
     named_units,
@@ -59,6 +59,7 @@ from zeropp.fsdp_adapter.gradients import (
     take_gradients,
     unreduced_gradient,
 )
+from zeropp.fsdp_adapter.param_groups import ParamGroup, Unit, module_of
 from zeropp.fsdp_adapter.parameters import (
     Versions,
     has_accumulation_hooks,

@@ -14,7 +14,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
+from zeropp.fsdp_adapter.param_groups import (
+    ParamGroup,
+    Unit,
+    groups_of,
+    parameters_of,
+    state_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,71 +38,78 @@ class UnitCollectives:
         return kinds == (DefaultAllGather, DefaultReduceScatter)
 
 
-def named_units(model: nn.Module) -> dict[str, FSDPModule]:
-    """Return the units that have parameters by the name of their first module, outer ones first."""
-    units: dict[object, tuple[str, FSDPModule]] = {}
+def named_units(model: nn.Module) -> dict[str, Unit]:
+    """Return the units that have parameters by the name of their first module, outer ones first.
+
+    Of a unit whose parameters are on several meshes, each parameter group is one here.
+    """
+    states: dict[object, tuple[str, FSDPModule]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and groups_of(module):
-            units.setdefault(module._get_fsdp_state(), (name, module))
-    return dict(units.values())
+            states.setdefault(state_of(module), (name, module))
+    units: dict[str, Unit] = {}
+    for name, module in states.values():
+        count = len(groups_of(module))
+        if count == 1:
+            units[name] = module
+            continue
+        for index in range(count):
+            where = f"{name}, " if name else ""
+            units[f"{where}parameter group {index}"] = ParamGroup(module, index)
+    return units
 
 
-def has_one_mesh(unit: FSDPModule) -> bool:
-    """Whether all parameters of a unit are sharded over the same mesh."""
-    return len(groups_of(unit)) == 1
-
-
-def shard_group(unit: FSDPModule) -> dist.ProcessGroup | None:
+def shard_group(unit: Unit) -> dist.ProcessGroup | None:
     """Return the ranks that a unit is sharded over; None if it is only replicated."""
     mesh = groups_of(unit)[0].mesh_info
     return mesh.shard_process_group if isinstance(mesh, FSDPMeshInfo) else None
 
 
-def is_replicated(unit: FSDPModule) -> bool:
+def is_replicated(unit: Unit) -> bool:
     """Whether FSDP2 sums a unit's gradients over a second axis of the mesh, as with HSDP."""
     return isinstance(groups_of(unit)[0].mesh_info, DDPMeshInfo)
 
 
-def device_of(unit: FSDPModule) -> torch.device:
+def device_of(unit: Unit) -> torch.device:
     """Return where a unit is computed."""
     return groups_of(unit)[0].device
 
 
-def frees_after_forward(unit: FSDPModule, *, is_root: bool) -> bool:
+def frees_after_forward(unit: Unit, *, is_root: bool) -> bool:
     """Whether a unit's weights are gathered for forward and once more for backward.
 
     If that was left to FSDP2, it decides when the root first runs: the root stays gathered.
     """
-    stays = is_root and unit._get_fsdp_state()._auto_reshard_after_forward
+    stays = is_root and state_of(unit)._auto_reshard_after_forward
     return groups_of(unit)[0].post_forward_mesh_info is not None and not stays
 
 
-def keeps_part_after_forward(unit: FSDPModule) -> bool:
+def keeps_part_after_forward(unit: Unit) -> bool:
     """Whether fewer ranks gather a unit for backward, as with an int `reshard_after_forward`."""
     group = groups_of(unit)[0]
     return group.post_forward_mesh_info not in (None, group.mesh_info)
 
 
-def dtypes_of(unit: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
+def dtypes_of(unit: Unit) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes in which weights are gathered and gradients are reduced."""
     group = groups_of(unit)[0]
     compute = group.mp_policy.param_dtype or parameters_of(unit)[0].sharded_param.dtype
     return compute, group.mp_policy.reduce_dtype or compute
 
 
-def gathered_dtypes(unit: FSDPModule) -> set[torch.dtype]:
+def gathered_dtypes(unit: Unit) -> set[torch.dtype]:
     """Return the dtypes in which weights are gathered, without those that have their own hooks."""
     cast = groups_of(unit)[0].mp_policy.param_dtype
     plain = [each for each in parameters_of(unit) if not _has_gather_hooks(each)]
     return {cast or parameter.sharded_param.dtype for parameter in plain}
 
 
-def has_gather_hooks(unit: FSDPModule) -> bool:
+def has_gather_hooks(unit: Unit) -> bool:
     """Whether parameters of a unit have all-gather hooks."""
     return any(map(_has_gather_hooks, parameters_of(unit)))
 
 
-def collectives_of(unit: FSDPModule) -> UnitCollectives:
+def collectives_of(unit: Unit) -> UnitCollectives:
     """Return the collectives of a unit."""
     group = groups_of(unit)[0]
     return UnitCollectives(
@@ -106,16 +119,17 @@ def collectives_of(unit: FSDPModule) -> UnitCollectives:
     )
 
 
-def restore_collectives(unit: FSDPModule, collectives: UnitCollectives) -> None:
+def restore_collectives(unit: Unit, collectives: UnitCollectives) -> None:
     """Set the collectives of a unit to what they were."""
-    unit.set_custom_all_gather(collectives.all_gather)
-    unit.set_custom_reduce_scatter(collectives.reduce_scatter)
-    unit.set_force_sum_reduction_for_comms(collectives.sums)
+    for group in groups_of(unit):
+        group._all_gather_comm = collectives.all_gather
+        group._reduce_scatter_comm = collectives.reduce_scatter
+        group.force_sum_reduction_for_comms = collectives.sums
 
 
-def prefetches(unit: FSDPModule) -> bool:
+def prefetches(unit: Unit) -> bool:
     """Whether it was set which units are gathered during this one's passes."""
-    state = unit._get_fsdp_state()
+    state = state_of(unit)
     return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
 
 

@@ -9,23 +9,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
+from zeropp.fsdp_adapter.param_groups import Unit, groups_of, parameters_of
 
 
-def in_backward(unit: FSDPModule) -> bool:
+def in_backward(unit: Unit) -> bool:
     """Whether FSDP2 is gathering this unit for a backward pass."""
     groups = groups_of(unit)
     return bool(groups) and groups[0]._training_state == TrainingState.PRE_BACKWARD
 
 
-def is_gathered(unit: FSDPModule) -> bool:
+def is_gathered(unit: Unit) -> bool:
     """Whether the unit's weights are gathered, or on their way, and will be used as they are."""
     return any(
         group.is_unsharded or group._all_gather_result is not None for group in groups_of(unit)
     )
 
 
-def free_gathered(unit: FSDPModule) -> None:
+def free_gathered(unit: Unit) -> None:
     """Free the unit's full weights, and finish a prefetched gather that nobody waited for."""
     for group in groups_of(unit):
         if group._training_state != TrainingState.IDLE:
@@ -41,7 +41,7 @@ def free_gathered(unit: FSDPModule) -> None:
         group.reshard()
 
 
-def before_use(unit: FSDPModule, prepare: Callable[[], None]) -> Callable[[], None]:
+def before_use(unit: Unit, prepare: Callable[[], None]) -> Callable[[], None]:
     """Call `prepare` each time FSDP2 is about to use the unit's weights, gathered or not.
 
     A prefetch by a unit that runs alone before any root did is left out: FSDP2 cannot gather units

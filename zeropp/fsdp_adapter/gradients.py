@@ -12,7 +12,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from zeropp.fsdp_adapter import parameters
-from zeropp.fsdp_adapter.param_groups import groups_of, groups_of_state, parameters_of
+from zeropp.fsdp_adapter.param_groups import (
+    Unit,
+    groups_of,
+    groups_of_state,
+    parameters_of,
+    state_of,
+)
 
 
 def accumulates(unit: FSDPModule) -> bool:
@@ -74,7 +80,7 @@ def take_gradients(
 
 
 def before_reduction(
-    unit: FSDPModule, report: Callable[[list[int], list[int]], None] | None
+    unit: Unit, report: Callable[[list[int], list[int]], None] | None
 ) -> Callable[[], None]:
     """Complete the unit's gradients before each reduction, and call `report`.
 
@@ -86,7 +92,7 @@ def before_reduction(
 
     Returns what undoes this.
     """
-    state, groups, hooks = unit._get_fsdp_state(), groups_of(unit), []
+    state, groups, hooks = state_of(unit), groups_of(unit), []
     for group in groups:
         group.zeropp_reducer = _Reducer(state, group, group.post_backward, report)
         group.post_backward = group.zeropp_reducer
@@ -133,9 +139,9 @@ class _Reducer:
         FSDP2 would do so afterwards, and on other ranks the input may need one.
         """
         for state in reversed(self.state._state_ctx.all_states):
-            for group in groups_of_state(state):
+            for group in reversed(groups_of_state(state)):
                 reducer = getattr(group, "zeropp_reducer", self)
-                if reducer is not self and reducer.is_due and group.reduce_grads:
+                if reducer.state is not self.state and reducer.is_due and group.reduce_grads:
                     reducer()
 
 

@@ -6,10 +6,9 @@ Private names of `FSDPParam` and of tensors are used here, for torch 2.11 to 2.1
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeropp.fsdp_adapter.param_groups import parameters_of
+from zeropp.fsdp_adapter.param_groups import Unit, parameters_of
 
 Versions = tuple[int, ...]
 
@@ -26,7 +25,7 @@ def inherit(parameter: torch.Tensor, original: torch.Tensor) -> None:
             setattr(parameter, name, hooks)
 
 
-def versions(unit: FSDPModule) -> Versions:
+def versions(unit: Unit) -> Versions:
     """Return the versions of the unit's shards: writes into them in place raise one.
 
     A DTensor and the tensor that it holds have a version each.

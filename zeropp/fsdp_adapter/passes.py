@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp.errors import InputError
 from zeropp.fsdp_adapter.gradients import forget_forward
-from zeropp.fsdp_adapter.param_groups import groups_of_state
+from zeropp.fsdp_adapter.param_groups import Unit, groups_of_state, state_of
 
 
 def backward_id() -> int:
@@ -72,15 +72,15 @@ def use_as_pass(
     setattr(model, name, as_pass)
 
 
-def is_in_pass(root: FSDPModule) -> bool:
-    """Whether FSDP2 waits for the end of a pass of this root module."""
-    context = root._get_fsdp_state()._state_ctx
-    return context.iter_forward_root is not None or awaits_end_of_backward(root)
+def is_in_pass(unit: Unit) -> bool:
+    """Whether FSDP2 waits for the end of a pass of the root module that has this unit."""
+    context = state_of(unit)._state_ctx
+    return context.iter_forward_root is not None or awaits_end_of_backward(unit)
 
 
-def awaits_end_of_backward(root: FSDPModule) -> bool:
-    """Whether a backward pass of this root module has begun and not ended."""
-    return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+def awaits_end_of_backward(unit: Unit) -> bool:
+    """Whether a backward pass of the root module that has this unit has begun and not ended."""
+    return state_of(unit)._state_ctx.post_backward_final_callback_queued
 
 
 def abandon_pass(root: FSDPModule) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
+from zeropp.fsdp_adapter.param_groups import Unit, groups_of, parameters_of
 from zeropp.fsdp_adapter.parameters import inherit, inherit_when_gathered
 from zeropp.fsdp_adapter.whole_parameters import keep_shard_of_whole
 
@@ -88,20 +88,25 @@ def replica_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._unflatten(0, (mesh.size(), 1), ("replica", "shard"))
 
 
-def use_all_gather(unit: FSDPModule, comm: AllGather) -> None:
-    """Use `comm` to gather the unit's weights."""
-    unit.set_custom_all_gather(comm)
+def use_all_gather(unit: Unit, comm: AllGather) -> None:
+    """Use `comm` to gather the unit's weights.
+
+    `set_custom_all_gather` refuses units of several parameter groups.
+    """
+    for group in groups_of(unit):
+        group._all_gather_comm = comm
 
 
-def use_reduce_scatter(unit: FSDPModule, comm: ReduceScatter, *, divides: bool) -> None:
+def use_reduce_scatter(unit: Unit, comm: ReduceScatter, *, divides: bool) -> None:
     """Use `comm` to reduce the unit's gradients: it is called with the op SUM.
 
     With `divides`, `comm` averages them; otherwise FSDP2 divides afterwards.
     """
-    unit.set_custom_reduce_scatter(comm)
-    unit.set_force_sum_reduction_for_comms(True)
-    if divides:
-        unit.set_gradient_divide_factor(1.0)
+    for group in groups_of(unit):
+        group._reduce_scatter_comm = comm
+        group.force_sum_reduction_for_comms = True
+        if divides:
+            group.gradient_divide_factor = 1.0
 
 
 def divide_gradients(unit: FSDPModule, divisor: int) -> None:
@@ -137,7 +142,7 @@ def gather_back(blocks: Sequence[FSDPModule]) -> None:
         block.set_modules_to_backward_prefetch([blocks[max(0, index - 1)]])
 
 
-def own_specs(unit: FSDPModule) -> tuple[ShardSpec, ...]:
+def own_specs(unit: Unit) -> tuple[ShardSpec, ...]:
     """Return the unit's own parameters, not those of units inside it, in buffer order."""
     return tuple(map(_spec, parameters_of(unit)))
 
@@ -185,7 +190,7 @@ def store(shard: Shard, stored: torch.Tensor) -> None:
         del parameter._unsharded_param
 
 
-def is_trainable(unit: FSDPModule) -> bool:
+def is_trainable(unit: Unit) -> bool:
     """Whether any of the unit's own parameters requires gradients."""
     return any(parameter.sharded_param.requires_grad for parameter in parameters_of(unit))
 
@@ -205,12 +210,12 @@ def shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, parameter._spec, requires_grad=False)
 
 
-def name_of(unit: FSDPModule) -> str:
+def name_of(unit: Unit) -> str:
     """Return the unit's name in its root module, after the first forward pass."""
     return next((group._module_fqn for group in groups_of(unit)), "") or "the root"
 
 
-def shards(unit: FSDPModule) -> list[nn.Parameter]:
+def shards(unit: Unit) -> list[nn.Parameter]:
     """Return the unit's parameters, as shards, in the order of `own_specs`."""
     return [parameter.sharded_param for parameter in parameters_of(unit)]
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
-from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of
+from zeropp.fsdp_adapter.param_groups import Unit, groups_of, parameters_of
 
 
 def gather_whole(tensor: DTensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class WholeParameter(torch.Tensor):
         return whole
 
 
-def has_whole_parameters(unit: FSDPModule) -> bool:
+def has_whole_parameters(unit: Unit) -> bool:
     """Whether some of the unit's parameters are whole in the place of their shards."""
     return any(isinstance(each.sharded_param, WholeParameter) for each in parameters_of(unit))
 

@@ -25,7 +25,7 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
     GATHER_HOOKS,
     Units,
-    common_group,
+    data_group,
     obstacles,
     require_attachable_settings,
     require_module,
@@ -69,10 +69,14 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
     All ranks call `attach` between two steps, before or after the optimizer is made. Values that
     are not quantized are sent in the dtype that FSDP2 would use.
 
-    A unit keeps its collectives if its parameters are on several meshes, if it is only replicated,
-    or if it has collectives that are not FSDP2's. So does a unit whose parameters have all-gather
-    hooks, if weights are to be quantized or kept. `Attached.skipped` says which ones and why. With
-    HSDP, FSDP2 still sums over the replicas, without quantization.
+    Experts may be sharded over some of the data ranks, as units of their own or as a parameter
+    group of their block's unit. They then send along an axis of their own; tokens are sent as
+    before.
+
+    A unit keeps its collectives if it is only replicated, or if it has collectives that are not
+    FSDP2's. So does a unit whose parameters have all-gather hooks, if weights are to be quantized
+    or kept. `Attached.skipped` says which ones and why. With HSDP, FSDP2 still sums over the
+    replicas, without quantization.
 
     Args:
         model: A model to whose blocks and root `fully_shard` was applied.
@@ -85,9 +89,9 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
 
     Raises:
         InputError: On all ranks, before anything is changed, for a model that is not sharded or
-            attached already, stage 0, an hpZ partition that does not fit, units on different
-            meshes, 64-bit weights or gradients, settings that need `zeropp.shard`, and ranks whose
-            settings, units or parameters differ.
+            attached already, stage 0, an hpZ partition that does not fit, units on meshes of which
+            none contains the others, 64-bit weights or gradients, settings that need
+            `zeropp.shard`, and ranks whose settings, units or parameters differ.
         RankError: On the other ranks, for any other exception of one rank.
 
     Example:
@@ -128,23 +132,16 @@ def _plan_attachment(
     require_attachable_settings(config)
     skipped = obstacles(named)
     units = _others(named, skipped)
-    group = common_group(units)
-    ranks = dist.get_process_group_ranks(group)
-    axis = DataAxis.of(config, find_nodes_of(group, config), ranks, group.rank())
-    if not axis.weights.is_flat:
-        hooked = [name for name, unit in units.items() if fsdp.has_gather_hooks(unit)]
-        skipped |= dict.fromkeys(hooked, GATHER_HOOKS)
-        units = _others(named, skipped)
+    data_group(units)
+    axes = _axes_of(units, config)
+    skipped |= {
+        name: GATHER_HOOKS
+        for name, unit in units.items()
+        if not axes[name].weights.is_flat and fsdp.has_gather_hooks(unit)
+    }
+    units = _others(named, skipped)
     planned = {
-        name: UnitPlan(
-            specs=fsdp.own_specs(unit),
-            axis=axis,
-            dtype=fsdp.dtypes_of(unit)[0],
-            wire_dtype=_wire_dtype(unit, config),
-            is_root=unit is model,
-            regathers=fsdp.frees_after_forward(unit, is_root=unit is model),
-            num_shards=len(ranks),
-        )
+        name: _plan_unit(unit, axes[name], config, is_root=fsdp.module_of(unit) is model)
         for name, unit in units.items()
     }
     require_types(units, {name: plan.wire_dtype for name, plan in planned.items()})
@@ -156,13 +153,14 @@ def _plan_attachment(
         compute_dtype=first.dtype,
         units=tuple(planned.values()),
     )
-    return Attached(model, units, skipped, group, plan, config)
+    return Attached(model, units, skipped, data_group(units), plan, config)
 
 
 class Attached:
     """A model that is attached: its units, its ledger, and the weights' secondary copies under hpZ.
 
-    `units` and `skipped`, which has reasons, are by the names of modules.
+    `units` and `skipped`, which has reasons, are by the names of modules. A unit is in both if it
+    has several parameter groups, of which some are skipped.
     """
 
     def __init__(
@@ -174,23 +172,29 @@ class Attached:
         plan: Plan,
         config: ZeroConfig,
     ) -> None:
-        self.model, self.units, self.skipped = model, dict(units), dict(skipped)
+        self.model, self.skipped = model, dict(skipped)
+        modules = {fsdp.module_of(unit) for unit in units.values()}
+        self.units = {name: each for name, each in model.named_modules() if each in modules}
         self.config, self.plan = config, plan
         self.group, self.traffic = group, Traffic()
-        self.copies = copies_of(plan.units[0].axis.weights, config)
+        routes = (unit.axis.weights for unit in plan.units)
+        keeping = next(filter(attrgetter("keeps"), routes), None)
+        self.copies = copies_of(keeping, config) if keeping else None
+        self._planned = units
         self._previous = {unit: fsdp.collectives_of(unit) for unit in units.values()}
 
     def install(self) -> None:
         """Set the collectives; `attach` does it."""
-        units = [*self.units.values()]
+        units = [*self._planned.values()]
         self._kept = KeptWeights(self.model, self.copies, self.group)
         if self.plan.axis.nodes.machines > 1:
             self.plan = self.plan.with_coding(fsdp.device_of(units[0]))
         use = GradientUse(self.group, fsdp.device_of(units[0]))
         self._wiring = Wiring(self.traffic, use, self._kept, divides=False)
-        if self.group.size() > 1:
-            for unit, plan in zip(units, self.plan.units, strict=True):
+        for unit, plan in zip(units, self.plan.units, strict=True):
+            if plan.axis.nodes.num_ranks > 1:  # else FSDP2 sends nothing
                 self._wiring.connect(unit, plan, stage=self.plan.stage)
+        if self.group.size() > 1:
             self._gather_ahead()
         self._kept.add(self.model, units)
         self._wiring.undo.callback(self._kept.close)
@@ -230,8 +234,8 @@ class Attached:
     def settings(self) -> dict[str, object]:
         """Return by name what must be the same on all ranks, or they would wait for each other."""
         dotted = {name: attrgetter(name)(self.config) for name in sorted(HONOURED - {STAGE})}
-        per_node = self.plan.units[0].axis.nodes.ranks_per_node
-        return dotted | {"ranks per node": per_node} | unit_values(self.model, self.units)
+        per_node = [axis.nodes.ranks_per_node for axis in self.plan.axes]
+        return dotted | {"ranks per node": per_node} | unit_values(self.model, self._planned)
 
     def describe(self, num_micro_batches: int = 1) -> Rows:
         """Return table rows (name, text): the collectives as they run, and the bytes a node sends.
@@ -273,9 +277,14 @@ class Attached:
 
 def _log(attached: Attached) -> None:
     """Log what is sent from now on, and which settings have no effect."""
-    for name, text in attached.describe():
-        if name != "sends":
-            log.info("zeropp.attach, %s: %s", name, text.replace("\n", "; "))
+    plan = attached.plan
+    for axis in plan.axes:
+        units = tuple(unit for unit in plan.units if unit.axis is axis)
+        where = f" of {len(units)} units on {axis.nodes.num_ranks} ranks"
+        for name, text in describe(replace(plan, units=units)):
+            if name != "sends":
+                what = name + (where if len(plan.axes) > 1 else "")
+                log.info("zeropp.attach, %s: %s", what, text.replace("\n", "; "))
     if without_effect := sorted(attached.config.file_keys - HONOURED):
         log.info(
             "zeropp.attach: no effect on a model that is sharded already: %s",
@@ -290,7 +299,32 @@ def _root_of(model: nn.Module) -> fsdp.FSDPModule:
     return next(module for module in model.modules() if isinstance(module, fsdp.FSDPModule))
 
 
-def _wire_dtype(unit: fsdp.FSDPModule, config: ZeroConfig) -> torch.dtype:
+def _axes_of(units: Units, config: ZeroConfig) -> dict[str, DataAxis]:
+    """Return by name the axis of each unit; those that are on the same ranks have one axis."""
+    axes: dict[tuple[int, ...], DataAxis] = {}
+    by_name = {}
+    for name, unit in units.items():
+        group = fsdp.shard_group(unit)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in axes:
+            axes[ranks] = DataAxis.of(config, find_nodes_of(group, config), ranks, group.rank())
+        by_name[name] = axes[ranks]
+    return by_name
+
+
+def _plan_unit(unit: fsdp.Unit, axis: DataAxis, config: ZeroConfig, *, is_root: bool) -> UnitPlan:
+    return UnitPlan(
+        specs=fsdp.own_specs(unit),
+        axis=axis,
+        dtype=fsdp.dtypes_of(unit)[0],
+        wire_dtype=_wire_dtype(unit, config),
+        is_root=is_root,
+        regathers=fsdp.frees_after_forward(unit, is_root=is_root),
+        num_shards=axis.nodes.num_ranks,
+    )
+
+
+def _wire_dtype(unit: fsdp.Unit, config: ZeroConfig) -> torch.dtype:
     """Return what unquantized gradients travel in: what is set, or what FSDP2 would send."""
     if config.communication_data_type is not None:
         return getattr(torch, config.wire_format)

@@ -20,7 +20,7 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.cut import Place
 from zeropp.wire.collectives import WeightGather
 
-Units = Mapping[str, fsdp.FSDPModule]  # by the names of modules
+Units = Mapping[str, fsdp.Unit]  # by name
 GATHER_HOOKS = "its parameters say themselves what is gathered of them (fsdp_pre_all_gather)"
 
 
@@ -204,12 +204,11 @@ def require_sharded(model: nn.Module, units: Units) -> None:
             "the model was sharded, or shard it by zeropp.shard, which sets the same collectives"
         )
     for name, unit in units.items():
-        if fsdp.has_one_mesh(unit):
-            if isinstance(fsdp.collectives_of(unit).all_gather, WeightGather):
-                raise InputError(
-                    f"zeropp.attach: {name or 'the model'} has ZeRO++'s collectives already, by "
-                    "zeropp.shard or zeropp.attach: call detach() of what that returned first"
-                )
+        if isinstance(fsdp.collectives_of(unit).all_gather, WeightGather):
+            raise InputError(
+                f"zeropp.attach: {name or 'the model'} has ZeRO++'s collectives already, by "
+                "zeropp.shard or zeropp.attach: call detach() of what that returned first"
+            )
 
 
 def require_attachable_settings(config: ZeroConfig) -> None:
@@ -236,19 +235,23 @@ def obstacles(units: Units) -> dict[str, str]:
     return {name: reason for name, unit in units.items() if (reason := _obstacle(unit))}
 
 
-def common_group(units: Units) -> dist.ProcessGroup:
-    """Return the ranks that all units are sharded over; raise InputError if they differ."""
-    (first_name, first), *others = units.items()
-    group = fsdp.shard_group(first)
-    ranks = dist.get_process_group_ranks(group)
-    for name, unit in others:
-        other_ranks = dist.get_process_group_ranks(fsdp.shard_group(unit))
-        if other_ranks != ranks:
+def data_group(units: Units) -> dist.ProcessGroup:
+    """Return the ranks that share the units: of several groups the one that contains the others.
+
+    Experts are sharded over some of the data ranks. Raises InputError unless one contains all.
+    """
+    groups = {name: fsdp.shard_group(unit) for name, unit in units.items()}
+    ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    data = max(ranks, key=lambda name: len(ranks[name]))
+    for name, its in ranks.items():
+        if not {*its} <= {*ranks[data]}:
             raise InputError(
-                f"zeropp.attach: {first_name or 'the model'} is sharded over the ranks {ranks} and "
-                f"{name} over {other_ranks}: attach the modules of each mesh by themselves"
+                f"zeropp.attach: {data or 'the model'} is sharded over the ranks {ranks[data]} and "
+                f"{name or 'the model'} over {its}, which are not among these: what is sharded "
+                "over fewer ranks, as experts are, must be so over some of the data ranks. Split "
+                "the experts over as many ranks as tensor parallelism uses, or a multiple of that"
             )
-    return group
+    return groups[data]
 
 
 def require_types(units: Units, wire_dtypes: Mapping[str, torch.dtype]) -> None:
@@ -292,17 +295,16 @@ def unit_values(model: nn.Module, units: Units) -> dict[str, object]:
         weights, gradients = fsdp.dtypes_of(unit)
         values[f"the type in which {where} gathers weights"] = weights
         values[f"the type in which {where} reduces gradients"] = gradients
-        frees = fsdp.frees_after_forward(unit, is_root=unit is model)
+        frees = fsdp.frees_after_forward(unit, is_root=fsdp.module_of(unit) is model)
         values[f"reshard_after_forward of {where}"] = frees
+        values[f"number of ranks that share {where}"] = fsdp.shard_group(unit).size()
         shards = enumerate(fsdp.shards(unit))
         named = ((names.get(id(each), f"{name} parameter {i}"), each) for i, each in shards)
         values |= parameter_values(named)
     return values
 
 
-def _obstacle(unit: fsdp.FSDPModule) -> str | None:
-    if not fsdp.has_one_mesh(unit):
-        return "its parameters are on several meshes"
+def _obstacle(unit: fsdp.Unit) -> str | None:
     if fsdp.shard_group(unit) is None:
         return "it is replicated, not sharded"
     if fsdp.keeps_part_after_forward(unit):

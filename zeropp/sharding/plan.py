@@ -121,9 +121,14 @@ class Plan:
     is_plain: bool = False
 
     @property
+    def axes(self) -> tuple[DataAxis, ...]:
+        """The axes of the units, each once."""
+        return tuple(dict.fromkeys(unit.axis for unit in self.units))
+
+    @property
     def axis(self) -> DataAxis | None:
-        """The data axis of the roots; None where nothing is sharded."""
-        return self.units[-1].axis if self.units else None
+        """The data axis, which has the ranks of all others; None where nothing is sharded."""
+        return max(self.axes, key=lambda axis: axis.nodes.num_ranks, default=None)
 
     @property
     def num_ranks(self) -> int:
@@ -138,7 +143,7 @@ class Plan:
     def plain(self) -> "Plan":
         """Return the plan of the same stage and shapes under plain FSDP2."""
         flat: dict[DataAxis, DataAxis] = {}
-        for axis in (unit.axis for unit in self.units):
+        for axis in self.axes:
             route = Route(nodes=axis.nodes, inner=axis.nodes.num_ranks)
             flat[axis] = replace(axis, weights=route, gradients=route)
         units = tuple(
@@ -157,7 +162,7 @@ class Plan:
         They may be measured with tensors on `device`; all ranks call it.
         """
         axes = {}
-        for axis in dict.fromkeys(unit.axis for unit in self.units):
+        for axis in self.axes:
             weights, gradients = axis.weights, axis.gradients
             if None in (weights.is_coded, gradients.is_coded):
                 place = axis.ranks, axis.position, device

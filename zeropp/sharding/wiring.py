@@ -34,13 +34,13 @@ class Wiring:
         *,
         divides: bool = True,
     ) -> None:
-        self.gathers: dict[fsdp.FSDPModule, WeightGather] = {}
+        self.gathers: dict[fsdp.Unit, WeightGather] = {}
         self.undo = ExitStack()
         self._traffic, self._use, self._kept, self._divides = traffic, use, kept, divides
         self._in_flight = Reductions()
         self._communicators: dict[tuple[DataAxis, str], Communicators] = {}
 
-    def connect(self, unit: fsdp.FSDPModule, plan: UnitPlan, *, stage: int) -> None:
+    def connect(self, unit: fsdp.Unit, plan: UnitPlan, *, stage: int) -> None:
         """Install the planned collectives; stage 0 and a single rank keep those of FSDP2."""
         if not plan.specs:
             return
@@ -53,7 +53,7 @@ class Wiring:
         self.use_gather(unit, plan.axis)
         self.use_mean(unit, plan.axis, plan.wire_dtype)
 
-    def watch(self, unit: fsdp.FSDPModule) -> None:
+    def watch(self, unit: fsdp.Unit) -> None:
         """Note which gradients FSDP2 reduces."""
         note: Callable | None = None
         if self._use is not None:
@@ -61,14 +61,14 @@ class Wiring:
             note = partial(self._use.note, unit)
         self.undo.callback(fsdp.before_reduction(unit, note))
 
-    def use_gather(self, unit: fsdp.FSDPModule, axis: DataAxis) -> None:
+    def use_gather(self, unit: fsdp.Unit, axis: DataAxis) -> None:
         """Gather the unit's weights along the route of the axis."""
         communicators = self._communicators_of(axis, axis.weights, "weights")
         gather = WeightGather(unit, axis.weights, communicators, self._kept)
         self.gathers[unit] = gather
         fsdp.use_all_gather(unit, gather)
 
-    def use_mean(self, unit: fsdp.FSDPModule, axis: DataAxis, wire_dtype: torch.dtype) -> None:
+    def use_mean(self, unit: fsdp.Unit, axis: DataAxis, wire_dtype: torch.dtype) -> None:
         """Average the unit's gradients along the route of the axis."""
         route, rounds = axis.gradients, fsdp.is_replicated(unit)
         communicators = self._communicators_of(axis, route, "gradients")

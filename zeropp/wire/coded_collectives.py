@@ -31,7 +31,7 @@ def gather_changes(
     layout: RowLayout,
     purpose: str,
     *,
-    unit: fsdp.FSDPModule,
+    unit: fsdp.Unit,
     async_op: bool,
 ) -> Hops:
     """`row` (1, P) of each member -> `rows` (N, P), in place; all members hold the same rows."""
@@ -53,7 +53,7 @@ def exchange_rows(
     layout: RowLayout,
     purpose: str,
     *,
-    unit: fsdp.FSDPModule,
+    unit: fsdp.Unit,
     async_op: bool,
 ) -> Generator[dist.Work | None, None, Tensor]:
     """`rows` (N, P), the i-th for member i -> those for this one (N, P), in the senders' order."""
@@ -72,7 +72,7 @@ def exchange_rows(
 
 
 def is_same_on_all_nodes(
-    rows: Tensor, outer: Communicator, purpose: str, unit: fsdp.FSDPModule, *, async_op: bool
+    rows: Tensor, outer: Communicator, purpose: str, unit: fsdp.Unit, *, async_op: bool
 ) -> Generator[dist.Work | None, None, bool]:
     """Return whether all ranks of the hop hold the same `rows` (N, P); each sends CHECK_BYTES."""
     words = rows.view(torch.int64).flatten()

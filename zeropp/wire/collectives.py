@@ -53,7 +53,7 @@ class WeightGather(fsdp.AllGather):
 
     def __init__(
         self,
-        unit: fsdp.FSDPModule,
+        unit: fsdp.Unit,
         route: Route,
         communicators: tuple[Communicator | None, Communicator | None],
         kept: KeptWeights | None,
@@ -178,7 +178,7 @@ class GradientMean(fsdp.ReduceScatter):
 
     def __init__(
         self,
-        unit: fsdp.FSDPModule,
+        unit: fsdp.Unit,
         route: Route,
         communicators: tuple[Communicator | None, Communicator | None],
         wire_dtype: torch.dtype,

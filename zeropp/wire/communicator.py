@@ -54,7 +54,7 @@ class Communicator:
         shard: torch.Tensor,
         purpose: str,
         *,
-        unit: fsdp.FSDPModule,
+        unit: fsdp.Unit,
         async_op: bool = False,
     ) -> dist.Work | None:
         """`shard` of each member, in the order of the hop, -> `output`, on every member."""
@@ -71,7 +71,7 @@ class Communicator:
         rows: torch.Tensor,
         purpose: str,
         *,
-        unit: fsdp.FSDPModule,
+        unit: fsdp.Unit,
         async_op: bool = False,
     ) -> dist.Work | None:
         """`rows` in equal parts, the i-th for member i -> `received`, in the order of senders."""
@@ -89,7 +89,7 @@ class Communicator:
         layout: RowLayout,
         purpose: str,
         *,
-        unit: fsdp.FSDPModule,
+        unit: fsdp.Unit,
         async_op: bool = False,
     ) -> tuple[dist.Work | None, Mapping[int, torch.Tensor]]:
         """Send each member its coded row of a layout; return what will hold theirs.
@@ -119,7 +119,7 @@ class Communicator:
         return self.is_gloo and tensor.device.type == "cpu"
 
     def _named(
-        self, work: dist.Work, operation: str, unit: fsdp.FSDPModule, *, async_op: bool
+        self, work: dist.Work, operation: str, unit: fsdp.Unit, *, async_op: bool
     ) -> dist.Work | None:
         def name() -> str:
             what = operation.replace("_", " ")

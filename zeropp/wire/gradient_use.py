@@ -35,7 +35,7 @@ class _Comparison:
 
     notes: HostCopy
     digests: bytes  # at the end of the notes if all ranks have reduced `order`
-    order: tuple[fsdp.FSDPModule, ...]
+    order: tuple[fsdp.Unit, ...]
 
     def require_same_order(self, which: str) -> None:
         """Raise InputError, on all ranks, if they have reduced different units in `which` pass."""
@@ -56,13 +56,13 @@ class GradientUse:
     ) -> None:
         self._group, self._device = group, device
         self._gradients = gradients or Gradients()
-        self._begin: dict[fsdp.FSDPModule, int] = {}  # of a unit's parameters among all
+        self._begin: dict[fsdp.Unit, int] = {}  # of a unit's parameters among all
         self._used = bytearray()
         self._passes: set[int] = set()  # running backward passes at whose end ranks compare
         self._last: _Comparison | None = None  # of a pass that ended, not looked at yet
         self.discard()
 
-    def add(self, unit: fsdp.FSDPModule) -> None:
+    def add(self, unit: fsdp.Unit) -> None:
         """Include a unit, in the same order on every rank, between two passes."""
         self._begin[unit] = len(self._used)
         self._used += bytes(len(fsdp.own_specs(unit)))
@@ -70,13 +70,11 @@ class GradientUse:
     def discard(self) -> None:
         """Forget the notes of a pass that did not end."""
         self._used = bytearray(len(self._used))
-        self._order: list[fsdp.FSDPModule] = []
+        self._order: list[fsdp.Unit] = []
         self._unused: dict[int, nn.Parameter] = {}  # got zeros here, and had no gradient before
         self._passes.clear()
 
-    def note(
-        self, unit: fsdp.FSDPModule, with_gradient: Sequence[int], reduced: Sequence[int]
-    ) -> None:
+    def note(self, unit: fsdp.Unit, with_gradient: Sequence[int], reduced: Sequence[int]) -> None:
         """Note a reduction before it begins; see `zeropp.fsdp_adapter.before_reduction`."""
         refuse_capture(self._device, "which gradients no rank has used")
         if fsdp.backward_id() not in self._passes:

@@ -102,10 +102,10 @@ class Reductions:
 
     def __init__(self) -> None:
         self._running: list[tuple[Hops, dist.Work]] = []
-        self._units: dict[fsdp.FSDPModule, None] = {}  # whose gradients may be in flight
+        self._units: dict[fsdp.Unit, None] = {}  # whose gradients may be in flight
         self._backward = None  # id of the pass they belong to
 
-    def add(self, unit: fsdp.FSDPModule, hops: Hops) -> None:
+    def add(self, unit: fsdp.Unit, hops: Hops) -> None:
         """Start a reduction, then advance those that were started before."""
         if self._backward != fsdp.backward_id():
             self.end()  # a nested pass, or the last one ended with an error

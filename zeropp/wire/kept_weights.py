@@ -34,7 +34,7 @@ from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.scalar_gradients import ScalarGradients
 from zeropp.wire.secondary_copies import OwnRow, SecondaryCopies
 
-Units = Sequence[fsdp.FSDPModule]
+Units = Sequence[fsdp.Unit]
 
 # What a rank tells of a unit; the largest note of any rank counts.
 UNCHANGED, STEPPED, WRITTEN = range(3)
@@ -51,7 +51,7 @@ class Notice(torch.optim.Optimizer):
 
 
 class _NoticeOfShards(Notice):
-    def those_with_some(self, units: Iterable[fsdp.FSDPModule]) -> Units:
+    def those_with_some(self, units: Iterable[fsdp.Unit]) -> Units:
         """Return the units that have a shard among the parameters."""
         ids = {id(each) for group in self.param_groups for each in group["params"]}
         return [unit for unit in units if any(id(each) in ids for each in fsdp.shards(unit))]
@@ -99,11 +99,11 @@ class KeptWeights:
     ) -> None:
         self.copies, self._scalars, self._data_group = copies, scalars, group
         self._ranks = dist.get_process_group_ranks(group) if group is not None else []
-        self._units: list[fsdp.FSDPModule] = []
+        self._units: list[fsdp.Unit] = []
         self._hooked: set[nn.Module] = set()
-        self._versions: dict[fsdp.FSDPModule, fsdp.Versions] = {}  # of what is kept
-        self._written: set[fsdp.FSDPModule] = set()  # and stepped since, so that no version tells
-        self._stepped: set[fsdp.FSDPModule] = set()  # maybe, by optimizers that hold no shards
+        self._versions: dict[fsdp.Unit, fsdp.Versions] = {}  # of what is kept
+        self._written: set[fsdp.Unit] = set()  # and stepped since, so that no version tells
+        self._stepped: set[fsdp.Unit] = set()  # maybe, by optimizers that hold no shards
         self._undo = ExitStack()
         for register, method in (
             (register_optimizer_step_pre_hook, self._before_step),
@@ -154,7 +154,7 @@ class KeptWeights:
         """Drop what is kept of units that were written without notice; all ranks call it."""
         self._drop_written(self._units)
 
-    def restore(self, unit: fsdp.FSDPModule, own: OwnRow) -> None:
+    def restore(self, unit: fsdp.Unit, own: OwnRow) -> None:
         """Let the unit's next gather begin with this rank's row, as a checkpoint holds it."""
         self.copies.restore(unit, own)
         self._note_versions(unit)
@@ -192,9 +192,9 @@ class KeptWeights:
                 self._versions[unit] = fsdp.versions(unit)  # but `_written` stays
 
     def _before_pass(self, inside: Container[nn.Module]) -> None:
-        self._drop_written([unit for unit in self._units if unit in inside])
+        self._drop_written([unit for unit in self._units if fsdp.module_of(unit) in inside])
 
-    def _before_use(self, unit: fsdp.FSDPModule) -> None:
+    def _before_use(self, unit: fsdp.Unit) -> None:
         """Note what the unit is gathered from, unless something that is kept will be used."""
         if not fsdp.is_in_pass(unit) and fsdp.backward_id() == -1:  # somebody called `unshard()`
             self._drop_written([unit])
@@ -204,7 +204,7 @@ class KeptWeights:
         if not (has_copy or fsdp.is_gathered(unit) or fsdp.has_whole_parameters(unit)):
             self._note_versions(unit)
 
-    def _note_versions(self, unit: fsdp.FSDPModule) -> None:
+    def _note_versions(self, unit: fsdp.Unit) -> None:
         """Note that what will be kept of a unit is that of its shards now."""
         self._versions[unit] = fsdp.versions(unit)
         self._written.discard(unit)
@@ -230,16 +230,16 @@ class KeptWeights:
             fsdp.free_gathered(unit)
         self._stepped.difference_update(units)
 
-    def _note_of(self, unit: fsdp.FSDPModule) -> int:
+    def _note_of(self, unit: fsdp.Unit) -> int:
         if self._was_written(unit):
             return WRITTEN
         return STEPPED if unit in self._stepped else UNCHANGED
 
-    def _is_kept(self, unit: fsdp.FSDPModule) -> bool:
+    def _is_kept(self, unit: fsdp.Unit) -> bool:
         has_copy = self.copies is not None and self.copies.has(unit)
         return has_copy or fsdp.is_gathered(unit)
 
-    def _was_written(self, unit: fsdp.FSDPModule) -> bool:
+    def _was_written(self, unit: fsdp.Unit) -> bool:
         return unit in self._written or self._versions.get(unit) != fsdp.versions(unit)
 
     def _of_any_rank(self, own: Sequence[int]) -> Sequence[int]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.settings.zero_config import ZeroConfig
@@ -37,13 +37,13 @@ class SecondaryCopies:
         self.in_evaluation, self.updates = in_evaluation, updates
         self.version = 0
         self._check_interval = check_interval
-        self._num_updates: Counter[nn.Module] = Counter()
-        self._rows: dict[nn.Module, CrossStreamTensor] = {}
-        self._outdated: set[nn.Module] = set()
-        self._trained: set[nn.Module] = set()
-        self._loaded: dict[nn.Module, OwnRow] = {}
+        self._num_updates: Counter[fsdp.Unit] = Counter()
+        self._rows: dict[fsdp.Unit, CrossStreamTensor] = {}
+        self._outdated: set[fsdp.Unit] = set()
+        self._trained: set[fsdp.Unit] = set()
+        self._loaded: dict[fsdp.Unit, OwnRow] = {}
 
-    def note_use(self, unit: nn.Module) -> None:
+    def note_use(self, unit: fsdp.Unit) -> None:
         """Note that the unit is about to be used, and whether that may train it.
 
         A unit that has been trainable in a pass may be changed by any later step, also once it is
@@ -52,23 +52,23 @@ class SecondaryCopies:
         if fsdp.is_trainable(unit):
             self.note_trained(unit)
 
-    def note_trained(self, unit: nn.Module) -> None:
+    def note_trained(self, unit: fsdp.Unit) -> None:
         """Note that any later step of an optimizer may change the unit."""
         self._trained.add(unit)
 
-    def has(self, unit: nn.Module) -> bool:
+    def has(self, unit: fsdp.Unit) -> bool:
         """Whether rows of the unit are kept, maybe out of date, or from a checkpoint."""
         return unit in self._rows or unit in self._loaded
 
-    def is_current(self, unit: nn.Module) -> bool:
+    def is_current(self, unit: fsdp.Unit) -> bool:
         """Whether the next gather will begin with rows that are kept."""
         return unit in self._rows and unit not in self._outdated
 
-    def get(self, unit: nn.Module) -> Tensor | None:
+    def get(self, unit: fsdp.Unit) -> Tensor | None:
         """Return the unit's rows for use on the current stream, or None if there is no copy."""
         return self._on_current_stream(unit) if self.is_current(unit) else None
 
-    def get_outdated(self, unit: nn.Module) -> Tensor | None:
+    def get_outdated(self, unit: fsdp.Unit) -> Tensor | None:
         """Return the unit's rows from before the last steps of optimizers; None if there are none.
 
         They are to be brought up to date in place, and kept again. The current stream waits for
@@ -76,16 +76,16 @@ class SecondaryCopies:
         """
         return self._rows[unit].for_writing() if unit in self._outdated else None
 
-    def note_read(self, unit: nn.Module) -> None:
+    def note_read(self, unit: fsdp.Unit) -> None:
         """Take note that a gather of the unit, all of which is queued, reads rows that are kept."""
         if rows := self._rows.get(unit):
             rows.note_read()
 
-    def get_loaded(self, unit: nn.Module) -> OwnRow | None:
+    def get_loaded(self, unit: fsdp.Unit) -> OwnRow | None:
         """Return this rank's row from a checkpoint, until a copy is kept; None if there is none."""
         return self._loaded.get(unit)
 
-    def keep(self, unit: nn.Module, rows: Tensor, version: int) -> None:
+    def keep(self, unit: fsdp.Unit, rows: Tensor, version: int) -> None:
         """Keep `rows`, gathered or brought up to date at `version`.
 
         If the weights have changed since, they are not kept, or are out of date again.
@@ -109,7 +109,7 @@ class SecondaryCopies:
         for each in (self._rows, self._outdated, self._loaded):
             each.clear()
 
-    def note_step(self, units: Iterable[nn.Module]) -> None:
+    def note_step(self, units: Iterable[fsdp.Unit]) -> None:
         """Note that an optimizer may have stepped these units: drop their copies, or bring them up
         to date in the next gather."""
         self.version += 1
@@ -123,7 +123,7 @@ class SecondaryCopies:
             else:
                 del self._rows[unit]
 
-    def check_is_due(self, unit: nn.Module) -> bool:
+    def check_is_due(self, unit: fsdp.Unit) -> bool:
         """Note that the unit's copies were brought up to date, and return whether to compare them.
 
         They are brought up to date by the same calls on all ranks.
@@ -131,14 +131,14 @@ class SecondaryCopies:
         self._num_updates[unit] += 1
         return self._check_interval > 0 and self._num_updates[unit] % self._check_interval == 0
 
-    def drop_of(self, unit: nn.Module) -> None:
+    def drop_of(self, unit: fsdp.Unit) -> None:
         """Drop the copy of one unit."""
         self.version += 1
         self._rows.pop(unit, None)
         self._loaded.pop(unit, None)
         self._outdated.discard(unit)
 
-    def own_row(self, unit: nn.Module, place: int) -> OwnRow | None:
+    def own_row(self, unit: fsdp.Unit, place: int) -> OwnRow | None:
         """Return this rank's row of a copy that steps bring up to date; it shares its memory.
 
         `place` is that of the row in the copy.
@@ -148,7 +148,7 @@ class SecondaryCopies:
         row = self._rows[unit].on_current_stream()[place]
         return OwnRow(row, is_outdated=unit in self._outdated)
 
-    def restore(self, unit: nn.Module, own: OwnRow) -> None:
+    def restore(self, unit: fsdp.Unit, own: OwnRow) -> None:
         """Let the unit's next gather begin with what `own_row` returned when it was saved."""
         self._loaded[unit] = own
 
@@ -157,7 +157,7 @@ class SecondaryCopies:
         """Bytes that this rank holds."""
         return sum(rows.tensor.nbytes for rows in self._rows.values())
 
-    def _on_current_stream(self, unit: nn.Module) -> Tensor | None:
+    def _on_current_stream(self, unit: fsdp.Unit) -> Tensor | None:
         rows = self._rows.get(unit)
         return rows.on_current_stream() if rows else None
 

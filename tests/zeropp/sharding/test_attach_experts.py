@@ -1,0 +1,148 @@
+"""Experts that are sharded over other ranks than the rest of their blocks, attached."""
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.sharding.foreign_experts import (
+    HAS_GROUPS,
+    LAYOUTS,
+    NO_GROUPS,
+    sharded_experts,
+    tokens_of,
+)
+from zeropp import InputError
+from zeropp import fsdp_adapter as fsdp
+
+PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
+ZERO = {
+    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
+    "zero_quantized_gradients": True,
+}  # fmt: skip
+ZEROPP = {"zero_optimization": ZERO, "zeropp": {"ranks_per_node": 2}}
+STEPPED = ZEROPP | {"zeropp": {"ranks_per_node": 2, "weight_steps": True, "code_messages": True}}
+STEPS = 3
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason=NO_GROUPS)
+
+
+def train(model: FSDPModule, *, micro_batches: int = 2, once: bool = True, steps: int = STEPS):
+    """The losses of this rank, and the sums of the whole weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    losses = []
+    for step in range(steps):
+        for index in range(micro_batches):
+            model.set_requires_gradient_sync(not once or index == micro_batches - 1)
+            loss = model(tokens_of(step, dist.get_rank(), index)) / micro_batches
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [whole(weight).double().sum().item() for weight in model.parameters()]
+
+
+def last_loss(model: FSDPModule, steps: int = 8) -> float:
+    """The mean over all ranks in the last of some steps."""
+    losses = torch.tensor(train(model, steps=steps)[0][-2:])
+    dist.all_reduce(losses)
+    return losses.sum().item() / dist.get_world_size()
+
+
+def local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"), [*product(LAYOUTS, [2]), ("torchtitan", 4), ("transformers", 4)]
+)
+@ranks(4)
+def test_unquantized_it_trains_as_before(layout: str, size: int) -> None:
+    for once in (True, False):
+        losses, sums = train(sharded_experts(layout, size), once=once)
+        model = sharded_experts(layout, size)
+        attached = zeropp.attach(model, PLAIN)
+        assert attached.skipped == {}
+        assert "" in attached.units
+        assert ("blocks.1" in attached.units) is (layout != "one unit")
+        attached_losses, attached_sums = train(model, once=once)
+        assert attached_losses == pytest.approx(losses, rel=1e-6)
+        assert attached_sums == pytest.approx(sums, rel=1e-5, abs=1e-5)
+        sent = attached.expected_traffic(2, reduces_once=once)
+        assert attached.traffic.take() == {key: STEPS * each for key, each in sent.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "config"), [*product(LAYOUTS, [STEPPED]), ("torchtitan", ZEROPP)]
+)
+@ranks(4)
+def test_with_all_of_zeropp_it_learns_the_same_and_sends_less(layout: str, config: dict) -> None:
+    expected = last_loss(sharded_experts(layout, mp_policy=BF16))
+    model = sharded_experts(layout, mp_policy=BF16)
+    attached = zeropp.attach(model, config)
+    assert last_loss(model) == pytest.approx(expected, rel=3e-3)
+    across = sum(n for (_, hop), n in attached.traffic.take().items() if hop == "across_nodes")
+    plain = attached.plain_traffic(2).items()
+    total = torch.tensor([across, 8 * sum(n for (_, hop), n in plain if hop == "across_nodes")])
+    dist.all_reduce(total)
+    assert 3 * total[0] < total[1]
+    model(tokens_of(0, dist.get_rank()))
+    assert all(map(attached.copies.is_current, attached._planned.values()))
+
+
+@pytest.mark.parametrize("layout", ["torchtitan", "transformers"])
+@ranks(4)
+def test_detached_it_is_what_it_was(layout: str) -> None:
+    model = sharded_experts(layout)
+    before = [*map(fsdp.collectives_of, fsdp.named_units(model).values())]
+    attached = zeropp.attach(model, ZEROPP)
+    with pytest.raises(InputError, match="has ZeRO\\+\\+'s collectives already"):
+        zeropp.attach(model, ZEROPP)
+    other = sharded_experts(layout)
+    with attached.exact_weights():
+        for name, unit in attached.units.items():
+            unit.unshard()
+            other.get_submodule(name).unshard()
+        for own, its in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(local(own), local(its))
+    attached.detach()
+    assert before == [*map(fsdp.collectives_of, fsdp.named_units(model).values())]
+    assert train(model) == train(sharded_experts(layout))
+    assert not any(attached.traffic.take()["gradients", hop] for hop in ("in_node", "across_nodes"))
+
+
+@ranks(4)
+def test_a_resumed_run_has_the_same_losses() -> None:
+    for layout in ("torchtitan", "transformers"):
+        runs = []
+        for _ in range(2):
+            model = sharded_experts(layout)
+            zeropp.attach(model, ZEROPP)
+            runs.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
+        for number in range(2):
+            step(*runs[0], number)
+        weights, moments = copy.deepcopy(get_state_dict(*runs[0]))
+        expected = [step(*runs[0], number) for number in range(2, 4)]
+        step(*runs[1], 9)  # keeps copies of weights that are replaced
+        set_state_dict(*runs[1], model_state_dict=weights, optim_state_dict=moments)
+        assert [step(*runs[1], number) for number in range(2, 4)] == expected
+
+
+def step(model: FSDPModule, optimizer: torch.optim.Optimizer, number: int) -> float:
+    loss = model(tokens_of(number, dist.get_rank()))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
