@@ -11,6 +11,8 @@ from tests.ranks import ranks
 PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 1}}
 ZERO = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
 ZEROPP = PLAIN | {"zero_optimization": ZERO}
+EXPERTS = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
+ALL_OF_IT = ZERO | {"zero_hpz_partition_size": 2}
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -92,3 +94,34 @@ def test_trl_trains_too(tmp_path):
         )
 
     assert sft(ZeroppCallback(PLAIN)) == pytest.approx(sft(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"fsdp_size": 4, "ep_size": 2},
+        {"fsdp_size": 4, "ep_size": 4},  # each rank has experts of its own
+        {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
+    ],
+)
+@ranks(4, timeout=180)
+def test_experts_that_ranks_split(parallel, tmp_path):
+    """`from_pretrained` shards them as units of their own, on another mesh than the other units."""
+    pytest.importorskip("transformers.distributed.expert_parallel", exc_type=ImportError)
+    from tests.zeropp.integrations.expert_parallel_run import ZeroppCallback, losses, save_model
+
+    save_model(tmp_path)
+    expected = losses(tmp_path, parallel)
+    sent = []
+    for config in (EXPERTS, EXPERTS | {"zero_optimization": ALL_OF_IT}):
+        callback = ZeroppCallback(config)
+        measured = losses(tmp_path, parallel, callback)
+        near = 1e-6 if config is EXPERTS else 3e-3
+        assert measured == pytest.approx(expected, rel=near)
+        attached = callback.attached
+        assert attached.skipped == {} and "model.layers.1.mlp.experts" in attached.units
+        crossing = (n for (_, hop), n in attached.traffic.sent.items() if hop == "across_nodes")
+        total = torch.tensor(sum(crossing))
+        dist.all_reduce(total)
+        sent.append(total.item())
+    assert 5 * sent[1] < sent[0]
