@@ -2,8 +2,8 @@
 
 PyTorch's kernels take windows and ALiBi as a mask. A mask for R of S tokens would be R x S, so
 queries are taken in blocks, each with the keys that it can see. A cap is computed without a kernel.
-An attention sink (Xiao et al. 2023; learned as in gpt-oss, OpenAI 2025, section 2.3) is one more
-score of each head in the softmax, which weighs no value: for kernels, one more key.
+An attention sink (Xiao et al. 2023, section 3.3; learned by head as in gpt-oss, OpenAI 2025) is one
+more score of each head in the softmax, which weighs no value: for kernels, one more key.
 Shapes: B rows, N query heads, K key-value heads, Q = N/K, R queries, T keys, D channels of a head.
 """
 

@@ -1,6 +1,6 @@
-"""Flags of mixtures of experts, the setting that each of them fills, and its value."""
+"""Flags of mixtures of experts, gpt-oss among them, the setting that each fills, and its value."""
 
-# Beside these, a model with 8 experts has no biases.
+# Beside these, a model with 8 experts has --disable-bias-linear.
 OF_EXPERTS = """
 --num-experts 8                                      num_experts 8
 --moe-layer-freq ([0]*1+[1]*3)                       moe_layer_freq "([0]*1+[1]*3)"
@@ -38,4 +38,8 @@ OF_EXPERTS = """
     moe_pad_expert_input_to_capacity true
 --disable-moe-token-dropping                         disable_moe_token_dropping true
 --moe-per-layer-logging                              moe_per_layer_logging true
+--softmax-type off-by-one                            softmax_type "off-by-one"
+--quick-geglu                                        quick_geglu true
+--glu-linear-offset 1 --quick-geglu                  glu_linear_offset 1.0
+--activation-func-clamp-value 7 --swiglu             activation_func_clamp_value 7.0
 """

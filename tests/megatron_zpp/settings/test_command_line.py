@@ -16,7 +16,7 @@ from tests.megatron_zpp.settings.command_lines import config_of, error_of
         ("--num-lay 4", "unknown flag --num-lay"),  # no abbreviations
         ("--ddp-impl local", "--DDP-impl"),
         ("--qqqqqq", "see --help"),
-        ("--num-experts 8", "--disable-bias-linear"),
+        ("--num-experts 8 --moe-router-topk 9", "--moe-router-topk 9"),
         ("--moe-router-topk 2", "--moe-router-topk 2: how many experts are there"),
         ("4", "'4' is not a flag"),
         ("--lr 1 2", "--lr takes 1 value, but 2 follow it: 1 2"),

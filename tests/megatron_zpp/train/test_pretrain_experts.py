@@ -39,7 +39,7 @@ MIXTRAL = LLAMA + (
     "--clip-grad 1.0 --bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 "
     "--expert-model-parallel-size 2 --use-distributed-optimizer --sequence-parallel "
 )
-# Of Megatron-DeepSpeed's for 64 experts, with what experts have here: no biases, and 2 per token.
+# Of Megatron-DeepSpeed's for 64 experts, with 2 per token.
 DEEPSPEED = (
     "--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 "
     "--tensor-model-parallel-size 1 --moe-expert-parallel-size 4 --num-experts 8 "
@@ -47,7 +47,7 @@ DEEPSPEED = (
     "--moe-min-capacity 4 --init-method-std 0.014 --micro-batch-size 2 --global-batch-size 8 "
     "--train-iters 5 --lr 4.5e-4 --min-lr 4.5e-6 --lr-decay-style cosine --lr-decay-iters 5 "
     "--weight-decay 0.1 --clip-grad 1.0 --hysteresis 2 --fp16 --create-moe-param-group "
-    "--expert-interval 2 --topk 2 --disable-bias-linear --zero-stage 2 --deepspeed "
+    "--expert-interval 2 --topk 2 --zero-stage 2 --deepspeed "
 )
 
 

@@ -21,7 +21,7 @@ LINES = [line for line in OF_EXPERTS.splitlines() if line]
 @pytest.mark.parametrize("line", LINES)
 def test_a_flag_fills_its_setting(line: str) -> None:
     words = line.split()
-    at = next(i for i, word in enumerate(words) if word in MoeConfig.__dataclass_fields__)
+    at = next(i for i, word in enumerate(words) if word in ModelConfig.__dataclass_fields__)
     typed, value = " ".join(words[:at]), json.loads(" ".join(words[at + 1 :]))
     names = [word.replace("-", "_").replace("__", "--") if word[:2] == "--" else word
              for word in typed.split()]  # fmt: skip
