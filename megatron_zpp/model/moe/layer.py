@@ -57,33 +57,28 @@ class MoE(nn.Module):
         if record is not None:
             weights = self.losses.attach(weights, logits, record, self.layer, len(x))
         if self.axis is None or self.axis.across is None:
-            y, num_rows = self._computed(tokens, weights, assignment)
+            rows = RowsOfPairs.apply(tokens, assignment.order, weights.shape[1])
+            computed, num_rows = self._computed(rows, assignment.counts)
+            by_token = RowsOfTokens.apply(computed, assignment.order, weights.numel())
+            y = (by_token.unflatten(0, weights.shape) * weights[..., None]).sum(1)  # [T, H]
         else:
             copies = send_copies(tokens, weights, assignment, self.axis)
-            sums, num_rows = self._computed(copies.tokens, copies.weights, copies.assignment)
-            y = return_sums(sums, copies)
+            computed, num_rows = self._computed(copies.rows(), copies.assignment.counts)
+            y = return_sums(computed, copies)
         if record is not None:
             record.num_rows[self.layer] = num_rows
-        y = y.view(x.shape)
+        y = y.to(x.dtype).view(x.shape)
         return y if self.shared is None else y + self._shared(x, sequences)
 
-    def _computed(
-        self, tokens: Tensor, weights: Tensor, assignment: Assignment
-    ) -> tuple[Tensor, int]:
-        """Return what experts of this rank's node make of tokens, [T, H], times weights [T, K].
+    def _computed(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, int]:
+        """Return what experts of this rank's node make of rows [M, H], by expert.
 
         The second value is how many rows this rank computed.
         """
-        rows = RowsOfPairs.apply(tokens, assignment.order, self.config.moe_router_topk)
         if self.axis is None or self.axis.peers.size == 1:
-            num_rows, computed = len(rows), self.experts(rows, assignment.counts)
-        else:
-            sent = self.axis.dispatch(rows, assignment.counts)
-            num_rows = len(sent.rows)
-            computed = self.axis.combine(self.experts(sent.rows, sent.counts), sent)
-        by_token = RowsOfTokens.apply(computed, assignment.order, weights.numel())
-        y = (by_token.unflatten(0, weights.shape) * weights[..., None]).sum(1)
-        return y.to(tokens.dtype), num_rows
+            return self.experts(rows, counts), len(rows)
+        sent = self.axis.dispatch(rows, counts)
+        return self.axis.combine(self.experts(sent.rows, sent.counts), sent), len(sent.rows)
 
     def _shared(self, x: Tensor, sequences: Sequences) -> Tensor:
         """Return what the shared MLP adds, [B, S, H]."""

@@ -18,11 +18,12 @@ copies that it relays.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.moe.rows import RowsOfPairs, RowsOfTokens
+from megatron_zpp.model.moe.rows import RowsOfPairs, RowsOfSomePairs, RowsOfTokens, WeightedSums
 from megatron_zpp.model.routing_record import Assignment
 from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.parallel.peers import Peers
@@ -72,6 +73,16 @@ class Copies:
     num_tokens: int
     way: Way
 
+    @cached_property
+    def lengths(self) -> Tensor:
+        """How many experts of each copy this node has, int64 [C]."""
+        return (self.assignment.experts >= 0).sum(1)
+
+    def rows(self) -> Tensor:
+        """Return a row for each expert of a copy, [M, H], by expert."""
+        order, topk = self.assignment.order, self.weights.shape[1]
+        return RowsOfSomePairs.apply(self.tokens, order, self.lengths, topk)
+
 
 @torch.compiler.disable  # it enters what is sent into a ledger, each time
 def send_copies(
@@ -108,9 +119,13 @@ def send_copies(
 
 
 @torch.compiler.disable
-def return_sums(sums: Tensor, copies: Copies) -> Tensor:
-    """Return [T, H] for this rank's tokens: the sum over nodes of what relays summed, [C, H]."""
-    num_nodes = copies.way.peers.size
+def return_sums(computed: Tensor, copies: Copies) -> Tensor:
+    """Return Σ w y [T, H] for this rank's tokens, of what experts made of all ranks' copies.
+
+    computed: [M, H], for the rows of the copies that this rank relays.
+    """
+    order, num_nodes = copies.assignment.order, copies.way.peers.size
+    sums = WeightedSums.apply(computed, copies.weights, order, copies.lengths)
     rows = _FromRelays.apply(sums, copies.way)
     by_node = RowsOfTokens.apply(rows, copies.order, copies.num_tokens * num_nodes)
     return by_node.unflatten(0, (copies.num_tokens, num_nodes)).sum(1)
