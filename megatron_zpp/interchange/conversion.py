@@ -16,6 +16,7 @@ from megatron_zpp.checkpoint.iteration_folders import candidates
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, SUFFIX, write_safetensors
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.interchange import gguf
+from megatron_zpp.interchange.adapters.peft_export import write_peft
 from megatron_zpp.interchange.converted_weights import converted_items
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.hf_config import (
@@ -34,7 +35,6 @@ from megatron_zpp.interchange.hf_folder import (
     write_json,
 )
 from megatron_zpp.interchange.open_model import ORIGIN_FOLDER, OpenedModel, open_model
-from megatron_zpp.interchange.peft_adapters import write_peft
 from megatron_zpp.interchange.tokenizer_files import (
     GENERATION,
     copy_files,

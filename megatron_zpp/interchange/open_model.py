@@ -28,7 +28,9 @@ from megatron_zpp.checkpoint.training_state import (
 from megatron_zpp.checkpoint.weight_source import WeightSource, fill_parameters
 from megatron_zpp.data.text_source import resolve_tokenizer
 from megatron_zpp.interchange import gguf
-from megatron_zpp.interchange import peft_adapters as peft
+from megatron_zpp.interchange.adapters import peft_config
+from megatron_zpp.interchange.adapters.merged_weights import CheckpointAdapters, MergedWeights
+from megatron_zpp.interchange.adapters.peft_adapters import PeftAdapters, is_peft
 from megatron_zpp.interchange.converted_weights import (
     ConvertedWeights,
     TensorFiles,
@@ -37,7 +39,6 @@ from megatron_zpp.interchange.converted_weights import (
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.hf_config import Family, HuggingFaceConfig, family_of, parse_config
 from megatron_zpp.interchange.hf_folder import CONFIG, is_hugging_face, read_config
-from megatron_zpp.interchange.lora_adapters import CheckpointAdapters, MergedWeights
 from megatron_zpp.interchange.mxfp4 import tensors_of
 from megatron_zpp.interchange.tokenizer_files import tokenizer_config_of
 from megatron_zpp.model.gpt import GPT
@@ -115,7 +116,7 @@ def open_model(
     for damaged files, for unsupported models, and for parts that do not fit together.
     """
     path = Path(folder)
-    if peft.is_peft(path):
+    if is_peft(path):
         return _open_peft(path, tokenizer_config, vocab_multiple, base)
     is_gguf = path.suffix == gguf.SUFFIX
     if is_gguf or is_hugging_face(path):
@@ -137,7 +138,7 @@ def open_model(
     require_own(path, (), "the model")
     raise InputError(
         f"{path}: expected a folder of checkpoints (iter_0000100 in it), a Hugging Face folder "
-        f"({CONFIG} in it), a PEFT folder ({peft.CONFIG} in it) or a .gguf file"
+        f"({CONFIG} in it), a PEFT folder ({peft_config.CONFIG} in it) or a .gguf file"
     )
 
 
@@ -174,7 +175,7 @@ def _open_checkpoint(
     lora = _section(LoraConfig, settings.get("lora", {}), path)
     base, base_path, adapters = None, None, None
     if lora.lora_rank:
-        adapters = CheckpointAdapters(CheckpointWeights(path, keep=is_adapter), lora, str(path))
+        adapters = _adapters_of(path, state, lora)
         base_path = Path(lora.pretrained_checkpoint)
         if base_folder is not None or not _has_all_weights(path, state, weights):
             folder = base_path if base_folder is None else Path(base_folder)
@@ -231,6 +232,15 @@ def _build_saved_tokenizer(path: Path, state: TrainingState, config: TokenizerCo
     return tokenizer
 
 
+def _adapters_of(path: Path, state: TrainingState, lora: LoraConfig) -> CheckpointAdapters:
+    model = _section(ModelConfig, state.configuration["model"], path)
+    parameters = parameter_shapes(
+        model, model.padded_vocab_size(state.architecture["vocab_size"]), lora
+    )
+    expected = {name: each for name, each in parameters.items() if is_adapter(name)}
+    return CheckpointAdapters(CheckpointWeights(path, keep=is_adapter), lora, str(path), expected)
+
+
 def _has_all_weights(path: Path, state: TrainingState, weights: WeightSource) -> bool:
     """Whether a LoRA checkpoint holds its base model too; with MixZ++ it does not."""
     model = _section(ModelConfig, state.configuration["model"], path)
@@ -277,7 +287,7 @@ def _open_peft(
     vocab_multiple: int | None,
     base_folder: Path | str | None,
 ) -> OpenedModel:
-    base_name = peft.read_peft_config(path).get(peft.BASE)
+    base_name = peft_config.read_peft_config(path).content.get(peft_config.BASE)
     if base_folder is not None:
         folder = Path(base_folder)
         problem = f"--base {base_folder}: there is no model"
@@ -294,7 +304,7 @@ def _open_peft(
         base = open_model(folder, tokenizer_config, vocab_multiple)
     except RecursionError:
         raise InputError(f"{path}: its base model {base_name!r} leads back to it") from None
-    adapters = peft.PeftAdapters(path, base.family().names, base.adapter_sizes())
+    adapters = PeftAdapters(path, base.family().names, base.adapter_sizes())
     return replace(base, path=path, weights=MergedWeights(base.weights, adapters), base=base.path)
 
 

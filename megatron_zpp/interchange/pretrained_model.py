@@ -8,6 +8,7 @@ from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_model
 from megatron_zpp.interchange.gguf import SUFFIX
 from megatron_zpp.interchange.open_model import OpenedModel, open_model
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.lora import EXPERT_LAYERS, adapts_experts
 from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
 from megatron_zpp.settings.gpt.experts import OF_TRAINING
 from zeropp import InputError
@@ -67,6 +68,8 @@ def lora_summary(config: Config, model: GPT) -> list[tuple[str, str]]:
     text = (
         f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are trained"
     )
+    if config.model.has_experts and not adapts_experts(lora, config.model):
+        text += f"\nexperts have none: --lora-target-modules {' '.join(EXPERT_LAYERS)}"
     if config.zero.stores_frozen:
         bits = config.zero.zeropp.nontrainable_weight_bits
         text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"

@@ -2,7 +2,9 @@
 
     y = W x + b + (alpha / rank) · B A dropout(x)        A [rank, in], B [out, rank]
 
-B is initialized to zero, so the model starts unchanged. The frozen weights keep their names.
+B is initialized to zero, so the model starts unchanged. The frozen weights keep their names. A
+matrix of all experts has an adapter for each of them, A [experts * rank, in], B [experts * out,
+rank]. A layer that can have an adapter has an attribute `lora`: its configuration, or None.
 """
 
 import difflib
@@ -13,46 +15,65 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.init import draw
-from megatron_zpp.settings.config import LoraConfig
+from megatron_zpp.settings.config import LoraConfig, ModelConfig
 from zeropp.errors import InputError
 
 A, B = "lora_A", "lora_B"  # PEFT's names
+EXPERT_LAYERS = ("mlp.experts.gate", "mlp.experts.input", "mlp.experts.output")
 
 
-def adapt(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return what the adapter of a linear layer adds, [..., out], for x [..., in]."""
-    projected = layer.lora_A(F.dropout(x, layer.lora.lora_dropout, layer.training))  # [..., rank]
-    return layer.lora_B(projected) * layer.lora.scaling
+def adapt(layer: nn.Module, x: Tensor, *counts: Tensor) -> Tensor:
+    """Return what the adapter of a linear layer adds, [..., out], for x [..., in].
+
+    counts: of rows for each expert, for a layer of experts.
+    """
+    dropped = F.dropout(x, layer.lora.lora_dropout, layer.training)
+    projected = layer.lora_A(dropped, *counts)  # [..., rank]
+    return layer.lora_B(projected, *counts) * layer.lora.scaling
 
 
-def adapters_of(config: LoraConfig | None, layer: int, name: str) -> LoraConfig | None:
+def adapters_of(
+    config: LoraConfig | None, layer: int, name: str, *, by_default: bool = True
+) -> LoraConfig | None:
     """Return the configuration for a linear layer of a block if it has an adapter, or None.
 
-    A target is a layer's name or its last components, as in PEFT; without targets all are.
+    A target is a layer's name or its last components, as in PEFT. Without targets all layers have
+    adapters that have them `by_default`.
     """
     if config is None or config.lora_target_modules is None:
-        return config
+        return config if by_default else None
     targets = config.lora_target_modules
     return config if any(_matches(each, f"blocks.{layer}.{name}") for each in targets) else None
 
 
-def train_adapters_only(model: nn.Module, config: LoraConfig) -> None:
-    """Freeze all weights of a model but its adapters.
+def adapts_experts(config: LoraConfig, model: ModelConfig) -> bool:
+    """Whether experts of a model have adapters."""
+    return any(
+        adapters_of(config, layer, name, by_default=False)
+        for layer, has_experts in enumerate(model.moe_layers)
+        for name in EXPERT_LAYERS
+        if has_experts
+    )
 
-    Raises InputError for a target that matches no layer, and suggests the nearest names.
+
+def train_adapters_only(model: nn.Module, config: LoraConfig) -> None:
+    """Freeze all weights of a model, or of some of its layers, but the adapters.
+
+    Raises InputError for a target that matches no layer of a whole model, and suggests the nearest
+    names.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
-    layers = {
-        name.split(".", 2)[2]  # blocks.0.attention.qkv -> attention.qkv
-        for name, module in model.blocks.named_modules(prefix="blocks")
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in (A, B)
-    }
+    if len(model.part.layers) < model.config.num_layers:  # the whole model has been checked
+        return
     names = [
-        f"blocks.{layer}.{each}" for layer in range(model.config.num_layers) for each in layers
+        name
+        for name, module in model.blocks.named_modules(prefix="blocks")
+        if hasattr(module, "lora") and name.rpartition(".")[2] not in (A, B)
     ]
     for target in config.lora_target_modules or ():
         if not any(_matches(target, name) for name in names):
+            layers = {name.split(".", 2)[2] for name in names}  # without the number of the block
             raise InputError(_unknown_target(target, sorted(layers)))
 
 

@@ -16,9 +16,9 @@ holds those from r K / T to (r + 1) K / T - 1, in order; `megatron_zpp/parallel/
 which rank of the job that is. With T = n K ranks, n of them share a head of keys and values: each
 computes a part of its channels and of those of its queries, all are gathered, and each attends with
 1 / n of the queries. No weight is on two ranks. Without an axis layers compute the plain thing.
-Routers, gates of shared experts and experts that are not split are whole too; where rows are split
-each rank computes with them its own. Activations are plain tensors. `split_dims` of a layer are the
-dimensions in which its parameters are split, by their names.
+Routers, gates of shared experts, and experts that are not split, with adapters, are whole too;
+where rows are split each rank computes with them its own. Activations are plain tensors.
+`split_dims` of a layer are the dimensions in which its parameters are split, by their names.
 """
 
 import re
@@ -36,7 +36,7 @@ from megatron_zpp.parallel.peers import Peers
 from megatron_zpp.settings.config import LoraConfig
 from zeropp.optim.step_or_skip import gradient_parts, local_part
 
-ROUTERS_AND_EXPERTS = re.compile(r"\.mlp\.(router|shared_gate|experts\.\w+)\.weight$")
+ROUTERS_AND_EXPERTS = re.compile(r"\.mlp\.(router|shared_gate|experts\.\w+(\.lora_[AB])?)\.weight$")
 NORMS_OF_HEADS = re.compile(r"\.attention\.[qk]_norm\.")
 
 
@@ -216,10 +216,11 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn
         for name in getattr(module, "split_dims", ())
     }
     for name, parameter in model.named_parameters():
-        is_whole = parameter.ndim == 1 or ROUTERS_AND_EXPERTS.search(name) is not None
+        is_of_experts = ROUTERS_AND_EXPERTS.search(name) is not None
+        is_whole = parameter.ndim == 1 or is_of_experts
         has_rows = sequence_parallel and is_whole and not name.startswith("embed_norm.")
         has_heads = NORMS_OF_HEADS.search(name) is not None
-        is_term = has_rows or has_heads or is_adapter(name)
+        is_term = has_rows or has_heads or is_adapter(name) and not is_of_experts
         if parameter in whole:
             is_term = sequence_parallel
         if is_term and parameter not in split and parameter.requires_grad:

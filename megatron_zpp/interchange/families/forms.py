@@ -170,3 +170,6 @@ ALL_EXPERTS_TRANSPOSED = Form(
 FIRST_HALVES, SECOND_HALVES = _half_of_experts(0), _half_of_experts(1)
 EVEN_OUTPUTS, EVEN_BIASES = _in_turn(0)
 ODD_OUTPUTS, ODD_BIASES = _in_turn(1)
+# Of [E, 2F, H], the gate's rows first, and [E, H, F]: the parameters that transformers has of all
+# experts of a layer, in most families, also if its files have tensors for each expert.
+FUSED_EXPERTS = (ALL_EXPERTS, FIRST_HALVES, SECOND_HALVES)

@@ -64,7 +64,8 @@ class NameTable:
     `prefix` begins every name but that of the head; files of the bare model, without the head,
     leave it out. `embedding` is the tensor that a tied `head` shares. `constants` is a regular
     expression for tensors that old versions of transformers saved though they are not weights.
-    `layer` begins the names of a block.
+    `layer` begins the names of a block. `experts` is the module that has the parameters of a
+    block's experts in transformers, whatever their names in files.
     """
 
     rows: tuple[NameRow, ...]
@@ -73,6 +74,7 @@ class NameTable:
     constants: str
     head: str = "lm_head.weight"
     layer: str = "model.layers.{}."
+    experts: str = "model.layers.{}.mlp.experts"
 
     def row(self, gpt_name: str, num_experts: int | None = None) -> NameRow:
         """Return the row of a GPT parameter, with the numbers of block and experts filled in.
@@ -225,12 +227,13 @@ NORMS_OF_ALL_HEADS = block_rows(
 )
 OLMOE = llama_with(*NORMS_OF_ALL_HEADS, *QWEN_EXPERTS)
 GRANITE_BLOCK = LLAMA_BLOCK + "block_sparse_moe."
-GRANITE_MOE = llama_with(
+GRANITE_EXPERTS = llama_with(
     *block_rows({"mlp.router": "block_sparse_moe.router.layer"}),
     NameRow("blocks.{}.mlp.experts.gate", (GRANITE_BLOCK + "input_linear",), FIRST_HALVES),
     NameRow("blocks.{}.mlp.experts.input", (GRANITE_BLOCK + "input_linear",), SECOND_HALVES),
     NameRow("blocks.{}.mlp.experts.output", (GRANITE_BLOCK + "output_linear",), ALL_EXPERTS),
 )
+GRANITE_MOE = replace(GRANITE_EXPERTS, experts=GRANITE_BLOCK + "experts")
 LATENT_ATTENTION = block_rows(
     {
         "attention.q": "self_attn.q_proj",

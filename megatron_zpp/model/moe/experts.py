@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_zpp.model.lora import adapt, adapters_of
 from megatron_zpp.model.mlp import activate, gated
 from megatron_zpp.model.part import WHOLE, Part
-from megatron_zpp.settings.config import ModelConfig
+from megatron_zpp.settings.config import LoraConfig, ModelConfig
 from zeropp.optim.step_or_skip import local_part
 
 ALIGNMENT = 16  # bytes: grouped products need rows of a multiple
@@ -19,17 +20,22 @@ class Experts(nn.Module):
     """MLPs, each of which computes its own rows.
 
     Matrices are two-dimensional and biases one-dimensional, expert after expert, so that names,
-    shapes and first values do not depend on how many ranks share the experts out.
+    shapes and first values do not depend on how many ranks share the experts out. They have
+    adapters only if these are named.
     """
 
-    def __init__(self, config: ModelConfig, part: Part = WHOLE) -> None:
+    def __init__(self, config: ModelConfig, part: Part = WHOLE, layer: int = 0) -> None:
         super().__init__()
         num, hidden, width = config.num_experts, config.hidden_size, config.expert_ffn_size
-        self.config, self.gate, bias = config, None, config.has_mlp_bias
-        if config.is_gated:
-            self.gate = Matrices(num, width, hidden, part, bias=bias)
-        self.input = Matrices(num, width, hidden, part, bias=bias)
-        self.output = Matrices(num, hidden, width, part, bias=bias)
+        self.config, bias = config, config.has_mlp_bias
+
+        def matrices(name: str, rows: int, columns: int) -> Matrices:
+            lora = adapters_of(part.lora, layer, f"mlp.experts.{name}", by_default=False)
+            return Matrices(num, rows, columns, part, bias=bias, lora=lora)
+
+        self.gate = matrices("gate", width, hidden) if config.is_gated else None
+        self.input = matrices("input", width, hidden)
+        self.output = matrices("output", hidden, width)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows [N, H], sorted by expert, to [N, H]; counts int64 [e] are those of each expert.
@@ -51,7 +57,16 @@ class Matrices(nn.Module):
     an expert at once, with `Experts`.
     """
 
-    def __init__(self, num: int, rows: int, columns: int, part: Part, *, bias: bool) -> None:
+    def __init__(
+        self,
+        num: int,
+        rows: int,
+        columns: int,
+        part: Part,
+        *,
+        bias: bool = False,
+        lora: LoraConfig | None = None,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num * rows, columns))
         self.bias = nn.Parameter(torch.empty(num * rows)) if bias else None
@@ -60,17 +75,36 @@ class Matrices(nn.Module):
             self.split_dims["weight"], self.weight = 0, part.experts.part(self.weight)
         if part.experts is not None and bias:
             self.split_dims["bias"], self.bias = 0, part.experts.part(self.bias)
+        self.lora = lora
+        if lora is not None:
+            self.lora_A = AdapterMatrices(num, lora.lora_rank, columns, part)
+            self.lora_B = AdapterMatrices(num, rows, lora.lora_rank, part)
 
     def product(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return rows [N, in] times the matrix of their expert, plus its bias, [N, out]."""
+        """Return rows [N, in] times the matrix of their expert, [N, out].
+
+        Its bias and what its adapter makes of the rows are added.
+        """
         y = products(rows, self.of_experts(len(counts)), counts)
-        if self.bias is None:
-            return y
-        return y + rows_of_biases(local_part(self.bias).unflatten(0, (len(counts), -1)), counts, y)
+        if self.bias is not None:
+            biases = local_part(self.bias).unflatten(0, (len(counts), -1))
+            y = y + rows_of_biases(biases, counts, y)
+        return y if self.lora is None else y + adapt(self, rows, counts)
 
     def of_experts(self, num: int) -> Tensor:
         """Return the matrices [e, out, in] of this rank's `num` experts."""
         return local_part(self.weight).unflatten(0, (num, -1))
+
+
+class AdapterMatrices(Matrices):
+    """A or B of the adapters of all experts.
+
+    It is called, so that what shards a model gathers trained adapters apart from frozen matrices.
+    """
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map rows [N, in], by expert, to [N, out]."""
+        return self.product(rows, counts)
 
 
 def products(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

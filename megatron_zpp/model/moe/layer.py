@@ -34,7 +34,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config, self.layer, self.axis = config, layer, part.experts
         self.router = Router(config)
-        self.experts = Experts(config, part)
+        self.experts = Experts(config, part, layer)
         self.losses = AuxiliaryLosses(config)
         self.shared = self.shared_gate = None
         width = config.moe_shared_expert_intermediate_size

@@ -21,7 +21,7 @@ class LoraConfig(Section):
         0.0, "dropout before the adapters", minimum=0, maximum=1, no_effect=_NEEDS_LORA
     )
     lora_target_modules: tuple[str, ...] | None = flag(
-        None, "layers that get adapters (default: all of attention and MLP)"
+        None, "layers that get adapters (default: all of attention and MLPs, without experts)"
     )
 
     rules = (

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.commands.convert_hf import main
-from megatron_zpp.interchange.lora_adapters import MergedWeights
+from megatron_zpp.interchange.adapters.merged_weights import MergedWeights
+from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS, shortest_suffixes
 from megatron_zpp.interchange.open_model import load_model, open_model
-from megatron_zpp.interchange.peft_adapters import CONFIG, TENSORS, target_modules
 from tests.megatron_zpp.interchange.foreign_mixtures import deepseek_v3
 from tests.megatron_zpp.interchange.foreign_models import (
     bloom,
@@ -118,9 +118,9 @@ def test_adapters_that_peft_would_take_for_those_of_experts(
 
 def test_target_module_names_are_as_short_as_possible() -> None:
     modules = [f"h.{block}.{name}" for block in (1, 11) for name in ("attn.c_proj", "mlp.c_proj")]
-    assert target_modules(modules, modules) == ["c_proj"]
-    assert target_modules(modules[1::2], modules) == ["mlp.c_proj"]
-    assert target_modules(modules[:1], modules) == ["1.attn.c_proj"]
+    assert shortest_suffixes(modules, modules) == ["c_proj"]
+    assert shortest_suffixes(modules[1::2], modules) == ["mlp.c_proj"]
+    assert shortest_suffixes(modules[:1], modules) == ["1.attn.c_proj"]
 
 
 OTHER = {

@@ -1,5 +1,7 @@
 """LoRA adapters: the model starts unchanged, and only the adapters are trained."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ TOKENS = torch.arange(8)[None]
 
 
 def lora(**changes: object) -> LoraConfig:
-    return LoraConfig(pretrained_checkpoint="m", lora_rank=2, **changes)
+    return LoraConfig(**{"pretrained_checkpoint": "m", "lora_rank": 2} | changes)
 
 
 def model_with(config: LoraConfig) -> GPT:
@@ -69,6 +71,63 @@ def test_targets_are_endings_of_names(targets, count):
 def test_an_unknown_target_raises_with_the_nearest_names():
     with pytest.raises(InputError, match=r"mlp\.gates names no.*did you mean mlp\.gate.*there are"):
         GPT(CONFIG, 64, Part(lora=lora(lora_target_modules=("qkv", "mlp.gates"))))
+
+
+MIXTURE = dict(num_experts=4, moe_ffn_hidden_size=12, moe_router_topk=2)
+OF_EXPERTS = ("experts.gate", "experts.input", "experts.output")
+
+
+def mixture_with(config: LoraConfig, **changes: object) -> GPT:
+    model_config = replace(CONFIG, **MIXTURE | changes)
+    model = GPT(model_config, 64, Part(lora=config))
+    initialize(model, 1, model_config)
+    initialize_adapters(model, 1)
+    return model
+
+
+def test_experts_have_adapters_only_if_named():
+    names = [name for name, _ in mixture_with(lora()).named_parameters() if is_adapter(name)]
+    assert {name.split(".")[2] for name in names} == {"attention"}
+    shapes = {
+        name.removeprefix("blocks.1.mlp.experts."): list(parameter.shape)
+        for name, parameter in mixture_with(lora(lora_target_modules=OF_EXPERTS)).named_parameters()
+        if parameter.requires_grad and name.startswith("blocks.1.")
+    }
+    assert shapes == {
+        "gate.lora_A.weight": [8, 16], "gate.lora_B.weight": [48, 2],
+        "input.lora_A.weight": [8, 16], "input.lora_B.weight": [48, 2],
+        "output.lora_A.weight": [8, 12], "output.lora_B.weight": [64, 2],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [1, 4])  # too narrow for grouped products, and wide enough
+def test_adapters_of_experts_add_what_is_merged_into_their_matrices(rank: int):
+    config = lora(lora_target_modules=OF_EXPERTS, lora_alpha=3.0, lora_rank=rank)
+    model, plain = mixture_with(config), GPT(replace(CONFIG, **MIXTURE), 64)
+    assert torch.equal(model(TOKENS), mixture_with(lora())(TOKENS))
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            torch.nn.init.normal_(parameter)
+        else:
+            weights[name] = parameter.detach().clone()
+    for block, each in enumerate(model.blocks):
+        for name in OF_EXPERTS:
+            layer = each.mlp.get_submodule(name)
+            down = layer.lora_A.weight.unflatten(0, (4, rank))
+            up = layer.lora_B.weight.unflatten(0, (4, -1))
+            weights[f"blocks.{block}.mlp.{name}.weight"] += 3.0 / rank * (up @ down).flatten(0, 1)
+    plain.load_state_dict(weights)
+    torch.testing.assert_close(model(TOKENS), plain(TOKENS), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_in_some_layers_are_named():
+    marks = "[0,1]"
+    model = mixture_with(lora(lora_target_modules=("gate",)), moe_layer_freq=marks)
+    names = {name.split(".lora")[0] for name, _ in model.named_parameters() if is_adapter(name)}
+    assert names == {"blocks.0.mlp.gate", "blocks.1.mlp.experts.gate"}
+    with pytest.raises(InputError, match=r"blocks\.0\.mlp\.experts\.gate names no linear layer"):
+        mixture_with(lora(lora_target_modules=("blocks.0.mlp.experts.gate",)), moe_layer_freq=marks)
 
 
 def test_adapters_have_the_standard_deviation_of_pefts():

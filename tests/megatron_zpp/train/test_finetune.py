@@ -15,7 +15,9 @@ from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
-from tests.megatron_zpp.interchange.foreign_models import add_tokenizer, llama, saved
+from tests.megatron_zpp.interchange.foreign_models import llama
+from tests.megatron_zpp.train import finetuning
+from tests.megatron_zpp.train.finetuning import MIXZ, flags_for, folder_of
 from tests.megatron_zpp.train.training_runs import (
     TINY,
     built_run,
@@ -30,34 +32,16 @@ from zeropp import InputError
 from zeropp.wire.frozen_weights import is_quantized
 from zeropp.wire.route import Nodes
 
-SENTENCES = ("the cat sat on the mat", "a dog ran to it", "the dog sat on a cat and it ran")
-MIXZ = {
-    "stage": 3, "zero_quantized_nontrainable_weights": True, "zero_hpz_partition_size": 2,
-}  # fmt: skip
-RUN = "--train-iters 3 --micro-batch-size 1 --global-batch-size 4 --lora-rank 4 --lr-decay-style "
-RUN += "constant --split 90,10,0 "
-
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Flags of a tiny Llama and of examples for it."""
     even = llama(vocab_size=104, num_key_value_heads=6)  # what two and four ranks can split
-    folder = saved(even, tmp_path_factory.mktemp("llama"))
-    add_tokenizer(folder)
-    examples = folder / "examples.jsonl"
-    lines = [
-        {"prompt": sentence[: len(sentence) // 2], "answer": sentence[len(sentence) // 2 :]}
-        for sentence in SENTENCES
-    ]
-    examples.write_text("".join(json.dumps(line) + "\n" for line in lines * 20))
-    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
-    return f"{tokenizer} --pretrained-checkpoint {folder} --data-path {examples} {RUN}"
+    return flags_for(even, tmp_path_factory.mktemp("llama"))
 
 
 def with_json(folder: Path, zero: dict, **more: object) -> str:
-    path = folder / f"{dist.get_rank()}.json"
-    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}} | more))
-    return f" --deepspeed_config {path} "
+    return finetuning.with_json(folder / f"{dist.get_rank()}.json", zero, **more)
 
 
 @ranks(4, ranks_per_node=2, timeout=180)
@@ -113,7 +97,7 @@ def test_resumed_adapters_keep_their_scaling_and_base(base, tmp_path):
     again = f"{flags} --load {tmp_path}/save "
     with pytest.raises(InputError, match="--lora-alpha 16: the adapters in .* trained with 8"):
         log_of(again)
-    folder = base.split("--pretrained-checkpoint ")[1].split()[0]
+    folder = folder_of(base)
     shutil.copytree(folder, tmp_path / "other")
     assert "fit no other weights" not in log_of(f"{again} --lora-alpha 8")
     moved = again.replace(f"-checkpoint {folder}", f"-checkpoint {tmp_path}/other")
@@ -186,7 +170,7 @@ def test_parts_of_frozen_weights_are_stored_as_codes(base, tmp_path):
 @ranks(2, timeout=180)
 def test_a_saved_run_opens_with_its_adapters_merged(base, stored, tmp_path):
     """Also where the base is itself tuned."""
-    folder = base.split("--pretrained-checkpoint ")[1].split()[0]
+    folder = folder_of(base)
     flags = base + with_json(tmp_path, stored) + "--train-iters 2 "
     log_of(f"{flags} --save {tmp_path}/first")
     again = flags.replace(f"-checkpoint {folder}", f"-checkpoint {tmp_path}/first")
@@ -218,7 +202,7 @@ def test_a_saved_run_opens_with_its_adapters_merged(base, stored, tmp_path):
 )
 @ranks(1)
 def test_bad_input(base, change, named):
-    folder = base.split("--pretrained-checkpoint ")[1].split()[0]
+    folder = folder_of(base)
     flags = f"{base} {change.format(folder=folder)}"
     with pytest.raises(InputError, match=named), built_run(flags):
         pass

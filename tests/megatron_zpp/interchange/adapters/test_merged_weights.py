@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_zpp.interchange.lora_adapters import CheckpointAdapters, MergedWeights
+from megatron_zpp.interchange.adapters.merged_weights import CheckpointAdapters, MergedWeights
 from megatron_zpp.settings.config import LoraConfig
 from tests.megatron_zpp.train.lora_checkpoint import InMemoryWeights
 from zeropp import InputError
@@ -20,10 +20,13 @@ BASE = {
 }
 
 
+def adapters(tensors: dict[str, torch.Tensor] = PAIR) -> CheckpointAdapters:
+    expected = {name: tensor.to("meta") for name, tensor in PAIR.items()}
+    return CheckpointAdapters(InMemoryWeights(tensors), LORA, "checkpoint", expected)
+
+
 def test_adapters_are_merged_in_fp32_and_other_weights_stay():
-    merged = MergedWeights(
-        InMemoryWeights(BASE), CheckpointAdapters(InMemoryWeights(PAIR), LORA, "checkpoint")
-    )
+    merged = MergedWeights(InMemoryWeights(BASE), adapters())
     facts = merged.facts()
     assert facts.keys() == BASE.keys() and all(tensor.is_meta for tensor in facts.values())
     weight = merged.read("blocks.0.mlp.input.weight")
@@ -44,9 +47,7 @@ def test_adapters_are_merged_in_fp32_and_other_weights_stay():
 )  # fmt: skip
 def test_layers_of_another_shape_are_named(base: dict, message: str):
     with pytest.raises(InputError, match=message):
-        MergedWeights(
-            InMemoryWeights(base), CheckpointAdapters(InMemoryWeights(PAIR), LORA, "checkpoint")
-        )
+        MergedWeights(InMemoryWeights(base), adapters())
 
 
 @pytest.mark.parametrize(
@@ -54,9 +55,13 @@ def test_layers_of_another_shape_are_named(base: dict, message: str):
     [
         ({}, "checkpoint: no adapters"),
         ({name: tensor for name, tensor in PAIR.items() if "lora_A" in name},
-         r"no lora_B for blocks\.0\.mlp\.input"),
+         r"only in the model: blocks\.0\.mlp\.input\.lora_B\.weight"),
+        (PAIR | {"blocks.0.mlp.gate.lora_B.weight": torch.ones(2, 2)},
+         r"only in the checkpoint: blocks\.0\.mlp\.gate\.lora_B\.weight"),
+        ({name: tensor.repeat(2, 1) for name, tensor in PAIR.items()},
+         r"lora_A\.weight has shape \[4, 3\] in the checkpoint, \[2, 3\] in the model"),
     ],
 )  # fmt: skip
-def test_checkpoints_without_adapters_raise(tensors: dict, message: str):
+def test_checkpoints_with_other_adapters_raise(tensors: dict, message: str):
     with pytest.raises(InputError, match=message):
-        CheckpointAdapters(InMemoryWeights(tensors), LORA, "checkpoint")
+        adapters(tensors)

@@ -1,9 +1,11 @@
 """The LoRA adapters of a checkpoint, and a model's weights with adapters merged into them.
 
 W' = W + (alpha / rank) · B A        in fp32, one tensor at a time (Hu et al. 2021)
+
+The matrices of all experts have an A [experts * rank, in] and a B [experts * out, rank].
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from megatron_zpp.checkpoint.weight_source import WeightSource
 from megatron_zpp.model.lora import A, B
 from megatron_zpp.settings.config import LoraConfig
-from zeropp.errors import InputError, first_few, first_lines
+from zeropp.checkpoint.state_tensors import shape_differences
+from zeropp.errors import InputError, first_lines
 
 WEIGHT = ".weight"
 
@@ -33,25 +36,30 @@ class LoraAdapters(Protocol):
 class CheckpointAdapters:
     """The adapters in a checkpoint, of the layers in `layers`.
 
-    Raises InputError for a checkpoint without adapters, and for A without B.
+    `expected` are those that a run of this configuration has. Raises InputError for a checkpoint
+    without adapters, and for other ones, which it lists.
     """
 
-    def __init__(self, weights: WeightSource, config: LoraConfig, location: str) -> None:
+    def __init__(
+        self,
+        weights: WeightSource,
+        config: LoraConfig,
+        location: str,
+        expected: Mapping[str, Tensor],
+    ) -> None:
         self.config, self.location, self._weights = config, location, weights
         self.facts = weights.facts()
+        if not self.facts:
+            raise InputError(
+                f"{location}: no adapters; expected a checkpoint of a run with --lora-rank"
+            )
+        lines = shape_differences(expected, self.facts)
+        if lines:
+            raise InputError(
+                f"{location}: its adapters are not those of its settings:\n  {first_lines(lines)}"
+            )
         suffix = f".{A}{WEIGHT}"
         self.layers = [name.removesuffix(suffix) for name in self.facts if name.endswith(suffix)]
-        if not self.layers:
-            problem = "no adapters"
-        else:
-            incomplete = [
-                layer for layer in self.layers if f"{layer}.{B}{WEIGHT}" not in self.facts
-            ]
-            problem = f"no {B} for {first_few(incomplete)}" if incomplete else None
-        if problem:
-            raise InputError(
-                f"{location}: {problem}; expected a checkpoint of a run with --lora-rank"
-            )
 
     def weight_shape(self, layer: str) -> torch.Size:
         """Return the shape [out, in] of the layer's weight."""
@@ -59,14 +67,19 @@ class CheckpointAdapters:
         return torch.Size((lora_b.shape[0], lora_a.shape[1]))
 
     def pair(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Return A [rank, in] and B [out, rank] as they were saved."""
+        """Return A [rank, in] and B [out, rank], of experts those of all, as they were saved."""
         lora_a, lora_b = (self._weights.read(name) for name in self._names(layer))
         return lora_a, lora_b
 
     def weight_delta(self, layer: str) -> Tensor:
         """Return (alpha / rank) · B A of a layer, fp32 [out, in]."""
-        lora_a, lora_b = self.pair(layer)
-        return lora_b.float() @ lora_a.float() * self.config.scaling
+        lora_a, lora_b = (factor.float() for factor in self.pair(layer))
+        rank = self.config.lora_rank
+        if len(lora_a) == rank:
+            return lora_b @ lora_a * self.config.scaling
+        num = len(lora_a) // rank  # experts
+        product = lora_b.unflatten(0, (num, -1)) @ lora_a.unflatten(0, (num, rank))
+        return product.flatten(0, 1) * self.config.scaling
 
     def _names(self, layer: str) -> tuple[str, str]:
         return f"{layer}.{A}{WEIGHT}", f"{layer}.{B}{WEIGHT}"

@@ -1,0 +1,152 @@
+"""Experts as PEFT adapts them: all experts of a layer have one A and one B.
+
+In transformers 5 the experts of a layer are two parameters, of which PEFT adapts those that
+`target_parameters` names. E experts, F width of each, H hidden, r rank:
+
+    gate_up_proj [E, 2F, H]: gate, then input        A [E r, in]    expert after expert
+    down_proj    [E, H, F]                           B [out, r E]   column k E + e: the k-th of e
+
+Gate and input share an adapter. Two of rank r each are one of rank 2 r whose B has zeros where
+one's columns meet the other's rows. If both parameters have adapters, PEFT puts one wrapper into
+the other, and calls the inner one `base_layer`. Versions before 0.19.1 took the two dims of an
+expert's matrix for [in, out]; their A has as many columns as a matrix has rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.interchange.adapters.peft_config import PeftConfig
+from megatron_zpp.interchange.families.forms import EACH_EXPERT, FUSED_EXPERTS
+from megatron_zpp.interchange.families.names import NameTable
+from megatron_zpp.settings.config import ModelConfig
+from zeropp.errors import InputError
+
+EXPERTS = ".mlp.experts."  # in the names of our layers
+# The layers whose rows each parameter has, one after another, in the order of PEFT's wrappers.
+PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"gate_up_proj": ("gate", "input"), "down_proj": ("output",)}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedParameter:
+    """A parameter of transformers that has the matrices of all experts of a layer.
+
+    module: the one that has it. layers: ours whose rows it has, one after another.
+    rows: of each of these in an expert. columns: of all of them.
+    """
+
+    module: str
+    name: str
+    layers: tuple[str, ...]
+    rows: int
+    columns: int
+    num_experts: int
+
+    @property
+    def target(self) -> str:
+        """Its name, as `target_parameters` names it."""
+        return f"{self.module}.{self.name}"
+
+    def wrapper(self, adapted: Sequence["FusedParameter"]) -> str:
+        """Return the module that has A and B, if PEFT adapts these parameters of the module."""
+        return self.module + ".base_layer" * (len(adapted) - 1 - adapted.index(self))
+
+    def shapes(self, rank: int, *, is_transposed: bool = False) -> tuple[list[int], list[int]]:
+        """Return the shapes of A and B; transposed they are those of old versions of PEFT."""
+        sizes = self.columns, self.rows * len(self.layers)
+        num_in, num_out = reversed(sizes) if is_transposed else sizes
+        return [rank * self.num_experts, num_in], [num_out, rank * self.num_experts]
+
+    def delta(self, layer: str, a: Tensor, b: Tensor, *, is_transposed: bool) -> Tensor:
+        """Return B A of the rows that one of `layers` has, [E rows, columns]."""
+        num, place = self.num_experts, self.layers.index(layer)
+        own = slice(place * self.rows, (place + 1) * self.rows)
+        each_a = a.unflatten(0, (num, -1))  # [E, r, in]
+        each_b = b.unflatten(1, (-1, num)).permute(2, 0, 1)  # [E, out, r]
+        if is_transposed:
+            return (each_a.mT[:, own] @ each_b.mT).flatten(0, 1)
+        return (each_b[:, own] @ each_a).flatten(0, 1)
+
+    def joined_a(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return A of our adapters [E r, in] of some of `layers` side by side, [E r n, in]."""
+        each = [part.unflatten(0, (self.num_experts, -1)) for part in parts]
+        return torch.cat(each, 1).flatten(0, 1)
+
+    def joined_b(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return B of our adapters [E rows, r], by layer, side by side, [out, r n E]."""
+        ranks = [part.shape[1] for part in parts.values()]
+        first = next(iter(parts.values()))
+        whole = first.new_zeros(self.num_experts, self.rows * len(self.layers), sum(ranks))
+        column = 0
+        for layer, part in parts.items():
+            row = self.layers.index(layer) * self.rows
+            each = part.unflatten(0, (self.num_experts, -1))
+            whole[:, row : row + self.rows, column : column + part.shape[1]] = each
+            column += part.shape[1]
+        return whole.permute(1, 2, 0).flatten(1)
+
+
+def fused_parameters(model: ModelConfig, table: NameTable) -> list[FusedParameter]:
+    """Return the fused parameters of all layers with experts, in PEFT's order.
+
+    There are none for a family whose experts transformers lays out in another way.
+    """
+    return [
+        FusedParameter(
+            module=table.experts.format(block),
+            name=name,
+            layers=tuple(f"blocks.{block}{EXPERTS}{layer}" for layer in layers),
+            rows=model.expert_ffn_size if name == "gate_up_proj" else model.hidden_size,
+            columns=model.hidden_size if name == "gate_up_proj" else model.expert_ffn_size,
+            num_experts=model.num_experts,
+        )
+        for block, has_experts in enumerate(model.moe_layers)
+        if has_experts and model.is_gated
+        for name, layers in PARAMETERS.items()
+        if all(_is_known(table, f"blocks.{block}{EXPERTS}{layer}") for layer in layers)
+    ]
+
+
+def adapted_in_module(
+    parameters: Sequence[FusedParameter], config: PeftConfig
+) -> dict[FusedParameter, list[FusedParameter]]:
+    """Return the parameters that PEFT adapts, each with those of its module that it adapts."""
+    adapted = [each for each in parameters if config.adapts_parameter(each.target)]
+    return {
+        parameter: [other for other in adapted if other.module == parameter.module]
+        for parameter in adapted
+    }
+
+
+def require_layout(
+    parameter: FusedParameter, a: Tensor, b: Tensor, config: PeftConfig
+) -> bool | None:
+    """Return whether A and B are transposed; None if they have none of the expected shapes.
+
+    Raises InputError where both layouts have the same shapes, and the version of PEFT is unknown.
+    """
+    shapes = [list(a.shape), list(b.shape)]
+    rank = config.rank(parameter.target)
+    fits = [
+        is_transposed
+        for is_transposed in (False, True)
+        if shapes == [*parameter.shapes(rank, is_transposed=is_transposed)]
+    ]
+    if len(fits) < 2:
+        return fits[0] if fits else None
+    if config.reads_experts_transposed is None:
+        raise InputError(
+            f"{config.location}: peft_version is {config.content.get('peft_version')!r}: before "
+            f"0.19.1 PEFT took rows of {parameter.target} for columns, and its shapes do not tell: "
+            "add the version that trained the adapters"
+        )
+    return config.reads_experts_transposed
+
+
+def _is_known(table: NameTable, layer: str) -> bool:
+    return table.row(f"{layer}.weight", 1).form in (EACH_EXPERT, *FUSED_EXPERTS)
