@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_zpp.interchange.adapters.merged_weights import WEIGHT
 from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS, read_peft_config
 from megatron_zpp.interchange.adapters.peft_experts import (
+    EXPERTS,
     FusedParameter,
     adapted_in_module,
     fused_parameters,
@@ -125,13 +126,16 @@ class PeftAdapters:
         modules = set(self._shapes)
         expected_shapes: dict[str, list[int]] = {}
         lines = []
-        for row in self._rows.values():
+        for layer, row in self._rows.items():
+            # Under transformers 5 names of experts' modules do not mean experts.
+            is_module = EXPERTS not in layer or self._has_adapter(layer)
             for module in filter(modules.__contains__, module_names(row)):
                 shape, rank = self._shapes[module], self._config.rank(self._target(module))
                 num_rows, num_columns = reversed(shape) if row.form.is_transposed else shape
                 pair = adapter_names(module)
                 expected_shapes |= zip(pair, ([rank, num_columns], [num_rows, rank]), strict=True)
-                if self._is_adapted(module) or self._facts.keys() & {*pair}:
+                is_adapted = is_module and self._is_adapted(module)
+                if is_adapted or self._facts.keys() & {*pair}:
                     lines += [f"missing: {name}" for name in pair if name not in self._facts]
         for parameter in self._wrappers:
             lines += self._problems_of(parameter, expected_shapes)
