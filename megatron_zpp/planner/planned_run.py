@@ -90,8 +90,10 @@ class PlannedRun:
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Return the parameters of this rank's stages, whole or its parts of matrices."""
-        stores = self.config.zero.stores_frozen
-        units = (self.model.units(self.ranks, stage, stores_frozen=stores) for stage in self.stages)
+        apart = self.plan.units[-1].separates_trained
+        units = (
+            self.model.units(self.ranks, stage, separates_trained=apart) for stage in self.stages
+        )
         return tuple(
             parameter
             for each in units
@@ -284,7 +286,7 @@ def plan_run(
     )
     subunits, planned = [], []
     for stage in stages:
-        *blocks, root = model.units(ranks, stage, stores_frozen=zero.stores_frozen)
+        *blocks, root = model.units(ranks, stage, separates_trained=like.separates_trained)
         subunits += [len(unit) for unit in (*blocks, root)]
         for unit in (*blocks, root):
             for parameters in unit:

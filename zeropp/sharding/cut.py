@@ -88,8 +88,8 @@ def plan_units(
 def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan]:
     """Return a unit, and what is gathered apart from it as one or two more.
 
-    These are, under MixZ++, the trained parameters beside its frozen ones, and in 16 bit the
-    parameters of layers that keep statistics.
+    These are, under MixZ++ and hpZ, the trained parameters beside its frozen ones, and in 16 bit
+    the parameters of layers that keep statistics.
     """
     own = sharded_parameters(places)
     statistical = {} if like.dtype == torch.float32 else _statistical_layers(places)
@@ -97,7 +97,7 @@ def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan
     if unit in statistical:  # alone
         return [in_fp32.with_parameters([unit], own)]
     apart = set().union(*statistical.values())
-    trained = trained_subunits(unit, places, apart) if like.stored_bits else {}
+    trained = trained_subunits(unit, places, apart) if like.separates_trained else {}
     apart.update(*trained.values())
     units = [like.with_parameters([unit], (each for each in own if each not in apart))]
     for users, kind in ((trained, like), (statistical, in_fp32)):

@@ -95,6 +95,14 @@ class UnitPlan:
     modules: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
     parameters: tuple[nn.Parameter, ...] = field(default=(), compare=False, repr=False)
 
+    @property
+    def separates_trained(self) -> bool:
+        """Whether trained parameters are gathered apart from frozen ones, which never change.
+
+        Those are stored as codes, or a node keeps them for the whole run.
+        """
+        return self.stored_bits is not None or self.axis.weights.keeps
+
     def with_parameters(
         self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
     ) -> "UnitPlan":

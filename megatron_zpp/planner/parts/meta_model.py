@@ -65,17 +65,19 @@ class MetaModel:
             self._ends[key] = model
         return self._ends[key]
 
-    def units(self, ranks: PlannedRanks, stage: Part, *, stores_frozen: bool) -> Units:
+    def units(self, ranks: PlannedRanks, stage: Part, *, separates_trained: bool) -> Units:
         """Return the parameters of each subunit of each block of a stage, and then of its root.
 
-        The units are those of `zeropp.shard`. If frozen weights are stored as codes, trained
-        adapters are a subunit of their own.
+        The units are those of `zeropp.shard`. With `separates_trained`, trained adapters are a
+        subunit of their own.
         """
         model, has_end = self.split(ranks), (stage.is_first, stage.is_last)
-        key = _axes_key(ranks), stage.layers, has_end, stores_frozen
+        key = _axes_key(ranks), stage.layers, has_end, separates_trained
         if key not in self._units:
-            blocks = [_subunits(model.blocks[layer], (), stores_frozen) for layer in stage.layers]
-            self._units[key] = (*blocks, self._root(ranks, stage, stores_frozen))
+            blocks = [
+                _subunits(model.blocks[layer], (), separates_trained) for layer in stage.layers
+            ]
+            self._units[key] = (*blocks, self._root(ranks, stage, separates_trained))
         return self._units[key]
 
     def partial(self, ranks: PlannedRanks) -> tuple[nn.Parameter, ...]:
@@ -87,7 +89,7 @@ class MetaModel:
         return self._partial[key]
 
     def _root(
-        self, ranks: PlannedRanks, stage: Part, stores_frozen: bool
+        self, ranks: PlannedRanks, stage: Part, separates_trained: bool
     ) -> tuple[tuple[nn.Parameter, ...], ...]:
         """Return the parameters of each subunit of a stage's root."""
         model, ends = self.split(ranks), self.ends(ranks, stage)
@@ -96,7 +98,7 @@ class MetaModel:
             for name, child in model.named_children()
             if name == "blocks" or getattr(ends, name) is None
         ]
-        subunits = list(_subunits(model, elsewhere, stores_frozen))
+        subunits = list(_subunits(model, elsewhere, separates_trained))
         subunits.reverse()  # the adapters of the root come first
         return tuple(subunits) or ((),)
 
@@ -147,7 +149,7 @@ def _axes_key(ranks: PlannedRanks) -> tuple:
 
 
 def _subunits(
-    unit: nn.Module, others: Sequence[nn.Module], stores_frozen: bool
+    unit: nn.Module, others: Sequence[nn.Module], separates_trained: bool
 ) -> tuple[tuple[nn.Parameter, ...], ...]:
     """Return the own parameters of a unit and those of its adapters, without empty lists.
 
@@ -155,7 +157,7 @@ def _subunits(
     """
     places = [place for place in places_of(unit, others) if place.unit is unit]
     parameters = sharded_parameters(places)
-    adapters = trained_subunits(unit, places) if stores_frozen else {}
+    adapters = trained_subunits(unit, places) if separates_trained else {}
     adapter_parameters = set().union(*adapters.values())
     own = tuple(parameter for parameter in parameters if parameter not in adapter_parameters)
     adapter = tuple(parameter for parameter in parameters if parameter in adapter_parameters)
