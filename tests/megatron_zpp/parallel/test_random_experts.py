@@ -16,6 +16,9 @@ from tests.megatron_zpp.train.training_runs import field, losses, require_equal,
 
 # Ranks of tensor and context parallelism and of a pipeline, of 4.
 SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]
+OF_EXPERTS = ["experts.gate", "experts.input", "experts.output"]
+LAYERS = [*OF_EXPERTS, "attention.qkv", "attention.output", "output"]
+KEPT = {"stage": 3, "zero_hpz_partition_size": 2}  # frozen weights in each node
 RUNS = int(os.environ.get("RANDOM_EXPERTS", "4"))
 ALL_THREE = {
     "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
@@ -82,6 +85,15 @@ class Drawn:
             words.append("--moe-z-loss-coeff 0.1")
         return words
 
+    def adapters(self, base: Path) -> str:
+        """Flags of adapters of layers of a trained model, in `base`; some of experts."""
+        draw = self.draw
+        targets = {draw.choice(OF_EXPERTS), *draw.sample(LAYERS, draw.randint(0, 3))}
+        return (
+            f"--pretrained-checkpoint {base} --lora-rank {draw.choice([1, 3, 4])} "
+            f"--lora-target-modules {' '.join(sorted(targets))} "
+        )
+
     def ranks(self, folder: Path, zero: dict | None = None) -> str:
         """The flags of the ranks, with a JSON in `folder`."""
         draw = self.draw
@@ -123,6 +135,22 @@ def test_the_numbers_are_those_of_one_rank(seed: int, tmp_path: Path) -> None:
     for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss"):
         numbers, others = (list(map(float, field(each, name))) for each in (log, expected))
         assert numbers == pytest.approx(others, rel=1e-5), name
+
+
+@pytest.mark.parametrize("seed", range(RUNS // 2))
+def test_adapters_learn_what_they_do_on_one_rank(seed: int, tmp_path: Path) -> None:
+    """Some of experts, beside weights that train for a step first; with a stop as above."""
+    drawn = Drawn(2000 + seed)
+    run(1, f"{drawn.model} --train-iters 1 --save {tmp_path}/base", tmp_path)
+    flags = f"{drawn.model} {drawn.adapters(tmp_path / 'base')} --lr 1e-2"
+    expected = run(1, flags, tmp_path)
+    log = ""
+    for more in (f"--save {tmp_path}/saved --exit-interval 2", f"--load {tmp_path}/saved"):
+        how = drawn.ranks(tmp_path, drawn.draw.choice([KEPT, {"stage": 1}]))
+        print(flags, how, (tmp_path / "zeropp.json").read_text())
+        log += run(4, f"{flags} {how} {more}", tmp_path)
+    require_equal(log, expected)
+    assert len({*losses(log)}) == 3
 
 
 @pytest.mark.parametrize("seed", range(RUNS // 2))
