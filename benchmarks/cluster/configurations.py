@@ -3,9 +3,10 @@
 `fsdp2` is plain `fully_shard`; `fsdp2-ring` the same with a reduce-scatter that sends what NCCL's
 sends, half of gloo's; `attach` the first with all of ZeRO++ by `zeropp.attach`, `deepspeed`
 DeepSpeed's ZeRO-3, all in bf16. The others are those of benchmarks/shared/zero_json.py; in the last
-three, only LoRA's adapters are trained. In front of the others stand the sizes of axes that split
-the model: `tp2-zeropp`, `pp2-zero1`, `pp2-tp2-zero3`, `cp2-zeropp`. `ep2-zeropp` and `ep4-fsdp2`
-say how many ranks split the experts of a mixture. All compute the same batches.
+three, only LoRA's adapters are trained, of rank 8 or as flags say. In front of the others stand the
+sizes of axes that split the model: `tp2-zeropp`, `pp2-zero1`, `pp2-tp2-zero3`, `cp2-zeropp`.
+`ep2-zeropp` and `ep4-fsdp2` say how many ranks split the experts of a mixture. All compute the same
+batches.
 
 No gradient is clipped and no norm is taken, so that nothing but weights and gradients travels.
 """
@@ -100,8 +101,8 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
             expected=attached.expected_traffic(setup.micro_batches),
         )
     config = replace(setup.config, zero=zero_config(zero_name, ranks_per_node))
-    if name in LORA:
-        config = replace(config, lora=ADAPTERS)
+    asked_for = config.lora if config.lora.lora_rank else ADAPTERS
+    config = replace(config, lora=asked_for if zero_name in LORA else LoraConfig())
     ranks, count = setup.ranks, setup.micro_batches
     sharding = build_model(config, setup.vocab_size, ranks, apex=None)
     optimizer = build_optimizer(sharding, config, ranks.device, apex=None)

@@ -28,6 +28,13 @@ TINY = "--layers 2 --hidden 32 --heads 2 --seq 16 --vocab 256"
 SMALL = "--layers 1 --hidden 512 --heads 2 --seq 16 --vocab 256"
 
 
+ADAPTED = (
+    "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 256 --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --pretrained-checkpoint none --lora-rank 2 "
+    "--lora-target-modules qkv attention.output experts.gate experts.input experts.output"
+)
+
+
 def measured(arguments: str, *more: str) -> dict:
     words = *arguments.split(), *more, "--json", "-"
     return json.loads(run_benchmark("cluster.cluster", *words).stdout)
@@ -283,13 +290,16 @@ def test_the_interfaces_count_tokens_that_cross_to_experts():
 
 @needs_namespaces
 def test_frozen_weights_cross_once_with_hpz():
+    """Those of experts, which the ranks of a node split, too; then only adapters cross."""
     shape = "--layers 2 --hidden 256 --heads 4 --seq 16 --vocab 256"
-    result = measured(f"lora-zero3 mixz mixz-hpz {shape} --rounds 2 --passes 3")
+    names = "lora-zero3 mixz mixz-hpz"
+    result = measured(f"{names} {shape} --rounds 2 --passes 3", "--flags", ADAPTED)
     exact, stored, hpz = result["runs"][0]["rows"]
-    frozen = 2 * 2 * 12 * 256**2  # bf16 bytes of two blocks' matrices
+    frozen = 2 * 2 * (4 + 3 * 16) * 256**2  # bf16 bytes of two blocks' matrices
     # Each node sends half of what there is to each gather, forward and backward: M in bf16.
     assert exact["later_step"] > frozen and stored["later_step"] < 0.6 * exact["later_step"]
     assert hpz["later_step"] < hpz["first_step"] - 0.2 * frozen
+    assert hpz["later_step"] < 0.02 * 2 * result["parameters"]
     assert hpz["later_pass"] < 0.01 * stored["later_pass"]
     assert stored["held_bytes"] < 0.52 * exact["held_bytes"]
 
