@@ -121,6 +121,13 @@ def test_adapters_of_experts_add_what_is_merged_into_their_matrices(rank: int):
     torch.testing.assert_close(model(TOKENS), plain(TOKENS), atol=1e-4, rtol=1e-4)
 
 
+def test_what_cannot_have_an_adapter_is_no_target():
+    shared = dict(moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True)
+    for name in ("shared_gate", "router"):
+        with pytest.raises(InputError, match=f"{name} names no linear layer"):
+            mixture_with(lora(lora_target_modules=(name,)), **shared)
+
+
 def test_experts_in_some_layers_are_named():
     marks = "[0,1]"
     model = mixture_with(lora(lora_target_modules=("gate",)), moe_layer_freq=marks)
