@@ -30,7 +30,9 @@ UNSUPPORTED = (
     "alora_invocation_tokens",
 )
 LIMITS_TARGETS = ("exclude_modules", "layers_to_transform")  # what `target_modules` then means
-EXPERTS_FIXED = (0, 19, 1)  # the version since which dim 2 of experts is what goes in
+# PEFT takes dim 2 of [E, out, in] for what goes in since one version, and did so of [E, in, out] in
+# another.
+EXPERTS_FIXED, TRANSPOSES_SWAPPED = (0, 19, 1), (0, 19, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +63,17 @@ class PeftConfig:
         is_limited = any(self.content.get(key) for key in LIMITS_TARGETS)
         return isinstance(targets, list) and not is_limited and _ends_with_any(name, targets)
 
-    @property
-    def reads_experts_transposed(self) -> bool | None:
-        """Whether it took dim 1 of experts for what goes in; None if the version is unknown."""
+    def takes_rows_for_columns(self, is_transposed: bool) -> bool | None:
+        """Whether it took what comes out of experts for what goes in; None if that is unknown.
+
+        is_transposed: their parameter is [E, in, out].
+        """
         version = self.content.get("peft_version")
-        numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version if isinstance(version, str) else "")
-        return None if numbers is None else tuple(map(int, numbers.groups())) < EXPERTS_FIXED
+        match = re.match(r"(\d+)\.(\d+)\.(\d+)", version if isinstance(version, str) else "")
+        if match is None:
+            return None
+        numbers = tuple(map(int, match.groups()))
+        return numbers == TRANSPOSES_SWAPPED if is_transposed else numbers < EXPERTS_FIXED
 
     def _number(self, key: str, target: str, default: float) -> Any:
         for pattern, number in (self.content.get(key) or {}).items():

@@ -6,10 +6,12 @@ In transformers 5 the experts of a layer are two parameters, of which PEFT adapt
     gate_up_proj [E, 2F, H]: gate, then input        A [E r, in]    expert after expert
     down_proj    [E, H, F]                           B [out, r E]   column k E + e: the k-th of e
 
-Gate and input share an adapter. Two of rank r each are one of rank 2 r whose B has zeros where
-one's columns meet the other's rows. If both parameters have adapters, PEFT puts one wrapper into
-the other, and calls the inner one `base_layer`. Versions before 0.19.1 took the two dims of an
-expert's matrix for [in, out]; their A has as many columns as a matrix has rows.
+GPT-OSS has their transposes, and gate and input in turn; what goes into an expert, and what comes
+out, is the same. Gate and input share an adapter. Two of rank r are one of rank 2 r whose B has
+zeros where one's columns meet the other's rows. If both parameters have adapters, PEFT puts one
+wrapper into the other, and calls the inner one `base_layer`. Versions before 0.19.1 took the two
+dims of an expert's matrix for [in, out], and 0.19.0 those of a transpose for [out, in]; their A has
+as many columns as a matrix has rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +22,19 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.interchange.adapters.peft_config import PeftConfig
-from megatron_zpp.interchange.families.forms import EACH_EXPERT, FUSED_EXPERTS
+from megatron_zpp.interchange.families.forms import (
+    EACH_EXPERT,
+    EVEN_OUTPUTS,
+    FUSED_EXPERTS,
+    TRANSPOSED_EXPERTS,
+    Form,
+)
 from megatron_zpp.interchange.families.names import NameTable
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
 
 EXPERTS = ".mlp.experts."  # in the names of our layers
+KNOWN = (EACH_EXPERT, *FUSED_EXPERTS, *TRANSPOSED_EXPERTS)  # as transformers has them
 # The layers whose rows each parameter has, one after another, in the order of PEFT's wrappers.
 PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"gate_up_proj": ("gate", "input"), "down_proj": ("output",)}
@@ -37,7 +46,8 @@ class FusedParameter:
     """A parameter of transformers that has the matrices of all experts of a layer.
 
     module: the one that has it. layers: ours whose rows it has, one after another.
-    rows: of each of these in an expert. columns: of all of them.
+    rows: of each of these in an expert. columns: of all of them. step: from one of a layer's rows
+    to the next. is_transposed: the parameter is [E, in, out].
     """
 
     module: str
@@ -46,6 +56,8 @@ class FusedParameter:
     rows: int
     columns: int
     num_experts: int
+    step: int = 1
+    is_transposed: bool = False
 
     @property
     def target(self) -> str:
@@ -64,8 +76,7 @@ class FusedParameter:
 
     def delta(self, layer: str, a: Tensor, b: Tensor, *, is_transposed: bool) -> Tensor:
         """Return B A of the rows that one of `layers` has, [E rows, columns]."""
-        num, place = self.num_experts, self.layers.index(layer)
-        own = slice(place * self.rows, (place + 1) * self.rows)
+        num, own = self.num_experts, self._rows_of(layer)
         each_a = a.unflatten(0, (num, -1))  # [E, r, in]
         each_b = b.unflatten(1, (-1, num)).permute(2, 0, 1)  # [E, out, r]
         if is_transposed:
@@ -84,11 +95,17 @@ class FusedParameter:
         whole = first.new_zeros(self.num_experts, self.rows * len(self.layers), sum(ranks))
         column = 0
         for layer, part in parts.items():
-            row = self.layers.index(layer) * self.rows
             each = part.unflatten(0, (self.num_experts, -1))
-            whole[:, row : row + self.rows, column : column + part.shape[1]] = each
+            whole[:, self._rows_of(layer), column : column + part.shape[1]] = each
             column += part.shape[1]
         return whole.permute(1, 2, 0).flatten(1)
+
+    def _rows_of(self, layer: str) -> slice:
+        """Return where the rows of one of `layers` are among those that come out."""
+        place = self.layers.index(layer)
+        if self.step > 1:
+            return slice(place, None, self.step)
+        return slice(place * self.rows, (place + 1) * self.rows)
 
 
 def fused_parameters(model: ModelConfig, table: NameTable) -> list[FusedParameter]:
@@ -104,11 +121,14 @@ def fused_parameters(model: ModelConfig, table: NameTable) -> list[FusedParamete
             rows=model.expert_ffn_size if name == "gate_up_proj" else model.hidden_size,
             columns=model.hidden_size if name == "gate_up_proj" else model.expert_ffn_size,
             num_experts=model.num_experts,
+            step=2 if forms[0] is EVEN_OUTPUTS else 1,
+            is_transposed=forms[0] in TRANSPOSED_EXPERTS,
         )
         for block, has_experts in enumerate(model.moe_layers)
         if has_experts and model.is_gated
         for name, layers in PARAMETERS.items()
-        if all(_is_known(table, f"blocks.{block}{EXPERTS}{layer}") for layer in layers)
+        for forms in [[_form(table, f"blocks.{block}{EXPERTS}{layer}") for layer in layers]]
+        if all(form in KNOWN for form in forms)
     ]
 
 
@@ -139,14 +159,14 @@ def require_layout(
     ]
     if len(fits) < 2:
         return fits[0] if fits else None
-    if config.reads_experts_transposed is None:
+    if config.takes_rows_for_columns(parameter.is_transposed) is None:
         raise InputError(
             f"{config.location}: peft_version is {config.content.get('peft_version')!r}: before "
             f"0.19.1 PEFT took rows of {parameter.target} for columns, and its shapes do not tell: "
             "add the version that trained the adapters"
         )
-    return config.reads_experts_transposed
+    return config.takes_rows_for_columns(parameter.is_transposed)
 
 
-def _is_known(table: NameTable, layer: str) -> bool:
-    return table.row(f"{layer}.weight", 1).form in (EACH_EXPERT, *FUSED_EXPERTS)
+def _form(table: NameTable, layer: str) -> Form:
+    return table.row(f"{layer}.weight", 1).form

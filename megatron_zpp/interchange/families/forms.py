@@ -173,3 +173,5 @@ ODD_OUTPUTS, ODD_BIASES = _in_turn(1)
 # Of [E, 2F, H], the gate's rows first, and [E, H, F]: the parameters that transformers has of all
 # experts of a layer, in most families, also if its files have tensors for each expert.
 FUSED_EXPERTS = (ALL_EXPERTS, FIRST_HALVES, SECOND_HALVES)
+# Of [E, H, 2F], gate and input in turn, and [E, F, H].
+TRANSPOSED_EXPERTS = (ALL_EXPERTS_TRANSPOSED, EVEN_OUTPUTS, ODD_OUTPUTS)

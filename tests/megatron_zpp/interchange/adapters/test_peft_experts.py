@@ -18,7 +18,10 @@ from tests.megatron_zpp.interchange.adapters.trained_by_peft import of_peft
 from tests.megatron_zpp.interchange.foreign_mixtures import (
     deepseek_v2,
     deepseek_v3,
+    glm4_moe,
+    gpt_oss,
     granite_moe,
+    minimax_m2,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -52,6 +55,9 @@ def exported(base: Path, folder: Path, targets: tuple[str, ...]) -> tuple[torch.
         (granite_moe, ("qkv", *ALL)),
         (deepseek_v2, ("kv_up", "gate", "input", "output")),  # of a dense layer too
         (deepseek_v3, ALL),
+        (gpt_oss, ("qkv", *ALL)),
+        (minimax_m2, ("experts.gate",)),
+        (glm4_moe, ("input",)),
     ],
 )
 def test_exports_are_the_same_model_in_peft_and_merged(
@@ -120,6 +126,14 @@ def test_names_of_modules_that_peft_turns_into_parameters(tmp_path: Path) -> Non
     content = json.loads((out / CONFIG).read_text())
     assert {*content["target_parameters"]} == {"gate_up_proj", "down_proj"}
     assert content["target_modules"] == ["kv_b_proj"]
+    torch.testing.assert_close(logits(load_model(out)[0]), logits(theirs), **LOGITS)
+
+
+@pytest.mark.parametrize("targets", [[GATE_UP, DOWN], [GATE_UP]])
+def test_transposed_experts_that_peft_trained(targets: list[str], tmp_path: Path) -> None:
+    base, out = saved(gpt_oss(), tmp_path / "base"), tmp_path / "adapters"
+    settings = dict(target_modules=["o_proj"], target_parameters=targets)
+    theirs = of_peft(AutoModelForCausalLM.from_pretrained(base), out, **settings)
     torch.testing.assert_close(logits(load_model(out)[0]), logits(theirs), **LOGITS)
 
 
