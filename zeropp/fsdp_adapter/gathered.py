@@ -10,12 +10,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from zeropp.fsdp_adapter.param_groups import Unit, groups_of, parameters_of
+from zeropp.fsdp_adapter.passes import backward_id
 
 
 def in_backward(unit: Unit) -> bool:
-    """Whether FSDP2 is gathering this unit for a backward pass."""
+    """Whether FSDP2 is gathering this unit for a backward pass, or for what it recomputes."""
     groups = groups_of(unit)
-    return bool(groups) and groups[0]._training_state == TrainingState.PRE_BACKWARD
+    is_next = bool(groups) and groups[0]._training_state == TrainingState.PRE_BACKWARD
+    return is_next or backward_id() != -1
 
 
 def is_gathered(unit: Unit) -> bool:

@@ -1,7 +1,7 @@
 """Units of FSDP2: made, asked for their parameters, and connected to our collectives."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp.fsdp_adapter.param_groups import Unit, groups_of, parameters_of
 from zeropp.fsdp_adapter.parameters import inherit, inherit_when_gathered
+from zeropp.fsdp_adapter.passes import backward_id
 from zeropp.fsdp_adapter.whole_parameters import keep_shard_of_whole
 
 ON_DEVICE = OffloadPolicy()  # shards stay on the device
@@ -117,12 +118,23 @@ def divide_gradients(unit: FSDPModule, divisor: int) -> None:
 def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
     """Issue each unit's gather while the `AHEAD` units before it compute.
 
-    Without streams (on CPUs) gathers overlap only if they are asynchronous and prefetched.
+    Without streams (on CPUs) gathers overlap only if they are asynchronous and prefetched. Where a
+    backward pass runs units forward again, to recompute activations, those after them have had
+    their backward pass, and are not gathered.
     """
     root._set_unshard_async_op(True)
     units = (root, *blocks)
     for index, unit in enumerate(blocks):
         units[index].set_modules_to_forward_prefetch([unit, *blocks[index + 1 : index + AHEAD]])
+        state = units[index]._get_fsdp_state()
+        state._states_to_forward_prefetch = _InForward(state._states_to_forward_prefetch)
+
+
+class _InForward(list):
+    """The states of units to gather ahead: none while a backward pass runs."""
+
+    def __iter__(self) -> Iterator:
+        return super().__iter__() if backward_id() == -1 else iter(())
 
 
 def gather_in_turn(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:

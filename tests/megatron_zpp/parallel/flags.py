@@ -18,3 +18,4 @@ CP2, CP4 = (f"--context-parallel-size {size} " for size in (2, 4))
 GATHERED = "--cp-comm-type allgather "
 PP2, PP4 = (f"--pipeline-model-parallel-size {size} " for size in (2, 4))
 TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2 "
+EP1, EP2, EP4 = (f"--expert-model-parallel-size {size} " for size in (1, 2, 4))

@@ -11,6 +11,8 @@ from megatron_zpp.train.inputs import TRAIN
 from tests.megatron_zpp.parallel.flags import (
     CP2,
     CP4,
+    EP2,
+    EP4,
     GATHERED,
     NO_DROPOUT,
     ONE_GROUP,
@@ -69,6 +71,26 @@ def test_tokens_cross_as_foretold(flags: str, ranks_per_node: int, tmp_path: Pat
     counted = counted_of_steps(NO_DROPOUT + flags, tmp_path, ranks_per_node)
     for hop in HOPS:
         assert counted.sent["expert", hop] == counted.expected["expert", hop]
+
+
+MOE = (
+    NO_DROPOUT + "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --swiglu "
+    "--disable-bias-linear --moe-layer-freq [0]+[1]*3 --moe-router-force-load-balancing "
+    "--zero-stage 3 --global-batch-size 8 "
+)
+GROUPS_OF_2 = FULL + "--recompute-num-layers 2 --zero-stage 3 --global-batch-size 8 "
+
+
+@pytest.mark.parametrize(
+    "flags", [EP2 + FULL, EP2 + GROUPS_OF_2, EP4 + TP2 + SP + FULL, GROUPS_OF_2 + "--bf16"]
+)
+@ranks(4, timeout=120)
+def test_what_is_recomputed_gathers_nothing_more(flags: str, tmp_path: Path) -> None:
+    """Also of experts and of groups of blocks, whose forward passes begin again in backward."""
+    counted = counted_of_steps(MOE + flags if "expert" in flags else flags, tmp_path)
+    for key, num_bytes in counted.sent.items():
+        if key[0] != "expert":
+            assert num_bytes == counted.expected[key], key
 
 
 def counted_of_steps(flags: str, folder: Path, ranks_per_node: int = 2) -> Communication:
