@@ -5,7 +5,7 @@ time only, as a tie may fall otherwise in the second. Records are therefore writ
 never added to. Passes without a record, those of evaluation and generation, count nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -50,6 +50,16 @@ class RoutingRecord:
         if layer not in self.assignments:
             self.assignments[layer] = assign()
         return self.assignments[layer]
+
+    def forget_tokens(self, layers: Iterable[int]) -> None:
+        """Free what only passes through these layers need: of each token, its experts.
+
+        How many tokens each expert has stays until the end of the step.
+        """
+        for layer in self.assignments.keys() & set(layers):
+            counts = self.assignments[layer].counts
+            none = counts.new_empty(0)
+            self.assignments[layer] = Assignment(experts=none, order=none, counts=counts)
 
     def total(self, kind: str, layer: int, count: Callable[[], Tensor]) -> Tensor:
         """Return the counts [..., E] that the loss of this kind is computed with."""

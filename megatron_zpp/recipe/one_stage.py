@@ -46,6 +46,8 @@ class OneStage:
                 record = None if routing is None else routing[len(losses)]
                 loss = self.sharding.model(*batch.inputs(), routing=record)
                 (loss * scale).backward()
+            if record is not None:
+                record.forget_tokens(record.assignments)
             losses.append(loss.detach())
         return losses
 

@@ -220,6 +220,8 @@ class Pipeline(nn.Module):
         if entry.sent is not None:
             entry.sent.wait()  # the next stage has long used it
         entry.output.backward(gradient)
+        if step.routing is not None:
+            step.routing[each.micro_batch].forget_tokens(self.roots[each.chunk].part.layers)
         if entry.received is not None:
             self._await_sent()
             self._sent = self.channels.gradients_out.send(entry.received.grad)
