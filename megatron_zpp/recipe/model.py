@@ -20,6 +20,7 @@ from megatron_zpp.parallel.expert_axis import AXIS_NAMES, ExpertAxis
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.recipe.apex import Apex
+from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import InputError, Sharding, shard
@@ -75,10 +76,7 @@ def expert_axis(config: Config, ranks: RankGrid) -> ExpertAxis | None:
 
     Raises InputError for a --expert-model-parallel-size that does not fit.
     """
-    stage_ranks = ranks.num_ranks // ranks.pipeline_size
-    per_node = ranks.nodes.ranks_per_node
-    experts, stage = config.model.num_experts, config.zero.stage
-    size = config.parallel.expert_ranks(experts, stage_ranks, per_node, stage)
+    size = expert_ranks(config, ranks.nodes)
     return ranks.expert_axis(size, config.parallel.moe_dispatch_bits)
 
 

@@ -22,6 +22,7 @@ from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.recipe.apex import find_apex
+from megatron_zpp.recipe.expert_ranks import expert_rows, with_expert_ranks
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.optimizer import build_optimizer
@@ -38,7 +39,7 @@ from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.grid import find_nodes
-from zeropp.wire.route import UNQUANTIZED, require_fit
+from zeropp.wire.route import require_fit
 
 FP32_BYTES, MOMENTS = 4, 2  # Adam has two moments of each weight
 
@@ -110,6 +111,7 @@ def build_run(
 def open_step_watch(config: Config, ranks: Ranks) -> StepWatch:
     """What compares steps with the plan in `--plan-file`; InputError if it is not of this run."""
     with fail_together():
+        config = with_expert_ranks(config, ranks.nodes)
         return StepWatch(read_expected_step(config.log.plan_file, config, ranks.num_ranks))
 
 
@@ -169,6 +171,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     config, trainer, ranks, model = run.config, run.trainer, run.ranks, run.config.model
     sharding, batch = trainer.sharding, trainer.schedules.batch_size.final
     micro_batches = batch // (config.batch.micro_batch_size * ranks.num_replicas)
+    experts = trainer.passes.roots[0].part.experts
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {run.tokenizer.vocab_size:,}"
@@ -180,7 +183,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     return [
         ("model", f"{sharding.model.num_parameters():,} parameters\n{shape}"),
         *lora_summary(config, sharding.model),
-        *(expert_rows(run) if model.has_experts else []),
+        *(expert_rows(model, experts) if model.has_experts else []),
         ("data", " ".join(sources)),
         (
             "batch",
@@ -272,22 +275,6 @@ def parallel_rows(ranks: Ranks) -> list[tuple[str, str]]:
         where = "in a node" if in_node else "across nodes"
         parts.append(f"{len(members)} ranks share {what}, {where}")
     return [("ranks", "\n".join(parts))]
-
-
-def expert_rows(run: Run) -> list[tuple[str, str]]:
-    """A row that says how many experts there are, and which ranks have them."""
-    model, axis = run.config.model, run.trainer.passes.roots[0].part.experts
-    text = (
-        f"{model.num_experts} in {sum(model.moe_layers)} of {model.num_layers} layers, "
-        f"{model.moe_router_topk} for each token"
-    )
-    if axis is None:
-        return [("experts", text)]
-    text += f"\n{axis.size} ranks split them, {(axis.across or axis.peers).hop.place}"
-    if axis.across is not None:
-        coded = f", towards experts as INT{axis.bits}" if axis.bits < UNQUANTIZED else ""
-        text += f";\ntokens cross once to each node{coded}"
-    return [("experts", text)]
 
 
 def pipeline_rows(run: Run, micro_batches: int) -> list[tuple[str, str]]:
