@@ -18,10 +18,12 @@ from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.training_setup import CPU, largest_of_ranks
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.model.routing_record import RoutingStep
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import Estimate, estimate
 from megatron_zpp.recipe.model import build_model
+from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.arguments import parse
@@ -49,6 +51,10 @@ LORA = "--lora-rank 8 --pretrained-checkpoint none"
 TENSOR, CONTEXT, PIPELINE = (
     f"--{axis}-parallel-size" for axis in ("tensor-model", "context", "pipeline-model")
 )
+EXPERTS = (
+    "--swiglu --disable-bias-linear --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 128"
+)
+MIXTURE, SPLIT = "(16 experts)", "--expert-model-parallel-size"
 CASES = (
     "--zero-stage 0 --global-batch-size 8",
     "--zero-stage 0 --global-batch-size 24 --bf16",
@@ -81,6 +87,12 @@ CASES = (
     f"--zero-stage 3 --global-batch-size 16 --bf16 {PIPELINE} 2 "
     "--num-virtual-stages-per-pipeline-rank 3",
     f"--zero-stage 1 --global-batch-size 24 --bf16 {PIPELINE} 2 {TENSOR} 2 --sequence-parallel",
+    f"{MIXTURE} --zero-stage 3 --global-batch-size 24 --bf16 {SPLIT} 1",
+    f"{MIXTURE} --zero-stage 3 --global-batch-size 24 --bf16 {SPLIT} 2",
+    f"{MIXTURE} --zero-stage 3 --global-batch-size 24 --bf16 {SPLIT} 4",
+    f"{MIXTURE} --zero-stage 1 --global-batch-size 24 --bf16 {SPLIT} 2",
+    f"{MIXTURE} --zero-stage 3 --global-batch-size 8 {SPLIT} 4 --recompute-granularity full",
+    f"{MIXTURE} {ALL_THREE} --global-batch-size 8 --bf16 {SPLIT} 2",
 )
 STEPS = 2  # the first allocates Adam's moments
 
@@ -106,15 +118,15 @@ def _train(config: Config, ranks: Ranks) -> None:
     shape = size, config.model.seq_length
     tokens, mask = torch.randint(VOCABULARY, shape), torch.ones(shape)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=mask, position_ids=None)
+    passes: Pipeline | OneStage = OneStage(sharding=sharding, main_thread=ranks.main_thread)
+    if isinstance(sharding.model, Pipeline):
+        passes = sharding.model
     for _ in range(STEPS):
-        if isinstance(sharding.model, Pipeline):
-            samples = ((0, batch) for _ in range(micro_batches))
-            sharding.model.forward_backward(samples, [1.0] * micro_batches, lambda *_: None)
-            sharding.model.sum_tied_gradients(optimizer)
-        else:
-            for index in range(micro_batches):
-                with sharding.micro_step(last=index == micro_batches - 1):
-                    sharding.model(*batch.inputs()).backward()
+        samples = ((0, batch) for _ in range(micro_batches))
+        routing = RoutingStep(micro_batches) if config.model.has_experts else None
+        passes.forward_backward(samples, [1.0] * micro_batches, lambda *_: None, routing)
+        passes.sum_tied_gradients(optimizer)
+        del routing
         optimizer_step(optimizer, sharding, clip_grad=1.0)
 
 
@@ -128,7 +140,7 @@ def on_rank(options: argparse.Namespace) -> list[dict]:
     rows = []
     join_cpu_ranks()
     for case in (each for each in CASES if options.only in each):
-        flags = case
+        flags = case.replace(MIXTURE, EXPERTS)
         for name, sections in JSONS.items():
             text = json.dumps(NODES | sections, separators=(",", ":"))
             flags = flags.replace(name, f"--deepspeed-config {text}")

@@ -55,17 +55,25 @@ def projections(model: ModelConfig, has_experts: bool = False) -> float:
 
     Of experts those count that a token passes, with the router and the shared MLP.
     """
-    num_mlp_matrices = 3 if model.is_gated else 2
-    width, router = model.ffn_size, 0
+    mlp = mlp_products(model, model.ffn_size)
     if has_experts:
-        width = model.moe_router_topk * model.expert_ffn_size
-        width += model.moe_shared_expert_intermediate_size or 0
         router = 2 * model.hidden_size * model.num_experts
-    mlp = router + 2 * num_mlp_matrices * model.hidden_size * width
+        shared = mlp_products(model, model.moe_shared_expert_intermediate_size or 0)
+        mlp = router + shared + expert_products(model)
     if model.multi_latent_attention:
         return latent_projections(model) + mlp
     num_heads = 2 * model.num_attention_heads + 2 * model.kv_heads  # query, output, keys, values
     return 2 * model.hidden_size * model.head_dim * num_heads + mlp
+
+
+def expert_products(model: ModelConfig) -> float:
+    """Return the operations of the experts that a token passes, forward, without a shared one."""
+    return model.moe_router_topk * mlp_products(model, model.expert_ffn_size)
+
+
+def mlp_products(model: ModelConfig, width: int) -> float:
+    """Return the operations of an MLP of this width for one token, forward."""
+    return 2 * (3 if model.is_gated else 2) * model.hidden_size * width
 
 
 def latent_projections(model: ModelConfig) -> float:

@@ -1,9 +1,9 @@
 """Measure the memory of activations by running the model on fake tensors, without memory.
 
-A block, and a stage without its blocks, each run one forward and one backward pass on fake tensors
-of the compute format, and the live storages are counted after every op. This includes dropout,
-rotary positions, gated MLPs, attention, and what tensor and context parallelism exchange, without
-a formula for each.
+A block of each kind, and a stage without its blocks, each run one forward and one backward pass on
+fake tensors of the compute format, and the live storages are counted after every op. This includes
+dropout, rotary positions, gated MLPs, attention, experts with balanced routing, and what tensor,
+context and expert parallelism exchange, without a formula for each.
 """
 
 import copy
@@ -26,6 +26,7 @@ from megatron_zpp.model.attention.sequences import Sequences
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.part import Part
+from megatron_zpp.planner.parts.balanced_routing import BalancedRouting, IntegersWithValues
 from megatron_zpp.planner.parts.meta_model import MetaModel, largest_block
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import ModelConfig
@@ -48,15 +49,32 @@ class PassMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockMemory:
+    """Bytes of a block, without its weights and inputs.
+
+    saved: alive from forward to backward. forward, backward: the peaks during each pass, including
+    `saved`, and in backward the gradients of weights. Where the experts of the block are a unit of
+    their own, these are three peaks: before them, in them, after them. The gradients of their
+    weights are counted in them; `beside` is what else is alive when these are reduced.
+    """
+
+    saved: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    beside: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Activations:
     """The activations of one micro-batch; `stream` is the bytes of the residual between blocks.
 
-    After the backward pass of the head, the gradients of its weight and of the stream are alive.
+    blocks: by whether they have experts. After the backward pass of the head, the gradients of its
+    weight and of the stream are alive.
     """
 
     stream: int
     embedding: PassMemory
-    block: PassMemory
+    blocks: Mapping[bool, BlockMemory]
     head: PassMemory
 
 
@@ -134,25 +152,63 @@ class ActivationTraces:
         parallel = ranks.parallel
         splits = ranks.tensor_size, ranks.context_size, parallel.sequence_parallel
         key = (micro_batch, *splits, parallel.cp_comm_type)
-        if key not in self._traced:
-            self._traced[key] = _trace_block(model.split(ranks), ranks, micro_batch)
-            lower_right_mask.cache_clear()  # a mask of fake tensors is of no use to others
+        blocks, moe_layers = {}, model.whole.config.moe_layers
+        for has_experts in {moe_layers[layer] for layer in stage.layers}:
+            block_key = (*key, "block", has_experts and ranks.expert_ranks)
+            if block_key not in self._traced:
+                traced = _trace_block(model.split(ranks), ranks, micro_batch, has_experts)
+                self._traced[block_key] = traced
+                lower_right_mask.cache_clear()  # a mask of fake tensors is of no use to others
+            blocks[has_experts], stream = self._traced[block_key]
         ends_key = (*key, stage.is_first, stage.is_last)
         if ends_key not in self._traced:
             self._traced[ends_key] = _trace_ends(model.ends(ranks, stage), ranks, micro_batch)
-        (block, stream), (embedding, head) = self._traced[key], self._traced[ends_key]
-        return Activations(stream=stream, embedding=embedding, block=block, head=head)
+        embedding, head = self._traced[ends_key]
+        return Activations(stream=stream, embedding=embedding, blocks=blocks, head=head)
+
+
+class _Segments:
+    """The peaks of a pass, divided where it enters and leaves experts that are a unit."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = live
+        self._peaks: list[int] = []
+        self.beside = 0
+
+    def end(self, *_: object) -> None:
+        """End a part of the pass."""
+        self._peaks.append(self._live.take_peak())
+
+    def end_experts(self, weights: Iterable[Tensor]) -> Callable[[Tensor], None]:
+        """Return a hook that ends their part, and frees the gradients of `weights`."""
+
+        def end(_: Tensor) -> None:
+            self.end()
+            for weight in weights:
+                weight.grad = None
+            self.beside = self._live.current
+
+        return end
+
+    def take(self) -> tuple[int, ...]:
+        """Return the peaks of a pass that has ended."""
+        self.end()
+        peaks, self._peaks = tuple(self._peaks), []
+        return peaks
 
 
 def _trace_block(
-    model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch
-) -> tuple[PassMemory, int]:
+    model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch, has_experts: bool
+) -> tuple[BlockMemory, int]:
     """Return the activations of a block, and the bytes of the residual stream."""
     config = model.config
     block = largest_block(
-        model, attention_dropout=micro_batch.attention_dropout, selective=micro_batch.selective
+        model,
+        has_experts=has_experts,
+        attention_dropout=micro_batch.attention_dropout,
+        selective=micro_batch.selective,
     )
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # integers that decide numbers of rows
         weights = _weights(block, micro_batch.dtype)
         stream = _stream(config, ranks, micro_batch).requires_grad_()
         rotary: tuple[Tensor, ...] = ()
@@ -166,17 +222,44 @@ def _trace_block(
             is_split=ranks.context_size > 1,
             splits_rows=ranks.tensor_size > 1 and ranks.parallel.sequence_parallel,
         )
-        with LiveBytes([*weights.values(), stream, *rotary]) as live:
+
+        def routing() -> BalancedRouting | None:
+            num_tokens = stream.shape[:2].numel()
+            return BalancedRouting(num_tokens=num_tokens, config=config) if has_experts else None
+
+        with IntegersWithValues(), LiveBytes([*weights.values(), stream, *rotary]) as live:
             if ranks.context_size > 1:  # masks, which all layers share, stay from the first forward
-                functional_call(block, weights, (stream, sequences))
+                functional_call(block, weights, (stream, replace(sequences, routing=routing())))
                 live.exclude_alive()
+            segments = _Segments(live)
+            if has_experts and ranks.expert_ranks > 1:
+                _divide(block.mlp.experts, weights, segments)
+            sequences = replace(sequences, routing=routing())
             result = functional_call(block, weights, (stream, sequences))
-            saved, forward = live.current, live.take_peak()
+            saved, forward = live.current, segments.take()
             gradient = torch.empty_like(result)
             result.backward(gradient)
-            backward = live.take_peak() - result.nbytes
+            backward = tuple(peak - result.nbytes for peak in segments.take())
             del gradient
-        return PassMemory(saved=saved, forward=forward, backward=backward), stream.nbytes
+        beside = max(0, segments.beside - result.nbytes)
+        memory = BlockMemory(saved=saved, forward=forward, backward=backward, beside=beside)
+        return memory, stream.nbytes
+
+
+def _divide(experts: nn.Module, weights: Mapping[str, Tensor], segments: _Segments) -> None:
+    """Divide the passes of a block where they enter and leave its experts."""
+    own = [weight for name, weight in weights.items() if name.startswith("mlp.experts.")]
+
+    def enter(_: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
+        segments.end()
+        inputs[0].register_hook(segments.end_experts(own))
+
+    def leave(_: nn.Module, __: tuple, result: Tensor) -> None:
+        segments.end()
+        result.register_hook(segments.end)
+
+    experts.register_forward_pre_hook(enter)
+    experts.register_forward_hook(leave)
 
 
 def _trace_ends(

@@ -12,6 +12,7 @@ from megatron_zpp.interchange.pretrained_model import lora_summary, with_initial
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
+from megatron_zpp.recipe.expert_ranks import expert_rows
 from megatron_zpp.settings.config import Config
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
@@ -33,6 +34,7 @@ ADVICE = MappingProxyType(
         kinds.SAVED_COPY: "without --async-save, saving needs no copy",
     }
 )
+BALANCED = "\nif all experts get equally many tokens"
 OFFLOAD_MORE = "; --cpu-optimizer moves fp32 weights, gradients and moments to the host"
 OFFLOAD_LESS = "; offload_optimizer.ratio below 1 keeps some of it on the device"
 
@@ -132,18 +134,21 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
         f"on each of {num_replicas} {'replicas' if shared else 'ranks'}"
     )
+    has_other_axes = bool(shared) or model.has_experts
+    sent = memory_estimate.sent if has_other_axes else None
     memory = {"host": memory_estimate.host}
     if memory_estimate.device:
         memory = {"device": memory_estimate.device, **memory}
     return [
         ("model", f"{shape}: {memory_estimate.model.num_parameters():,} parameters"),
         *lora_summary(config, memory_estimate.model),
+        *(expert_rows(model, memory_estimate.ranks.split_experts) if model.has_experts else []),
         ("batch", batch),
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", plan.stage),
-        *describe(plan, memory_estimate.micro_batches, memory_estimate.sent if shared else None),
-        ("memory", _memory_table(memory)),
+        *describe(plan, memory_estimate.micro_batches, sent),
+        ("memory", _memory_table(memory) + (BALANCED if model.has_experts else "")),
     ]
 
 

@@ -6,6 +6,7 @@ The parameters are cut as FSDP2 and ZeRO-Offload cut them.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.fsdp_adapter import ShardSpec
@@ -28,6 +30,10 @@ FP32_BYTES = 4  # of a weight or a gradient
 class Unit:
     """The sizes of an FSDP unit, which is gathered and reduced at once; bytes if not stated.
 
+    layer: that of a block, None for a root. is_experts: it is the experts of the block before it,
+    which are gathered and reduced within the passes of the block.
+    axis: its data axis. num_shards: over how many ranks it is cut.
+    elements: number of elements of a rank's padded shard.
     trained: number of elements of a rank's padded shard that have gradients and moments.
     frozen: the part of the shard that is never trained.
     gathered: the weights of all ranks in the compute format, and the codes they are decoded from.
@@ -39,6 +45,11 @@ class Unit:
     hop_buffers: gradients that are sent and received, for each hop.
     """
 
+    layer: int | None
+    is_experts: bool
+    axis: DataAxis
+    num_shards: int
+    elements: int
     trained: int
     frozen: int
     gathered: int
@@ -54,9 +65,9 @@ class Unit:
 class PlannedRun:
     """Everything about a rank of a run that its memory depends on.
 
-    `stages` are those of the rank, one without a pipeline. `units` has their blocks and then their
-    root, stage after stage. `subunits` is, for each of these units, the number of units of
-    `plan` that it consists of; adapters are separate units of the plan.
+    `stages` are those of the rank, one without a pipeline. `units` has their blocks, each followed
+    by its experts if ranks split them, and then their root, stage after stage. `planned` is, for
+    each of these units, the units of `plan` that it consists of; adapters are separate ones.
     """
 
     config: Config
@@ -64,18 +75,13 @@ class PlannedRun:
     ranks: PlannedRanks
     stages: tuple[Part, ...]
     plan: Plan
-    subunits: tuple[int, ...]
+    planned: tuple["PlannedUnit", ...]
     is_cpu: bool
 
     @property
     def num_ranks(self) -> int:
         """Return the number of ranks of the data axis, over which weights are sharded."""
         return self.plan.num_ranks
-
-    @property
-    def axis(self) -> DataAxis:
-        """Return the data axis, with the routes over it."""
-        return self.plan.units[-1].axis
 
     @property
     def num_layers(self) -> int:
@@ -90,26 +96,11 @@ class PlannedRun:
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Return the parameters of this rank's stages, whole or its parts of matrices."""
-        apart = self.plan.units[-1].separates_trained
-        units = (
-            self.model.units(self.ranks, stage, separates_trained=apart) for stage in self.stages
-        )
-        return tuple(
-            parameter
-            for each in units
-            for unit in each
-            for subunit in unit
-            for parameter in subunit
-        )
+        return tuple(parameter for unit in self.plan.units for parameter in unit.parameters)
 
     @property
     def stage(self) -> int:
         return self.plan.stage
-
-    @property
-    def num_shards(self) -> int:
-        """Return the number of shards of a unit."""
-        return 1 if self.stage == 0 else self.num_ranks
 
     @property
     def uses_engine(self) -> bool:
@@ -159,7 +150,12 @@ class PlannedRun:
 
     def shard_size(self, parameter: nn.Parameter) -> int:
         """Return the elements of this rank's padded shard of a parameter."""
-        return spec_of(parameter, self.num_shards).elements
+        return spec_of(parameter, self._num_shards[parameter]).elements
+
+    @cached_property
+    def _num_shards(self) -> dict[nn.Parameter, int]:
+        """The number of ranks over which each parameter is cut."""
+        return {each: unit.num_shards for unit in self.plan.units for each in unit.parameters}
 
     @property
     def recompute_group(self) -> int:
@@ -202,55 +198,69 @@ class PlannedRun:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Return the blocks and then the root of each stage, each including its adapters."""
-        units, subunits = [], iter(self.plan.units)
-        for count in self.subunits:
-            specs = []
-            for _ in range(count):
-                specs += next(subunits).specs
-            units.append(self._unit(specs))
-        return tuple(units)
+        """Return the units of each stage, each including its adapters."""
+        return tuple(map(self._unit, self.planned))
 
-    def _unit(self, specs: Sequence[ShardSpec]) -> Unit:
-        itemsize, num_shards = self.compute_dtype.itemsize, self.num_shards
+    def _unit(self, planned: "PlannedUnit") -> Unit:
+        specs = [spec for part in planned.parts for spec in part.specs]
+        itemsize, num_shards = self.compute_dtype.itemsize, planned.parts[0].num_shards
         trainable = [spec for spec in specs if spec.trainable]
         trained = sum(spec.elements for spec in trainable)
+        elements = sum(spec.elements for spec in specs)
         codes = sum(spec.packed_bytes for spec in specs)
         row = sum(spec.packed_bytes or itemsize * spec.elements for spec in specs)
-        route = self.axis.weights
+        route = planned.axis.weights
         packed_row = row if codes else weight_layout(specs, route, self.compute_dtype).packed_bytes
         if route.is_flat:
             packed_rows = 0
         elif route.keeps:
-            packed_rows = self.num_ranks
+            packed_rows = route.nodes.num_ranks
         else:
             packed_rows = route.outer
         has_secondary_copy = route.keeps and self.stage
         return Unit(
+            layer=planned.layer,
+            is_experts=planned.is_experts,
+            axis=planned.axis,
+            num_shards=num_shards,
+            elements=elements,
             trained=trained,
             frozen=_stored_bytes(specs) - FP32_BYTES * trained,
-            gathered=num_shards * (itemsize * sum(spec.elements for spec in specs) + codes),
+            gathered=num_shards * (itemsize * elements + codes),
             gradient=num_shards * trained * itemsize,
             fp32_gradient=num_shards * trained * FP32_BYTES,
-            gather_buffer=num_shards * row,
-            packed_buffer=packed_row * packed_rows,
+            gather_buffer=num_shards * row if num_shards > 1 else 0,
+            packed_buffer=packed_row * packed_rows if num_shards > 1 else 0,
             secondary_copy=route.outer * packed_row if has_secondary_copy else 0,
-            hop_buffers=self._hop_buffers(trainable),
+            hop_buffers=self._hop_buffers(trainable, planned.axis) if num_shards > 1 else (),
         )
 
-    def _hop_buffers(self, trainable: Sequence[ShardSpec]) -> tuple[int, ...]:
+    def _hop_buffers(self, trainable: Sequence[ShardSpec], axis: DataAxis) -> tuple[int, ...]:
         """Return the bytes that each hop of a gradient reduction sends and receives."""
-        if self.num_shards == 1 or not trainable:
+        if not trainable:
             return ()
-        route = self.axis.gradients
+        route = axis.gradients
         wire_dtype = self.plan.units[0].wire_dtype
         inner, outer = gradient_layouts(trainable, route, wire_dtype)
         buffers = []
         if route.inner > 1:
-            buffers.append(2 * self.num_ranks * inner.packed_bytes)
+            buffers.append(2 * route.nodes.num_ranks * inner.packed_bytes)
         if route.outer > 1:
             buffers.append(2 * route.outer * outer.packed_bytes)
         return tuple(buffers)
+
+
+class PlannedUnit(NamedTuple):
+    """The units of a plan that are gathered and reduced together, and what they are of a stage."""
+
+    layer: int | None
+    is_experts: bool
+    parts: tuple[UnitPlan, ...]
+
+    @property
+    def axis(self) -> DataAxis:
+        """The data axis, with the routes over it."""
+        return self.parts[0].axis
 
 
 Places = list[tuple[PlannedRun, int]]  # how many ranks of a pipeline are like each
@@ -274,31 +284,20 @@ def plan_run(
     zero = config.zero
     model = MetaModel(config, vocab_size) if model is None else model
     stride = nodes.num_ranks // config.parallel.pipeline_model_parallel_size
-    ranks = PlannedRanks(parallel=config.parallel, nodes=nodes, rank=place * stride)
-    data_nodes, stages = ranks.data_nodes, model.stages(ranks)
-    like = UnitPlan(
-        specs=(),
-        axis=DataAxis.of(zero, data_nodes),
-        dtype=getattr(torch, zero.compute_format),
-        wire_dtype=getattr(torch, zero.wire_format),
-        num_shards=1 if zero.stage == 0 else data_nodes.num_ranks,
-        stored_bits=zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None,
+    ranks = PlannedRanks(
+        parallel=config.parallel,
+        nodes=nodes,
+        rank=place * stride,
+        expert_ranks=expert_ranks(config, nodes),
     )
-    subunits, planned = [], []
-    for stage in stages:
-        *blocks, root = model.units(ranks, stage, separates_trained=like.separates_trained)
-        subunits += [len(unit) for unit in (*blocks, root)]
-        for unit in (*blocks, root):
-            for parameters in unit:
-                regathers = zero.stage == 3 and unit is not root
-                planned.append(replace(like.with_parameters((), parameters), regathers=regathers))
-        planned[-1] = replace(planned[-1], is_root=True)
+    stages = model.stages(ranks)
+    planned = _planned_units(config, model, ranks, stages)
     plan = Plan(
         stage=zero.stage,
         reduces_once=zero.reduces_once,
         keeps_roots=zero.reduces_once or ranks.pipeline_size > 1,
-        compute_dtype=like.dtype,
-        units=tuple(planned),
+        compute_dtype=getattr(torch, zero.compute_format),
+        units=tuple(part for unit in planned for part in unit.parts),
     )
     return PlannedRun(
         config=config,
@@ -306,9 +305,45 @@ def plan_run(
         ranks=ranks,
         stages=tuple(stages),
         plan=plan,
-        subunits=tuple(subunits),
+        planned=tuple(planned),
         is_cpu=is_cpu,
     )
+
+
+def _planned_units(
+    config: Config, model: MetaModel, ranks: PlannedRanks, stages: Sequence[Part]
+) -> list[PlannedUnit]:
+    """Return the units of a rank's stages, those of experts on the axis that these have."""
+    zero, nodes = config.zero, ranks.data_nodes
+    like = UnitPlan(
+        specs=(),
+        axis=DataAxis.of(zero, nodes),
+        dtype=getattr(torch, zero.compute_format),
+        wire_dtype=getattr(torch, zero.wire_format),
+        num_shards=1 if zero.stage == 0 else nodes.num_ranks,
+        stored_bits=zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None,
+    )
+    of_experts = like
+    if ranks.expert_ranks > 1:
+        its_nodes = ranks.expert_nodes
+        axis = DataAxis.of(zero, its_nodes, num_losses=nodes.num_ranks)
+        of_experts = replace(like, axis=axis, num_shards=its_nodes.num_ranks, is_apart=True)
+    planned = []
+    for stage in stages:
+        units = model.units(
+            ranks,
+            stage,
+            separates_trained=like.separates_trained,
+            separates_experts=of_experts.separates_trained,
+        )
+        for unit in units:
+            kind = of_experts if unit.is_experts else like
+            kind = replace(kind, regathers=zero.stage == 3 and unit.layer is not None)
+            parts = [kind.with_parameters((), parameters) for parameters in unit.subunits]
+            if unit.layer is None:
+                parts[-1] = replace(parts[-1], is_root=True)
+            planned.append(PlannedUnit(unit.layer, unit.is_experts, tuple(parts)))
+    return planned
 
 
 def plan_places(

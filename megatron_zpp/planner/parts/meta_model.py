@@ -1,57 +1,64 @@
 """A model on the meta device, and the parts of it that the ranks of a planned run have."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from megatron_zpp.model.block import Block
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.moe.experts import Experts
 from megatron_zpp.model.part import Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import Config
-from zeropp.errors import InputError
 from zeropp.sharding.cut import places_of, sharded_parameters, trained_subunits
 
 META = torch.device("meta")
-Units = tuple[tuple[tuple[nn.Parameter, ...], ...], ...]  # parameters of subunits of units
+Subunits = tuple[tuple[nn.Parameter, ...], ...]
+
+
+class MetaUnit(NamedTuple):
+    """The parameters of each subunit of a unit.
+
+    layer: that of a block, None for a root. is_experts: it is the experts of the block before it,
+    which ranks split.
+    """
+
+    layer: int | None
+    is_experts: bool
+    subunits: Subunits
 
 
 class MetaModel:
     """The model of `config`, whole, and split as runs of different sizes split it.
 
-    What is built once is kept: a plan compares many runs of one model. Raises InputError for a
-    mixture of experts.
+    What is built once is kept: a plan compares many runs of one model.
     """
 
     def __init__(self, config: Config, vocab_size: int) -> None:
-        if config.model.has_experts:
-            raise InputError(
-                f"--num-experts {config.model.num_experts}: runs of mixtures of experts cannot be "
-                "planned yet; the first lines of a run's log say what it sends and how much memory "
-                "it takes"
-            )
         self._config, self._vocab_size = config, vocab_size
         self._adapted = Part(lora=config.lora if config.lora.lora_rank else None)
         self.whole = self._build(GPT, self._adapted)
         self._split: dict[tuple, GPT] = {}
         self._ends: dict[tuple, GPT] = {}
-        self._units: dict[tuple, Units] = {}
+        self._units: dict[tuple, tuple[MetaUnit, ...]] = {}
         self._partial: dict[tuple, tuple[nn.Parameter, ...]] = {}
 
     def stages(self, ranks: PlannedRanks) -> list[Part]:
         """Return the stages of a rank."""
         layers = ranks.parallel.stages(self._config.model.num_layers)
-        return parts_of_stages(self._adapted, layers, ranks.pipeline_place, ranks.pipeline_size)
+        part = replace(self._adapted, experts=ranks.split_experts)
+        return parts_of_stages(part, layers, ranks.pipeline_place, ranks.pipeline_size)
 
     def split(self, ranks: PlannedRanks) -> GPT:
         """Return all layers, with a rank's parts of their matrices."""
         key = _axes_key(ranks)
         if key not in self._split:
-            is_whole = ranks.tensor_size == ranks.context_size == 1
+            is_whole = ranks.tensor_size == ranks.context_size == ranks.expert_ranks == 1
             self._split[key] = self.whole if is_whole else self._build(GPT, self._adapted, ranks)
         return self._split[key]
 
@@ -65,19 +72,30 @@ class MetaModel:
             self._ends[key] = model
         return self._ends[key]
 
-    def units(self, ranks: PlannedRanks, stage: Part, *, separates_trained: bool) -> Units:
-        """Return the parameters of each subunit of each block of a stage, and then of its root.
+    def units(
+        self,
+        ranks: PlannedRanks,
+        stage: Part,
+        *,
+        separates_trained: bool,
+        separates_experts: bool,
+    ) -> tuple[MetaUnit, ...]:
+        """Return each block of a stage, with its experts if ranks split them, and then its root.
 
         The units are those of `zeropp.shard`. With `separates_trained`, trained adapters are a
-        subunit of their own.
+        subunit of their own; with `separates_experts`, those of experts that ranks split.
         """
         model, has_end = self.split(ranks), (stage.is_first, stage.is_last)
-        key = _axes_key(ranks), stage.layers, has_end, separates_trained
+        separates = separates_trained, separates_experts
+        key = _axes_key(ranks), stage.layers, has_end, separates
         if key not in self._units:
-            blocks = [
-                _subunits(model.blocks[layer], (), separates_trained) for layer in stage.layers
+            root = MetaUnit(None, False, self._root(ranks, stage, separates_trained))
+            units = [
+                unit
+                for layer in stage.layers
+                for unit in _block_units(model.blocks[layer], layer, ranks, *separates)
             ]
-            self._units[key] = (*blocks, self._root(ranks, stage, separates_trained))
+            self._units[key] = (*units, root)
         return self._units[key]
 
     def partial(self, ranks: PlannedRanks) -> tuple[nn.Parameter, ...]:
@@ -88,9 +106,7 @@ class MetaModel:
             self._partial[key] = tuple(partial_parameters(self.split(ranks), splits_rows))
         return self._partial[key]
 
-    def _root(
-        self, ranks: PlannedRanks, stage: Part, separates_trained: bool
-    ) -> tuple[tuple[nn.Parameter, ...], ...]:
+    def _root(self, ranks: PlannedRanks, stage: Part, separates_trained: bool) -> Subunits:
         """Return the parameters of each subunit of a stage's root."""
         model, ends = self.split(ranks), self.ends(ranks, stage)
         elsewhere = [
@@ -106,7 +122,7 @@ class MetaModel:
         if ranks is not None:
             parallel = ranks.parallel
             tensor, context = ranks.tensor_axis(parallel), ranks.context_axis(parallel)
-            part = replace(part, tensor=tensor, context=context)
+            part = replace(part, tensor=tensor, context=context, experts=ranks.split_experts)
         with META:
             return kind(self._config.model, self._vocab_size, part)
 
@@ -125,9 +141,19 @@ class Ends(GPT):
     block_class = PassingBlock
 
 
-def largest_block(model: GPT, *, attention_dropout: float, selective: bool) -> Block:
-    """Return a copy of the block with the most trained weights, which is run in another way."""
-    block = copy.deepcopy(max(model.blocks, key=_num_trained))
+def largest_block(
+    model: GPT, *, has_experts: bool, attention_dropout: float, selective: bool
+) -> Block:
+    """Return a copy of the block with the most trained weights, which is run in another way.
+
+    It is one of those that have experts, or of those that have none.
+    """
+    alike = (
+        block
+        for block, marked in zip(model.blocks, model.config.moe_layers, strict=True)
+        if marked == has_experts
+    )
+    block = copy.deepcopy(max(alike, key=_num_trained))
     block.attention.dropout = attention_dropout
     block.attention.is_recomputed = selective
     return block
@@ -145,12 +171,26 @@ def _axes_key(ranks: PlannedRanks) -> tuple:
         ranks.context_size,
         ranks.tensor_size > 1 and parallel.sequence_parallel,
         parallel.cp_comm_type,
+        ranks.expert_ranks,
     )
 
 
-def _subunits(
-    unit: nn.Module, others: Sequence[nn.Module], separates_trained: bool
-) -> tuple[tuple[nn.Parameter, ...], ...]:
+def _block_units(
+    block: nn.Module,
+    layer: int,
+    ranks: PlannedRanks,
+    separates_trained: bool,
+    separates_experts: bool,
+) -> Iterator[MetaUnit]:
+    """Yield a block, and its experts if ranks split them."""
+    experts = [each for each in block.modules() if isinstance(each, Experts)]
+    apart = experts if ranks.expert_ranks > 1 else []
+    yield MetaUnit(layer, False, _subunits(block, apart, separates_trained))
+    for module in apart:
+        yield MetaUnit(layer, True, _subunits(module, (), separates_experts))
+
+
+def _subunits(unit: nn.Module, others: Sequence[nn.Module], separates_trained: bool) -> Subunits:
     """Return the own parameters of a unit and those of its adapters, without empty lists.
 
     Modules in `others` do not belong to the unit.

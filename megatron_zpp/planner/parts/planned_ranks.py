@@ -7,6 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.parallel.mesh import mesh_sizes
 from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.parallel.rank_grid import RankGrid
@@ -18,11 +19,15 @@ from zeropp.wire.traffic import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRanks(RankGrid):
-    """A rank of a run on `nodes`, which are those of all ranks."""
+    """A rank of a run on `nodes`, which are those of all ranks.
+
+    expert_ranks: consecutive ranks that split the experts of each layer.
+    """
 
     parallel: ParallelConfig
     nodes: Nodes
     rank: int = 0
+    expert_ranks: int = 1
     activations: Traffic = field(default_factory=partial(Traffic, AXES))
 
     @property
@@ -43,6 +48,23 @@ class PlannedRanks(RankGrid):
         """
         lines = self.grid.movedim(1, -1).flatten(0, 1).tolist()
         return nodes_of_grid(range(self.num_ranks), lines, self.nodes.ranks_per_node)
+
+    @cached_property
+    def expert_nodes(self) -> Nodes:
+        """The nodes of each line of ranks that have the same experts.
+
+        Raises InputError if the lines are spread over the nodes in different ways.
+        """
+        if self.expert_ranks == 1:  # experts are cut as other weights are
+            return self.data_nodes
+        lines = self.grid.reshape(self.pipeline_size, -1, self.expert_ranks).movedim(1, -1)
+        lines = lines.flatten(0, 1).tolist()
+        return nodes_of_grid(range(self.num_ranks), lines, self.nodes.ranks_per_node)
+
+    @cached_property
+    def split_experts(self) -> ExpertAxis | None:
+        """The axis over which experts are split, if they are."""
+        return self.expert_axis(self.expert_ranks, self.parallel.moe_dispatch_bits)
 
     def peers(self, purpose: str, members: Sequence[int]) -> Peers:
         """Return ranks, this one among them, as peers for one of `AXES`."""

@@ -1,15 +1,24 @@
 """How long a GPU computes the passes of a layer, of the head, and an update.
 
 A pass is a sum of matrix products, attention and element-wise kernels; the first two run at a share
-of the peak rate, the last at one of the memory rate. A backward pass is two forward passes.
+of the peak rate, the last at one of the memory rate. A backward pass is two forward passes; without
+gradients of frozen weights, its products are one.
 
 Ranks that share a model's work divide it: T tensor ranks the channels and the vocabulary, C context
 ranks the tokens, and with sequence parallelism T ranks also the rows of the stream.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_zpp.model.flops import BACKWARD, core_attention, projections, recomputed_layers
+from megatron_zpp.model.flops import (
+    BACKWARD,
+    core_attention,
+    expert_products,
+    mlp_products,
+    projections,
+    recomputed_layers,
+)
 from megatron_zpp.planner.timing.hardware import Rates, hardware_table
 from megatron_zpp.settings.config import Config
 
@@ -31,32 +40,81 @@ class Passes:
 def layer_passes(config: Config, layer: int, place: int, itemsize: int, rates: Rates) -> Passes:
     """Return the passes of a micro-batch through a layer, `place` from the first of its stage.
 
-    itemsize: bytes of an activation.
+    Of experts, only the router and what is done with their rows are included. itemsize: bytes of an
+    activation.
     """
-    model, recompute, parallel = config.model, config.recompute, config.parallel
+    model, parallel = config.model, config.parallel
     constants = hardware_table()["layers"]
     tokens, tensor = _tokens(config), parallel.tensor_model_parallel_size
-    products = tokens * projections(model) / tensor / rates.products_at(_width(config))
+    has_experts = model.moe_layers[layer]
+    operations = projections(model, has_experts)
+    ffn_size = model.ffn_size
+    if has_experts:
+        operations -= expert_products(model)
+        ffn_size = model.moe_shared_expert_intermediate_size or 0
+    products = tokens * operations / tensor / rates.products_at(_width(config))
     scores = tokens * CAUSAL_SHARE * core_attention(model, model.windows[layer]) / tensor
     rate = rates.products_at(model.hidden_size)
     attention = scores / (constants["attention_share"] * rate)
     rows = tensor if parallel.sequence_parallel else 1
     streamed = constants["stream_bytes"] * model.hidden_size / rows
-    fused = constants["compiled" if config.training.compile else "eager"]
-    mlp_bytes = fused["gated_mlp_bytes"] if model.is_gated else constants["mlp_bytes"]
-    streamed += mlp_bytes * model.ffn_size / tensor
+    if has_experts:
+        row_bytes = model.moe_router_topk * constants["expert_row_bytes"]
+        streamed += row_bytes * model.hidden_size / rows
+    streamed += _mlp_bytes(config) * ffn_size / tensor
+    fused = _fused(config)
     if model.position_embedding_type == "rope" and not model.layers_without_rope[layer]:
         keys = 1 if model.multi_latent_attention else model.kv_heads
         turned = (model.num_attention_heads + keys) * model.rotary_channels / tensor
         streamed += fused["rotary_bytes"] * turned
     elementwise = tokens * streamed * itemsize / BYTES_16_BIT / rates.memory
-    forward = products + attention + elementwise
-    again = 0.0
-    if recompute.recompute_granularity == "full" and place < recomputed_layers(model, recompute):
-        again = forward
+    return _passes(config, place, products, attention, elementwise)
+
+
+def expert_passes(config: Config, place: int, size: int, itemsize: int, rates: Rates) -> Passes:
+    """Return the passes of a micro-batch through the experts of a layer, which `size` ranks split.
+
+    Routing is balanced. Grouped products take at least the time in which a rank's weights are read;
+    what they lose of the peak rate is that of their two widths.
+    """
+    model, parallel = config.model, config.parallel
+    tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    tokens, width = _tokens(config) / tensor, model.expert_ffn_size
+    rate = rates.products_at(_mean_width(model.hidden_size, width))
+    weights = model.num_experts / size * mlp_products(model, width) / 2
+    products = max(tokens * expert_products(model) / rate, weights * BYTES_16_BIT / rates.memory)
+    streamed = model.moe_router_topk * _mlp_bytes(config) * width
+    elementwise = tokens * streamed * itemsize / BYTES_16_BIT / rates.memory
+    return _passes(config, place, products, 0.0, elementwise)
+
+
+def _passes(
+    config: Config, place: int, products: float, attention: float, elementwise: float
+) -> Passes:
+    """Return passes of which these are the seconds forward."""
+    recompute, forward, again = config.recompute, products + attention + elementwise, 0.0
+    if recompute.recompute_granularity == "full":
+        again = forward if place < recomputed_layers(config.model, recompute) else 0.0
     elif recompute.recompute_granularity == "selective":
         again = attention
-    return Passes(forward, BACKWARD * forward + again)
+    backward = _backward_products(config) * products + BACKWARD * (attention + elementwise)
+    return Passes(forward, backward + again)
+
+
+def _backward_products(config: Config) -> int:
+    """Return the products of a backward pass, in forward passes."""
+    return BACKWARD - 1 if config.lora.lora_rank else BACKWARD
+
+
+def _mlp_bytes(config: Config) -> float:
+    """Return what element-wise kernels stream of each channel inside an MLP."""
+    if config.model.is_gated:
+        return _fused(config)["gated_mlp_bytes"]
+    return hardware_table()["layers"]["mlp_bytes"]
+
+
+def _fused(config: Config) -> Mapping[str, float]:
+    return hardware_table()["layers"]["compiled" if config.training.compile else "eager"]
 
 
 def head_passes(config: Config, vocab_size: int, itemsize: int, rates: Rates) -> Passes:
@@ -66,8 +124,9 @@ def head_passes(config: Config, vocab_size: int, itemsize: int, rates: Rates) ->
     entries = _tokens(config) * model.padded_vocab_size(vocab_size) / tensor
     products = 2 * entries * model.hidden_size / rates.products_at(_width(config))
     loss_bytes = hardware_table()["layers"]["loss_bytes"] * itemsize / BYTES_16_BIT
-    forward = products + entries * loss_bytes / rates.memory
-    return Passes(forward, BACKWARD * forward)
+    loss = entries * loss_bytes / rates.memory
+    backward = _backward_products(config) * products + BACKWARD * loss
+    return Passes(products + loss, backward)
 
 
 def update_seconds(elements: int, rates: Rates) -> float:
@@ -87,4 +146,10 @@ def _width(config: Config) -> float:
     What a product loses is taken to be the sum of what its two sides lose, each inversely to its
     length; tensor ranks divide one of them: the harmonic mean of H and H/T.
     """
-    return 2 * config.model.hidden_size / (1 + config.parallel.tensor_model_parallel_size)
+    hidden = config.model.hidden_size
+    return _mean_width(hidden, hidden / config.parallel.tensor_model_parallel_size)
+
+
+def _mean_width(first: float, second: float) -> float:
+    """Return the harmonic mean of the two sides of a product."""
+    return 2 * first * second / (first + second)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
 
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.node_traffic import gradient_moves
@@ -16,6 +15,7 @@ from megatron_zpp.planner.timing.axis_messages import (
 )
 from megatron_zpp.planner.timing.computing import (
     Passes,
+    expert_passes,
     head_passes,
     layer_passes,
     update_seconds,
@@ -26,7 +26,7 @@ from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds, pipe
 from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork, step_seconds
 from zeropp.wire.route import UNQUANTIZED, Route
 
-Works = tuple[list[UnitWork], UnitWork]  # blocks and root of a stage
+Works = tuple[list[UnitWork], UnitWork]  # of a stage: its blocks and their experts, and its root
 
 
 class StepWork:
@@ -83,7 +83,7 @@ class RankWork:
         self.run, self.vocab_size = run, vocab_size
 
     def works(self, rates: Rates, *, quantizing: bool = True) -> list[Works]:
-        """Return the work of each stage: its blocks' in order, and its root's."""
+        """Return the work of each stage: its blocks' and experts' in order, and its root's."""
         return [
             self._stage_works(stage, messages, units, rates, quantizing=quantizing)
             for stage, messages, units in zip(
@@ -127,12 +127,13 @@ class RankWork:
         in_layer = Passes(seconds_of(forward, rates), seconds_of(backward, rates))
         forward, backward = messages.ends_forward, messages.ends_backward
         at_ends = Passes(seconds_of(forward, rates), seconds_of(backward, rates))
-        *layers, head = self._passes(stage, rates)
-        passes = [*(each + in_layer for each in layers), head + at_ends]
-        for (unit, sent), each in zip(units, passes, strict=True):
-            key = id(sent), each
+        for unit, sent in units:
+            passes = self._passes(stage, unit, rates)
+            if not unit.is_experts:
+                passes += at_ends if unit.layer is None else in_layer
+            key = id(sent), passes
             if key not in works:
-                works[key] = self._unit_work(unit, sent, each, rates, quantizing=quantizing)
+                works[key] = self._unit_work(unit, sent, passes, rates, quantizing=quantizing)
             result.append(works[key])
         return result[:-1], result[-1]
 
@@ -148,56 +149,55 @@ class RankWork:
     @cached_property
     def _units(self) -> list[list[tuple[Unit, UnitMessages]]]:
         """The units of each stage with their messages; those of equal units are one object."""
-        edges = [0, *accumulate(self.run.subunits)]
-        subunits = [self.run.plan.units[first:last] for first, last in pairwise(edges)]
         distinct: dict[tuple, UnitMessages] = {}
-        result, first = [], 0
-        for stage in self.run.stages:
-            root, units = first + len(stage.layers), []
-            for index in range(first, root + 1):
-                key = subunits[index]
-                if key not in distinct:
-                    distinct[key] = unit_messages(self.run.plan, key)
-                units.append((self.run.units[index], distinct[key]))
-            result.append(units)
-            first = root + 1
-        return result
+        result: list[list] = [[]]
+        for unit, planned in zip(self.run.units, self.run.planned, strict=True):
+            if planned.parts not in distinct:
+                distinct[planned.parts] = unit_messages(self.run.plan, planned.parts)
+            result[-1].append((unit, distinct[planned.parts]))
+            if unit.layer is None:
+                result.append([])
+        return result[:-1]
 
-    def _passes(self, stage: Part, rates: Rates) -> list[Passes]:
-        """Return what the layers of a stage compute, and then what its root does."""
+    def _passes(self, stage: Part, unit: Unit, rates: Rates) -> Passes:
+        """Return what a unit of a stage computes; the experts of a block may be another one."""
         config, itemsize = self.run.config, self.run.compute_dtype.itemsize
-        layers = [
-            layer_passes(config, layer, place, itemsize, rates)
-            for place, layer in enumerate(stage.layers)
-        ]
-        head = Passes(0.0, 0.0)
-        if stage.is_last:
-            head = head_passes(config, self.vocab_size, itemsize, rates)
-        return [*layers, head]
+        size = self.run.ranks.expert_ranks
+        if unit.layer is None:
+            is_last = stage.is_last
+            nothing = Passes(0.0, 0.0)
+            return head_passes(config, self.vocab_size, itemsize, rates) if is_last else nothing
+        place = unit.layer - stage.layers.start
+        has_experts = config.model.moe_layers[unit.layer]
+        experts = Passes(0.0, 0.0)
+        if has_experts and (unit.is_experts or size == 1):
+            experts = expert_passes(config, place, size, itemsize, rates)
+        if unit.is_experts:
+            return experts
+        return layer_passes(config, unit.layer, place, itemsize, rates) + experts
 
     def _unit_work(
         self, unit: Unit, messages: UnitMessages, passes: Passes, rates: Rates, *, quantizing: bool
     ) -> UnitWork:
-        axis, kernels = self.run.axis, hardware_table()["kernels"]
-        parameters = self.run.num_shards * unit.trained
+        axis, kernels = unit.axis, hardware_table()["kernels"]
         decode, encode = kernels["copy_out"], kernels["reduce_buffers"]
         if quantizing and not axis.weights.is_flat:
             decode += kernels["dequantize_weights"]
         if quantizing and _quantizes(axis.gradients):
             encode += kernels["quantize_gradients"] + kernels["sum_gradients"]
 
-        def collective(hops: Messages, kernel_bytes: float) -> Collective:
-            seconds = parameters * kernel_bytes / rates.memory if hops else 0.0
+        def collective(hops: Messages, elements: int, kernel_bytes: float) -> Collective:
+            seconds = unit.num_shards * elements * kernel_bytes / rates.memory if hops else 0.0
             return Collective(tuple(hop.hop(rates) for hop in hops), seconds)
 
         return UnitWork(
             forward=passes.forward,
             backward=passes.backward,
-            first_gather=collective(messages.first_gather, decode),
-            later_gather=collective(messages.later_gather, decode),
-            backward_gather=collective(messages.backward_gather, decode),
-            reduction=collective(messages.reduction, encode),
-            early_reduction=collective(messages.early_reduction, encode),
+            first_gather=collective(messages.first_gather, unit.elements, decode),
+            later_gather=collective(messages.later_gather, unit.elements, decode),
+            backward_gather=collective(messages.backward_gather, unit.elements, decode),
+            reduction=collective(messages.reduction, unit.trained, encode),
+            early_reduction=collective(messages.early_reduction, unit.trained, encode),
         )
 
 

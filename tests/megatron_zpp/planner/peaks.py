@@ -24,6 +24,11 @@ def assert_peak_is_foretold(flags: str) -> Estimate | None:
 
 
 def block_bytes(predicted: Estimate) -> int:
-    """Return the bytes of the largest block's weights when they are gathered."""
-    counts = [sum(p.numel() for p in block.parameters()) for block in predicted.model.blocks]
-    return predicted.plan.compute_dtype.itemsize * max(counts)
+    """Return the bytes of the weights of the largest unit below the root when they are gathered."""
+    plan = predicted.plan
+    sizes = (
+        unit.num_shards * sum(spec.elements for spec in unit.specs)
+        for unit in plan.units
+        if not unit.is_root
+    )
+    return plan.compute_dtype.itemsize * max(sizes)

@@ -14,7 +14,17 @@ from megatron_zpp.planner.planned_run import plan_places, plan_run
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, PP4, SP, TP2, TWO_STAGES
+from tests.megatron_zpp.parallel.flags import (
+    CP2,
+    EP2,
+    EP4,
+    GATHERED,
+    PP2,
+    PP4,
+    SP,
+    TP2,
+    TWO_STAGES,
+)
 from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold
 from tests.ranks import ranks
 from zeropp.errors import InputError
@@ -45,7 +55,23 @@ def test_the_fullest_moment_is_foretold(flags):
     assert_peak_is_foretold(MODEL + flags)
 
 
-@pytest.mark.parametrize("flags", [TP2 + SP + PP2, PP2 + TWO_STAGES + LLAMA, CP2 + TP2])
+MOE = (
+    "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+    "--moe-layer-freq [0,1,1,1] "
+)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        TP2 + SP + PP2,
+        PP2 + TWO_STAGES + LLAMA,
+        CP2 + TP2,
+        MOE + EP2,
+        MOE + EP4 + TP2 + SP,
+        MOE + EP2 + PP2,
+    ],
+)
 @ranks(4, timeout=120)
 def test_the_forecast_of_a_planned_rank_is_that_of_the_rank(flags, tmp_path):
     """Also of bytes: what the dry run says of a node is what its ranks send."""

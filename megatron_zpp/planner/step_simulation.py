@@ -1,0 +1,324 @@
+"""Simulate the memory of a rank's step event by event, in a pipeline in the order of its schedule.
+
+What FSDP2 and the collectives allocate and free for each unit is added up by formula
+(docs/memory.md); the activations of a micro-batch are given.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+from megatron_zpp.model.part import Part
+from megatron_zpp.parallel.pipeline_schedule import Pass, passes
+from megatron_zpp.planner.activations import Activations, BlockMemory
+from megatron_zpp.planner.planned_run import FP32_BYTES, PlannedRun, Unit
+from megatron_zpp.planner.state_memory import GRADIENTS, WEIGHTS, initial_bytes
+from zeropp.fsdp_adapter import AHEAD
+
+GATHERED, COPIES = "gathered weights", "secondary copies (hpZ)"
+IN_FLIGHT, ACTIVATIONS, HEAD = "gradients in flight", "activations", "logits and loss"
+DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them, of each rank of a pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """A stage of a rank: its blocks and its root in `PlannedRun.units`, and its activations.
+
+    units: those of the blocks, and of their experts if these are units, in forward order. saved:
+    bytes that each block saves for backward, including its result.
+    """
+
+    stage: Part
+    units: range
+    blocks: Sequence[int]
+    root: int
+    activations: Activations
+    memory: Sequence[BlockMemory]
+    saved: Sequence[int]
+
+    @property
+    def message(self) -> int:
+        """Bytes of activations, or of their gradients, that a stage sends another."""
+        return self.activations.stream
+
+    def experts(self, position: int) -> int | None:
+        """Return the experts of a block, if they are a unit."""
+        following = self.blocks[position] + 1
+        is_next = following in self.blocks or following == self.root
+        return None if is_next else following
+
+
+class StepSimulation:
+    """Simulates the memory of a step in which Adam's moments already exist.
+
+    `activations` are those of the rank's stages. `allocated` is the current bytes by kind, and
+    `peak` the largest so far.
+    """
+
+    def __init__(self, run: PlannedRun, activations: Sequence[Activations]) -> None:
+        self.run = run
+        self.allocated = initial_bytes(run)
+        self.peak = Counter({WEIGHTS: run.construction_bytes})
+        self._chunks = _chunks(run, activations)
+        self._roots = {chunk.root for chunk in self._chunks}
+        self._gathered: set[int] = set()  # units with gathered weights
+        self._copied: set[int] = set()  # units with a secondary copy (hpZ)
+        self._accumulated: set[int] = set()  # units with whole gradients of earlier micro-batches
+        self._reduced: set[int] = set()  # units with reduced gradients
+        self._in_flight: list[tuple[int, ...]] = []  # bytes of each reduction, by remaining hop
+        self._sent = 0  # bytes of the gradients that were last sent to the stage before
+
+    def run_step(self) -> None:
+        """Simulate the micro-batches of a step, without repeating equal ones."""
+        self._record()
+        ranks = self.run.ranks
+        size = ranks.pipeline_size
+        count = min(self.run.num_micro_batches, DISTINCT_MICRO_BATCHES * size)
+        order = passes(ranks.pipeline_place, size, count, len(self._chunks))
+        self.allocated[ACTIVATIONS] += self._arriving(order[0])
+        for each, following in pairwise([*order, None]):
+            arriving = 0 if following is None else self._arriving(following)
+            self.allocated[ACTIVATIONS] += arriving
+            chunk = self._chunks[each.chunk]
+            if each.is_forward:
+                self._forward(chunk)
+            else:
+                self._backward(chunk, is_last=each.micro_batch == count - 1)
+        self._record()
+
+    def _arriving(self, each: Pass) -> int:
+        """Return the bytes that a pass receives from another rank."""
+        chunk = self._chunks[each.chunk]
+        is_end = chunk.stage.is_first if each.is_forward else chunk.stage.is_last
+        return 0 if is_end else chunk.message
+
+    def _record(self, temporary: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Update the peak, with temporary bytes by kind."""
+        current = self.allocated + Counter(temporary)
+        if current.total() > self.peak.total():
+            self.peak = current
+
+    def _forward(self, chunk: _Chunk) -> None:
+        """Simulate a forward pass; what has arrived for it stays until its backward pass."""
+        activations, units = chunk.activations, chunk.units
+        self._gather(chunk.root, prefetched=())
+        self._record(
+            {
+                ACTIVATIONS: activations.embedding.forward,
+                GATHERED: self._gather_buffers(units[:AHEAD]),
+            }
+        )
+        self.allocated[ACTIVATIONS] += activations.embedding.saved
+        for position, index in enumerate(chunk.blocks):
+            experts, memory = chunk.experts(position), chunk.memory[position]
+            before, *inside = memory.forward
+            self._compute(chunk, index, before)
+            if experts is not None:
+                in_experts, after = inside
+                self._compute(chunk, experts, in_experts)
+                self._free_after_forward(experts)
+                self._record({ACTIVATIONS: after})
+            self.allocated[ACTIVATIONS] += chunk.saved[position]
+            self._free_after_forward(index)
+        self._record({HEAD: activations.head.forward})
+        self.allocated[HEAD] += activations.head.saved
+
+    def _compute(self, chunk: _Chunk, index: int, activations: int) -> None:
+        """Gather a unit, and compute its forward pass while the ones after it are gathered."""
+        num_prefetched = AHEAD if self.run.is_cpu else 1
+        following = range(index + 1, chunk.units.stop)
+        self._gather(index, following[: num_prefetched - 1])
+        buffers = self._gather_buffers(following[:num_prefetched])
+        self._record({ACTIVATIONS: activations, GATHERED: buffers})
+
+    def _free_after_forward(self, index: int) -> None:
+        if self.run.regathers:
+            self._free_gathered(index)
+
+    def _backward(self, chunk: _Chunk, *, is_last: bool) -> None:
+        """Simulate a backward pass, whose result is sent to the stage before."""
+        activations, head, stage = chunk.activations, chunk.activations.head, chunk.stage
+        result = 0 if stage.is_last else chunk.message  # it is freed after this pass
+        self.allocated[ACTIVATIONS] += result
+        self._record({HEAD: head.backward - head.saved})
+        self.allocated[HEAD] += head.after - head.saved
+        for position in reversed(range(len(chunk.blocks))):
+            self._backward_of_block(chunk, position, is_last=is_last)
+        self.allocated[ACTIVATIONS] -= activations.embedding.saved
+        self.allocated[HEAD] -= head.after
+        self._record({HEAD: activations.embedding.backward})
+        self._end_backward(chunk.root, is_last=is_last, gradient=activations.embedding.after)
+        self._in_flight.clear()
+        self.allocated[IN_FLIGHT] = 0
+        received = chunk.message * (2 - stage.is_first - stage.is_last)
+        sent = 0 if stage.is_first else chunk.message
+        self.allocated[ACTIVATIONS] += sent - self._sent - received - result
+        self._sent = sent
+
+    def _backward_of_block(self, chunk: _Chunk, position: int, *, is_last: bool) -> None:
+        """Simulate the backward pass of a block, in which experts that are a unit have theirs."""
+        index, experts = chunk.blocks[position], chunk.experts(position)
+        memory, units = chunk.memory[position], self.run.units
+        self._gather(index, prefetched=())
+        self.allocated[ACTIVATIONS] -= chunk.saved[position]
+        recomputed = self._recompute(chunk, position)
+        self.allocated[ACTIVATIONS] += recomputed
+        before, *inside = memory.backward
+        before_it = chunk.blocks[position - 1] if position else None
+        if experts is not None:
+            in_experts, after = inside
+            self._record_backward(before, experts)
+            self._gather(experts, prefetched=())
+            self._record_backward(in_experts, before_it)
+            self.allocated[ACTIVATIONS] += memory.beside
+            self._end_backward(experts, is_last=is_last, gradient=units[experts].gradient)
+            self.allocated[ACTIVATIONS] -= memory.beside
+            before = after
+        buffers = self._record_backward(before, before_it)
+        self.allocated[GATHERED] += buffers
+        self.allocated[ACTIVATIONS] -= recomputed
+        self._end_backward(index, is_last=is_last, gradient=units[index].gradient)
+        self.allocated[GATHERED] -= buffers
+
+    def _record_backward(self, activations: int, following: int | None) -> int:
+        """Record a part of a backward pass while a unit is gathered; return the bytes of that."""
+        buffers = self._gather_buffers([] if following is None else [following])
+        self._record({ACTIVATIONS: activations, GATHERED: buffers})
+        return buffers
+
+    def _recompute(self, chunk: _Chunk, position: int) -> int:
+        """Return the bytes that the earlier blocks of a block's group have saved."""
+        group_size, layers = self.run.recompute_group, chunk.stage.layers
+        if group_size == 0 or position >= self.run.num_recomputed(chunk.stage):
+            return 0
+        num_earlier = min(layers[position] % group_size, position)
+        saved = sum(each.saved for each in chunk.memory[position - num_earlier : position])
+        is_end = layers[position] % group_size == group_size - 1
+        if is_end or position == len(chunk.blocks) - 1:
+            # The whole group is recomputed, and stays gathered until its backward passes.
+            experts = chunk.experts(position)
+            last = chunk.blocks[position] if experts is None else experts
+            for earlier in range(chunk.blocks[position - num_earlier], last + 1):
+                self._gather(earlier, prefetched=())
+            peak = saved + max(chunk.memory[position].forward) + chunk.activations.stream
+            self._record({ACTIVATIONS: peak})
+        return saved
+
+    def _gather(self, index: int, prefetched: Sequence[int]) -> None:
+        """Allocate the gathered weights of a unit and, until they are copied, their buffer."""
+        if index in self._gathered or not self.run.uses_engine:
+            return
+        unit = self.run.units[index]
+        if index not in self._copied:
+            self._copied.add(index)
+            self.allocated[COPIES] += unit.secondary_copy
+        buffers = unit.gather_buffer + self._gather_buffers(prefetched)
+        self._record({GATHERED: unit.gathered + buffers})
+        self.allocated[GATHERED] += unit.gathered
+        self._gathered.add(index)
+
+    def _gather_buffers(self, indices: Sequence[int]) -> int:
+        """Return the buffers of gathers that are in progress for these units."""
+        units = [self.run.units[index] for index in indices if index not in self._gathered]
+        return sum(unit.gather_buffer + unit.packed_buffer for unit in units)
+
+    def _free_gathered(self, index: int) -> None:
+        if index in self._gathered:
+            self._gathered.remove(index)
+            self.allocated[GATHERED] -= self.run.units[index].gathered
+
+    def _end_backward(self, index: int, *, is_last: bool, gradient: int) -> None:
+        """End the backward pass of a unit, which has produced `gradient` bytes of gradients."""
+        run, unit = self.run, self.run.units[index]
+        if not run.uses_engine:
+            self._accumulate(index, 0 if run.offloads else unit.fp32_gradient)
+            return
+        stays = run.stage < 3 or run.plan.keeps_roots and index in self._roots
+        if is_last or not stays:
+            self._free_gathered(index)
+        is_fp32 = run.compute_dtype.itemsize == FP32_BYTES
+        was_accumulated = index in self._accumulated
+        new_gradient = 0 if is_fp32 and was_accumulated else gradient
+        if not is_last and run.plan.reduces_once:
+            converted = 0 if is_fp32 else unit.fp32_gradient
+            self._record({IN_FLIGHT: new_gradient + converted})
+            self._accumulate(index, unit.fp32_gradient)
+            return
+        if not unit.trained:
+            return
+        self._record({IN_FLIGHT: unit.fp32_gradient + (0 if was_accumulated else new_gradient)})
+        if was_accumulated:
+            self._accumulated.remove(index)
+            self.allocated[GRADIENTS] -= unit.fp32_gradient
+        self._reduce(index, unit)
+
+    def _accumulate(self, index: int, num_bytes: int) -> None:
+        if index not in self._accumulated:
+            self._accumulated.add(index)
+            self.allocated[GRADIENTS] += num_bytes
+
+    def _reduce(self, index: int, unit: Unit) -> None:
+        """Reduce the gradients of a unit; on a CPU earlier reductions may still be in flight."""
+        run, is_first = self.run, index not in self._reduced
+        mean_gradient = FP32_BYTES * unit.trained
+        is_asynchronous = run.is_cpu and unit.hop_buffers and is_first and not run.offloads
+        bytes_by_hop: tuple[int, ...] = (unit.fp32_gradient,)
+        if is_asynchronous:
+            bytes_by_hop = tuple(unit.fp32_gradient + buffer for buffer in unit.hop_buffers)
+        first_buffer = unit.hop_buffers[0] if unit.hop_buffers else 0
+        # `allocated` already contains the current hops of all reductions in flight.
+        in_flight_change = self._in_flight_bytes() - self.allocated[IN_FLIGHT]
+        self._record(
+            {IN_FLIGHT: unit.fp32_gradient + first_buffer + mean_gradient + in_flight_change}
+        )
+        if is_asynchronous:
+            self._in_flight = [hops[1:] for hops in self._in_flight if len(hops) > 1]
+        else:
+            self._in_flight = []
+        self._in_flight.append(bytes_by_hop)
+        self.allocated[IN_FLIGHT] = self._in_flight_bytes()
+        if is_first and not run.offloads:
+            self.allocated[GRADIENTS] += mean_gradient
+        self._reduced.add(index)
+
+    def _in_flight_bytes(self) -> int:
+        return sum(hops[0] for hops in self._in_flight)
+
+
+def _chunks(run: PlannedRun, activations: Sequence[Activations]) -> list[_Chunk]:
+    """Return the stages of a rank, with the places of their units."""
+    chunks, first = [], 0
+    moe_layers = run.config.model.moe_layers
+    for stage, each in zip(run.stages, activations, strict=True):
+        root = next(i for i in range(first, len(run.units)) if run.units[i].layer is None)
+        units = range(first, root)
+        memory = [each.blocks[moe_layers[layer]] for layer in stage.layers]
+        chunks.append(
+            _Chunk(
+                stage=stage,
+                units=units,
+                blocks=[index for index in units if not run.units[index].is_experts],
+                root=root,
+                activations=each,
+                memory=memory,
+                saved=_saved_bytes_by_block(run, stage, memory, each.stream),
+            )
+        )
+        first = root + 1
+    return chunks
+
+
+def _saved_bytes_by_block(
+    run: PlannedRun, stage: Part, memory: Sequence[BlockMemory], stream: int
+) -> list[int]:
+    """Return the bytes that each block saves for backward, including its result."""
+    layers, group_size = stage.layers, run.recompute_group
+    saved = [each.saved for each in memory]
+    if group_size:
+        for position in range(run.num_recomputed(stage)):
+            is_last = position == len(layers) - 1
+            ends_group = layers[position] % group_size == group_size - 1 or is_last
+            saved[position] = stream if ends_group else 0
+    return saved
