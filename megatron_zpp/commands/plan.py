@@ -149,15 +149,26 @@ def read_run(
 
     Raises InputError for a run that cannot be planned.
     """
+    is_described = _describes_adapted_model(argv)
+    if is_described:
+        argv = [*argv, "--pretrained-checkpoint", "described by the flags"]
     if flags.batch_tokens is not None:
         config = parse(argv, cluster.num_ranks, program)
         num_replicas = config.parallel.num_replicas(cluster.num_ranks)
         tokens = parse_count(flags.batch_tokens, "--batch-tokens")
         each = samples_per_replica(tokens / config.model.seq_length / num_replicas)
         argv = [*argv, "--global-batch-size", str(each * num_replicas)]
-    config, _ = with_initial_model(parse(argv, cluster.num_ranks, program))
+    config = parse(argv, cluster.num_ranks, program)
+    if not is_described:
+        config, _ = with_initial_model(config)
     require_plannable(config)
     return config, resolve_vocab_size(config.data, config.tokenizer)
+
+
+def _describes_adapted_model(argv: Sequence[str]) -> bool:
+    """Whether the flags describe a model that gets adapters, which is then not needed itself."""
+    typed = read(argv, VOCABULARY)
+    return "lora_rank" in typed and "pretrained_checkpoint" not in typed
 
 
 def require_plannable(config: Config) -> None:
@@ -167,8 +178,6 @@ def require_plannable(config: Config) -> None:
             "a plan has no times for an optimizer on the host: leave --cpu-optimizer out "
             "(--dry-run reports its memory)"
         )
-    if config.lora.lora_rank:
-        raise InputError("a plan has no times for LoRA: leave --lora-rank out")
     if config.training.dry_run:
         raise InputError("--dry-run and a plan are two things: leave --dry-run out")
 

@@ -56,7 +56,10 @@ class StepWatch:
 
 
 def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
-    """Return what a step's time depends on in the settings of a run, as JSON holds it."""
+    """Return what a step's time depends on in the settings of a run, as JSON holds it.
+
+    The configuration of a mixture says how many ranks split experts.
+    """
     model, zero = config.model, config.zero
     optimization, own = zero.zero_optimization, zero.zeropp
     parallel = config.parallel
@@ -87,7 +90,25 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
         "steps": own.weight_steps,
         "coded": own.code_messages,
         "once": zero.reduces_once,
+        **(_experts_key(config) if model.has_experts else {}),
+        **(_adapters_key(config) if config.lora.lora_rank else {}),
     }
+
+
+def _experts_key(config: Config) -> dict[str, Any]:
+    model = config.model
+    return {
+        "expert_ranks": config.parallel.expert_model_parallel_size,
+        "experts": [model.num_experts, model.moe_router_topk, model.expert_ffn_size],
+        "moe_layers": sum(model.moe_layers),
+        "shared_ffn": model.moe_shared_expert_intermediate_size,
+    }
+
+
+def _adapters_key(config: Config) -> dict[str, Any]:
+    zero = config.zero
+    bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
+    return {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
 
 
 def read_expected_step(path: str, config: Config, num_ranks: int) -> ExpectedStep:

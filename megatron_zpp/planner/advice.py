@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+from megatron_zpp.planner.experts_or_tokens import ExpertCrossing
 from megatron_zpp.planner.search import TIE, Plan, Row, Search
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 
 MOST_RANKS = 8192
+MIB = 2**20
 
 
 def why_not(row: Row) -> str:
@@ -19,6 +21,35 @@ def why_not(row: Row) -> str:
 
 
 def advice(plan: Plan) -> str:
+    """Return what to use, whether quantizing pays, and what should cross nodes for experts."""
+    crossing = "" if plan.crossing is None else f" {_experts_or_tokens(plan.crossing)}"
+    return _what_to_use(plan) + crossing
+
+
+def _experts_or_tokens(crossing: ExpertCrossing) -> str:
+    """Return whether the weights of experts or tokens should cross nodes, and at which number."""
+    rows, across = _size(crossing.rows), f"the {crossing.across} ranks of all nodes"
+    if not crossing.weights > 0:
+        text = f"With {crossing.settings}, nothing of the experts crosses nodes in a step"
+        if crossing.first_copy:
+            size = _size(crossing.first_copy)
+            text += f": the codes of frozen weights do once in a run, {size} from each node"
+        return f"{text}. If {across} split the experts, {rows} of tokens would."
+    should = "tokens" if crossing.tokens < crossing.threshold else "weights"
+    return (
+        f"With {crossing.settings}, a node sends others {_size(crossing.weights)} of experts' "
+        f"weights and gradients in a step, or {rows} of tokens if {across} split the experts: "
+        f"with {crossing.tokens:,.0f} tokens of a node and step, {should} should cross (tokens "
+        f"below {crossing.threshold:,.0f})."
+    )
+
+
+def _size(num_bytes: float) -> str:
+    number, unit = (num_bytes / GIB, "GiB") if num_bytes >= GIB else (num_bytes / MIB, "MiB")
+    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+
+
+def _what_to_use(plan: Plan) -> str:
     """Return the sentence that says what to use, and whether quantizing pays."""
     best = plan.best
     if len(plan.rows) == 1:
@@ -99,6 +130,8 @@ def describe(row: Row) -> str:
     tensor, pipe, context, chunks = candidate.sizes
     sizes = {"tensor": tensor, "pipeline": pipe, "stages a rank": chunks, "context": context}
     axes = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if candidate.expert_ranks is not None:
+        axes.append(f"experts over {candidate.expert_ranks}")
     name = ", ".join([*axes, candidate.settings.name])
     return f"{name}, micro-batch {candidate.micro_batch}, {text}"
 

@@ -4,7 +4,7 @@ recomputation."""
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import prod
+from math import gcd, prod
 from types import MappingProxyType
 from typing import Any
 
@@ -63,6 +63,12 @@ class Candidate:
         )
 
     @property
+    def expert_ranks(self) -> int | None:
+        """How many ranks split the experts; None for a dense model."""
+        has_experts = self.config.model.has_experts
+        return self.config.parallel.expert_model_parallel_size if has_experts else None
+
+    @property
     def is_divided(self) -> bool:
         """Whether ranks split the model beside the data axis."""
         return prod(self.sizes) > 1
@@ -93,9 +99,32 @@ def all_parallel(base: Config, nodes: Nodes) -> Iterator[tuple[ParallelConfig, N
             decoder_last_pipeline_num_layers=None,
             context_parallel_size=context,
         )
-        data_nodes = _data_nodes(base, parallel, nodes)
-        if data_nodes is not None:
-            yield parallel, data_nodes
+        for size in _expert_sizes(base, parallel, nodes):
+            parallel = replace(parallel, expert_model_parallel_size=size)
+            data_nodes = _data_nodes(base, parallel, nodes)
+            if data_nodes is not None:
+                yield parallel, data_nodes
+
+
+def _expert_sizes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> list[int | None]:
+    """Return how many ranks may split experts, the first by default.
+
+    Alone, all experts on each rank, the most ranks of a node and all numbers of whole nodes are
+    compared; where other axes split the model, the most ranks of a node.
+    """
+    if not base.model.has_experts:
+        return [base.parallel.expert_model_parallel_size]
+    stage_ranks = nodes.num_ranks // parallel.pipeline_model_parallel_size
+    in_node = gcd(base.model.num_experts, stage_ranks, nodes.ranks_per_node)
+    default = in_node if in_node % parallel.tensor_model_parallel_size == 0 else 1
+    if stage_ranks < nodes.num_ranks or parallel.tensor_model_parallel_size > 1:
+        return [default]
+    whole_nodes = [
+        size
+        for size in _divisors(gcd(base.model.num_experts, stage_ranks))
+        if size > nodes.ranks_per_node and size % nodes.ranks_per_node == 0
+    ]
+    return [*dict.fromkeys((default, 1, *whole_nodes))]
 
 
 def _divisors(number: int) -> list[int]:
@@ -108,9 +137,42 @@ def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes |
         replicas = parallel.num_replicas(nodes.num_ranks)
         Schedules.of(base).batch_size.check(replicas)
         require_divisible(replace(base, parallel=parallel), replicas)
-        return PlannedRanks(parallel=parallel, nodes=nodes).data_nodes
+        size = parallel.expert_model_parallel_size or 1
+        ranks = PlannedRanks(parallel=parallel, nodes=nodes, expert_ranks=size)
+        return ranks.data_nodes if ranks.expert_nodes else None
     except InputError:
         return None
+
+
+def settings_of(base: Config, nodes: Nodes, *, is_divided: bool) -> list[ZeroSettings]:
+    """Return the settings of ZeRO that are compared on a data axis of these nodes.
+
+    `is_divided`: ranks split the model beside it.
+    """
+    if base.lora.lora_rank:
+        return adapter_settings(nodes.count, nodes.ranks_per_node * nodes.parts)
+    if is_divided:
+        return divided_settings(nodes)
+    return all_settings(nodes.count, nodes.ranks_per_node)
+
+
+def adapter_settings(num_nodes: int, ranks_per_node: int) -> list[ZeroSettings]:
+    """Return the settings of ZeRO for adapters of frozen weights, which may be stored as codes."""
+    plain = [
+        ZeroSettings(name=f"stage {stage}", inexactness=0, zero={"stage": stage})
+        for stage in (0, 1, 2, 3)
+    ]
+    if num_nodes * ranks_per_node == 1:
+        plain = plain[:1]
+    stored = {"stage": 3, "zero_quantized_nontrainable_weights": True}
+    if num_nodes > 1 and ranks_per_node > 1:
+        stored["zero_hpz_partition_size"] = ranks_per_node
+    four_bits = {"nontrainable_weight_bits": 4}
+    return [
+        *plain,
+        ZeroSettings(name="MixZ++, INT8", inexactness=1, zero=stored),
+        ZeroSettings(name="MixZ++, INT4", inexactness=2, zero=stored, zeropp=four_bits),
+    ]
 
 
 def divided_settings(nodes: Nodes) -> list[ZeroSettings]:
@@ -186,6 +248,7 @@ def given_settings(zero: ZeroConfig) -> ZeroSettings:
     parts += ["qwZ"] * optimization.zero_quantized_weights
     parts += ["hpZ"] * (optimization.zero_hpz_partition_size > 1)
     parts += ["qgZ"] * optimization.zero_quantized_gradients
+    parts += ["MixZ++"] * zero.stores_frozen
     inexactness = optimization.zero_quantized_weights + 2 * optimization.zero_quantized_gradients
     return ZeroSettings(name=", ".join(parts), inexactness=inexactness, zero={})
 
@@ -243,12 +306,14 @@ def _with_settings(
         "zero_quantized_weights": False,
         "zero_quantized_gradients": False,
         "zero_hpz_partition_size": 1,
+        "zero_quantized_nontrainable_weights": False,
     }
     plain_zeropp = {
         "weight_steps": False,
         "code_messages": None,
         "weight_bits": 8,
         "gradient_bits": (8, 4),
+        "nontrainable_weight_bits": 8,
         "reduce_gradients_once": False,
     }
     sizes = {

@@ -17,7 +17,7 @@ from megatron_zpp.settings.scheduled_values import Schedules
 
 WIDTH = 100  # columns, where there is no terminal
 CONFIGURATION = (
-    "T P C",
+    "T P C E",
     "micro-\nbatch",
     "recom-\nputed",
     "GiB a GPU\n(left)",
@@ -41,7 +41,7 @@ NOTES = (
     "places: configurations that differ by less than the error of a prediction share one, except "
     "those that leave 0.0 GiB; the advice is the most exact configuration of the first place",
     "fastest, slowest: the range of a step's seconds; MFU without recomputation, HFU with it",
-    "T P C: tensor, pipeline (x stages per rank) and context parallel sizes",
+    "T P C E: tensor, pipeline (x stages per rank), context and expert parallel sizes",
     "bubble: waiting for other stages; across, node: for links between and within nodes; kernels: "
     "quantizing",
     "left out: oversubscribed switches, stragglers, kernel launches, data loading, saving",
@@ -102,6 +102,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "parameters": plan.row_of_flags.num_parameters,
         "advice": advice(plan) if plan.fitting else None,
         "best": plan.rows.index(plan.best) if plan.fitting else None,
+        **({"experts_or_tokens": plan.crossing.to_json()} if plan.crossing else {}),
         "rows": [
             _row_json(
                 row, plan.places[index] if index < len(plan.places) else None, cluster.num_ranks
@@ -119,7 +120,8 @@ def best_of_settings(plan: Plan) -> Iterator[tuple[int | None, Row]]:
     best = plan.best if plan.fitting else None
     seen: set[object] = set()
     for index, row in enumerate(plan.rows):
-        keys = {row.candidate.settings.name, row.candidate.sizes}
+        candidate = row.candidate
+        keys = {candidate.settings.name, candidate.sizes, ("experts", candidate.expert_ranks)}
         if not keys <= seen or row is best:
             seen |= keys
             yield (plan.places[index] if row.fits else None), row
@@ -213,6 +215,7 @@ def _flags(row: Row) -> str:
         "--pipeline-model-parallel-size": pipe if pipe > 1 else None,
         "--num-virtual-stages-per-pipeline-rank": chunks if chunks > 1 else None,
         "--context-parallel-size": context if context > 1 else None,
+        "--expert-model-parallel-size": row.candidate.expert_ranks,
         "--cp-comm-type": parallel.cp_comm_type if context > 1 else None,
     }
     words = [f"{name} {value}" for name, value in flags.items() if value is not None]
@@ -223,7 +226,8 @@ def _flags(row: Row) -> str:
 
 def _sizes(row: Row) -> str:
     tensor, pipe, context, chunks = row.candidate.sizes
-    return f"{tensor} {pipe}{f'x{chunks}' if chunks > 1 else ''} {context}"
+    experts = row.candidate.expert_ranks or 1
+    return f"{tensor} {pipe}{f'x{chunks}' if chunks > 1 else ''} {context} {experts}"
 
 
 def _console() -> Console:

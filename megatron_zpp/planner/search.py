@@ -11,18 +11,19 @@ from megatron_zpp.planner.activations import ActivationTraces
 from megatron_zpp.planner.candidates import (
     Candidate,
     all_parallel,
-    all_settings,
     candidates_of,
-    divided_settings,
     given_candidate,
+    settings_of,
 )
 from megatron_zpp.planner.estimate import fullest
+from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.planned_run import Places, plan_places
 from megatron_zpp.planner.timing.hardware import GIB, Cluster
 from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
+from megatron_zpp.recipe.expert_ranks import with_expert_ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.wire.route import Nodes
@@ -77,7 +78,8 @@ class Plan:
     """All configurations that were looked at, those that fit first, and fastest first.
 
     row_of_flags: the configuration of the flags. places: ranks of the rows that fit; equal ones are
-    ties, the fastest first.
+    ties, the fastest first. crossing: what crosses nodes for a mixture of experts, with the
+    settings of the best row that has the choice, or of the flags if none fits.
     """
 
     cluster: Cluster
@@ -86,6 +88,7 @@ class Plan:
     rows: tuple[Row, ...]
     places: tuple[int, ...]
     row_of_flags: Row
+    crossing: ExpertCrossing | None = None
 
     @property
     def fitting(self) -> tuple[Row, ...]:
@@ -105,8 +108,9 @@ class Search:
     """Evaluates configurations of one model on one cluster."""
 
     def __init__(self, base: Config, vocab_size: int, cluster: Cluster) -> None:
-        self.base, self.vocab_size, self.cluster = base, vocab_size, cluster
+        self.vocab_size, self.cluster = vocab_size, cluster
         self.nodes = Nodes.of(range(cluster.num_ranks), cluster.gpus_per_node)
+        self.base = with_expert_ranks(base, self.nodes)
         self._model = MetaModel(base, vocab_size)
         self._traces = ActivationTraces()
 
@@ -130,7 +134,7 @@ class Search:
             rows.append(row_of_flags)
         fitting, places = rank_rows([row for row in rows if row.fits])
         too_large = sorted((row for row in rows if not row.fits), key=lambda row: row.memory_bytes)
-        return Plan(
+        plan = Plan(
             cluster=self.cluster,
             config=self.base,
             vocab_size=self.vocab_size,
@@ -138,14 +142,26 @@ class Search:
             places=tuple(places),
             row_of_flags=row_of_flags,
         )
+        best_first = (plan.best, *plan.fitting) if plan.fitting else (row_of_flags,)
+        return replace(plan, crossing=self._crossing(best_first))
+
+    def _crossing(self, rows: Iterable[Row]) -> ExpertCrossing | None:
+        """Return what crosses nodes for a mixture of experts, of the first row with a choice."""
+        if not self.base.model.has_experts:
+            return None
+        crossings = (
+            expert_crossing(row.candidate, self.vocab_size, self.nodes, self._model) for row in rows
+        )
+        return next((each for each in crossings if each is not None), None)
 
     def _rows(self) -> Iterator[Row]:
         """Yield all rows, but none of larger micro-batches than the first that does not fit."""
         for parallel, nodes in all_parallel(self.base, self.nodes):
             num_replicas = parallel.num_replicas(self.cluster.num_ranks)
             is_divided = num_replicas < self.cluster.num_ranks
-            settings = all_settings(nodes.count, nodes.ranks_per_node)
-            for each in divided_settings(nodes) if is_divided else settings:
+            for each in settings_of(self.base, nodes, is_divided=is_divided):
+                if each.zero["stage"] == 0 and (parallel.expert_model_parallel_size or 1) > 1:
+                    continue  # experts are whole on a rank
                 candidates = candidates_of(self.base, each, num_replicas, parallel)
                 yield from self._rows_of(candidates, skips_recomputed=is_divided)
 

@@ -1,0 +1,97 @@
+"""Which should cross nodes: the weights of experts and their gradients, or tokens.
+
+Where the ranks of a node split experts, weights and gradients cross; where those of all nodes do,
+tokens cross instead. The fewer tokens a step has, the more that pays. Both are what the forecast of
+the run says, with the bits of its ZeRO settings.
+"""
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+from megatron_zpp.planner.candidates import Candidate
+from megatron_zpp.planner.node_traffic import mean_of_nodes
+from megatron_zpp.planner.parts.meta_model import MetaModel
+from megatron_zpp.planner.planned_run import plan_places
+from megatron_zpp.settings.scheduled_values import Schedules
+from zeropp.sharding.forecast import first_bytes
+from zeropp.wire.route import Nodes
+
+ACROSS = "across_nodes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCrossing:
+    """What a node sends to others in a step, in two ways to split experts; bytes.
+
+    settings: the name of the ZeRO settings. in_node, across: the ranks that split them. weights: of
+    experts and their gradients, which cross only in the first way. rows: of tokens, which cross
+    only in the second. tokens: of a node in a step. first_copy: codes of frozen weights, which
+    cross once in a run in the first way.
+    """
+
+    settings: str
+    in_node: int
+    across: int
+    weights: float
+    rows: float
+    tokens: float
+    first_copy: float
+
+    @property
+    def threshold(self) -> float:
+        """The tokens of a node and step below which it sends less if tokens cross."""
+        return self.tokens * self.weights / self.rows
+
+    def to_json(self) -> dict[str, float]:
+        """Return the numbers, for programs."""
+        return {
+            "settings": self.settings,
+            "in_node": self.in_node,
+            "across": self.across,
+            "weights_bytes": self.weights,
+            "rows_bytes": self.rows,
+            "tokens": self.tokens,
+            "threshold_tokens": self.threshold,
+            "first_copy_bytes": self.first_copy,
+        }
+
+
+def expert_crossing(
+    candidate: Candidate, vocab_size: int, nodes: Nodes, model: MetaModel
+) -> ExpertCrossing | None:
+    """Return the two ways for the other settings of `candidate`; None where there are not two.
+
+    Experts cannot be split over all nodes if their number is not a multiple of the ranks, or where
+    a stage of a pipeline is on one node.
+    """
+    config, parallel = candidate.config, candidate.config.parallel
+    stage_ranks = nodes.num_ranks // parallel.pipeline_model_parallel_size
+    num_experts, tensor = config.model.num_experts, parallel.tensor_model_parallel_size
+    in_node, across = gcd(num_experts, stage_ranks, nodes.ranks_per_node), stage_ranks
+    is_split = stage_ranks > nodes.ranks_per_node and num_experts % across == 0
+    if not is_split or in_node % tensor or config.zero.stage == 0:
+        return None
+    sent, first_copy = [], 0.0
+    for size in (in_node, across):
+        its_parallel = replace(parallel, expert_model_parallel_size=size)
+        places = plan_places(
+            replace(config, parallel=its_parallel), vocab_size, nodes, is_cpu=False, model=model
+        )
+        by_purpose = mean_of_nodes(places)
+        rows = by_purpose["expert", ACROSS]
+        own = sum(by_purpose[key] for key in by_purpose if key[1] == ACROSS)
+        sent.append((own - rows, rows))
+        if size == in_node:
+            num_places = sum(count for _, count in places)
+            first_copy = sum(count * first_bytes(run.plan) for run, count in places) / num_places
+    (weights, _), (other_weights, rows) = sent
+    tokens = Schedules.of(config).batch_size.final * config.model.seq_length / nodes.count
+    return ExpertCrossing(
+        settings=candidate.settings.name,
+        in_node=in_node,
+        across=across,
+        weights=weights - other_weights,
+        rows=rows,
+        tokens=tokens,
+        first_copy=first_copy,
+    )

@@ -1,0 +1,144 @@
+"""Plans of mixtures: which ranks split experts, and whether weights or tokens should cross."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_zpp.parallel.token_copies import break_even_tokens, copies_across_nodes
+from megatron_zpp.planner.advice import advice
+from megatron_zpp.planner.candidates import Candidate, candidates_of, settings_of
+from megatron_zpp.planner.estimate import estimate
+from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
+from megatron_zpp.planner.parts.meta_model import MetaModel
+from megatron_zpp.planner.search import Plan, Search
+from megatron_zpp.planner.timing.hardware import Description, find_cluster
+from megatron_zpp.settings.arguments import parse
+from zeropp.sharding.forecast import CHANGED_SHARE, CODED_SHARE
+
+VOCABULARY = 512
+FEW = 4  # samples of a step: few sizes of micro-batches, and thus few rows
+ALL_THREE = "stage 3, qwZ hpZ qgZ, gradients once"
+HIDDEN, EXPERTS, WIDTH, CHOSEN = 256, 16, 512, 4
+FLAGS = (
+    f"--num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length 128 --bf16 "
+    "--tokenizer-type NullTokenizer --vocab-size 511 --hidden-dropout 0 --attention-dropout 0 "
+    f"--swiglu --disable-bias-linear --num-experts {EXPERTS} --moe-router-topk {CHOSEN} "
+    f"--moe-ffn-hidden-size {WIDTH} --zero-stage 3 "
+)
+LORA = "--lora-rank 4 --pretrained-checkpoint none "
+
+
+def search(batch: int, flags: str = "", link: str = "1gbit", num_nodes: int = 2) -> Search:
+    described = Description(cluster="dgx-a100", gpus_per_node=2, num_nodes=num_nodes, link=link)
+    cluster = find_cluster(described)
+    text = f"{FLAGS} --global-batch-size {batch} {flags}"
+    return Search(parse(text.split(), cluster.num_ranks), VOCABULARY, cluster)
+
+
+def candidate_of(its_search: Search, name: str) -> Candidate:
+    """The first configuration with the ZeRO settings of a name."""
+    (settings,) = (
+        each
+        for each in settings_of(its_search.base, its_search.nodes, is_divided=False)
+        if each.name == name
+    )
+    return next(candidates_of(its_search.base, settings, its_search.nodes.num_ranks))
+
+
+def crossing_of(its_search: Search, candidate: Candidate) -> ExpertCrossing:
+    model = MetaModel(its_search.base, VOCABULARY)
+    crossing = expert_crossing(candidate, VOCABULARY, its_search.nodes, model)
+    assert crossing is not None
+    return crossing
+
+
+@pytest.mark.parametrize(
+    ("name", "num_nodes", "q", "g"),
+    [
+        ("stage 3, hpZ, gradients once", 4, 1, 1),
+        (ALL_THREE, 2, 0.504, 0.258),
+        (
+            "stage 3, qwZ hpZ qgZ, steps of codes, INT3, gradients once",
+            2,
+            0.504 * CHANGED_SHARE,
+            0.203 * CODED_SHARE[3],
+        ),
+    ],
+)
+def test_the_threshold_is_that_of_the_formula(
+    name: str, num_nodes: int, q: float, g: float
+) -> None:
+    """That of docs/moe.md: weights take q, gradients g, in units of 16 bit.
+
+    With a token go 4 numbers of experts and 4 weights in fp32, of which the formula knows nothing.
+    """
+    its_search = search(32, num_nodes=num_nodes)
+    crossing = crossing_of(its_search, candidate_of(its_search, name))
+    expected = break_even_tokens(
+        expert_weights=3 * EXPERTS * HIDDEN * WIDTH,
+        bytes_per_weight=2 * (q + g),
+        hidden_size=HIDDEN,
+        num_nodes=num_nodes,
+        copies=copies_across_nodes(EXPERTS, CHOSEN, num_nodes),
+    )
+    row = 4 * 2 * HIDDEN  # 4 moves in bf16
+    assert crossing.threshold == pytest.approx(expected * row / (row + 2 * 16 + 4), rel=0.01)
+    assert (crossing.in_node, crossing.across) == (2, 2 * num_nodes)
+    assert crossing.tokens == 32 * 128 / num_nodes and crossing.first_copy == 0
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return search(FEW).run()
+
+
+def test_all_sizes_are_compared_and_the_flags_stay_as_given(plan: Plan) -> None:
+    undivided = [row for row in plan.rows if not row.candidate.is_divided]
+    assert {row.candidate.expert_ranks for row in undivided} == {1, 2, 4}
+    assert all(
+        row.candidate.config.zero.stage > 0 for row in plan.rows if row.candidate.expert_ranks > 1
+    )
+    for size in (1, 4):
+        given = search(FEW, f"--expert-model-parallel-size {size}").run(only_flags=True)
+        assert [row.candidate.expert_ranks for row in given.rows] == [size]
+
+
+def test_memory_and_bytes_are_those_of_the_estimate(plan: Plan) -> None:
+    nodes = search(FEW).nodes
+    for row in plan.rows[::29]:
+        expected = estimate(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
+        assert dict(row.memory) == dict(expected.device)
+        far = sum(sent for (_, hop), sent in expected.sent.items() if hop == "across_nodes")
+        assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2
+
+
+def test_what_should_cross_is_said(plan: Plan) -> None:
+    crossing = plan.crossing
+    assert crossing.tokens < crossing.threshold
+    said = f"tokens should cross (tokens below {crossing.threshold:,.0f})"
+    assert said in advice(plan)
+
+
+@pytest.mark.parametrize(("batch", "is_few"), [(16, True), (1024, False)])
+def test_a_step_is_faster_as_fewer_bytes_cross(batch: int, is_few: bool) -> None:
+    """Where links are slow: with tokens that cross if there are few."""
+    its_search = search(batch, link="100mbit")
+    given = candidate_of(its_search, ALL_THREE)
+    crossing, seconds = crossing_of(its_search, given), []
+    for size in (crossing.in_node, crossing.across):
+        parallel = replace(given.config.parallel, expert_model_parallel_size=size)
+        config = replace(given.config, parallel=parallel)
+        seconds.append(its_search.seconds(replace(given, config=config)))
+    assert (crossing.tokens < crossing.threshold) == is_few
+    assert (seconds[1] < seconds[0]) == is_few
+
+
+def test_frozen_experts_cross_once_as_codes() -> None:
+    """Each of two nodes sends half of them, in INT8 with an fp32 scale for 256."""
+    its_plan = search(FEW, LORA).run()
+    assert its_plan.best.candidate.settings.name == "MixZ++, INT8"
+    crossing = its_plan.crossing
+    assert not crossing.weights and crossing.threshold == 0
+    stored = 3 * EXPERTS * HIDDEN * WIDTH * 2 / 2 * (1 + 4 / 256)
+    assert stored < crossing.first_copy < 1.15 * stored  # and attention's
+    assert "the codes of frozen weights do once in a run" in advice(its_plan)
