@@ -33,7 +33,7 @@ def _experts_or_tokens(crossing: ExpertCrossing) -> str:
         text = f"With {crossing.settings}, nothing of the experts crosses nodes in a step"
         if crossing.first_copy:
             size = _size(crossing.first_copy)
-            text += f": the codes of frozen weights do once in a run, {size} from each node"
+            text += f": frozen weights do once in a run, {size} from each node"
         return f"{text}. If {across} split the experts, {rows} of tokens would."
     should = "tokens" if crossing.tokens < crossing.threshold else "weights"
     return (

@@ -164,9 +164,11 @@ def adapter_settings(num_nodes: int, ranks_per_node: int) -> list[ZeroSettings]:
     ]
     if num_nodes * ranks_per_node == 1:
         plain = plain[:1]
-    stored = {"stage": 3, "zero_quantized_nontrainable_weights": True}
+    kept: dict[str, Any] = {"stage": 3}
     if num_nodes > 1 and ranks_per_node > 1:
-        stored["zero_hpz_partition_size"] = ranks_per_node
+        kept["zero_hpz_partition_size"] = ranks_per_node
+        plain.append(ZeroSettings(name="stage 3, hpZ", inexactness=0, zero=kept))
+    stored = kept | {"zero_quantized_nontrainable_weights": True}
     four_bits = {"nontrainable_weight_bits": 4}
     return [
         *plain,

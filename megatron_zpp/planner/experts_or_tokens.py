@@ -25,8 +25,8 @@ class ExpertCrossing:
 
     settings: the name of the ZeRO settings. in_node, across: the ranks that split them. weights: of
     experts and their gradients, which cross only in the first way. rows: of tokens, which cross
-    only in the second. tokens: of a node in a step. first_copy: codes of frozen weights, which
-    cross once in a run in the first way.
+    only in the second. tokens: of a node in a step. first_copy: frozen weights, which cross
+    once in a run in the first way.
     """
 
     settings: str

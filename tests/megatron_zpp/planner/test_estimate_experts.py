@@ -35,6 +35,11 @@ LATENT = (
 CAPACITY = "--moe-expert-capacity-factor 1 --moe-router-force-load-balancing "
 PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 HPZ = PLUS | {"zero_hpz_partition_size": 2}
+STORED = {"zero_hpz_partition_size": 2, "zero_quantized_nontrainable_weights": True}
+ADAPTERS = (
+    "--lora-rank 4 --pretrained-checkpoint none "
+    "--lora-target-modules attention.qkv mlp.experts.input mlp.experts.output "
+)
 
 CASES = [
     (EP1 + BF16 + THREE, {"stage": 3}),
@@ -44,6 +49,7 @@ CASES = [
     (EP4 + BF16 + ONE + SELECTIVE + LATENT, {"stage": 2}),
     (EP2 + BF16 + ONE + CAPACITY, {"stage": 1, "offload_optimizer": {"device": "cpu"}}),
     (EP2 + PP2 + BF16 + THREE, {"stage": 3}),
+    (EP2 + BF16 + ONE + ADAPTERS, {"stage": 3, **STORED}),
 ]
 
 

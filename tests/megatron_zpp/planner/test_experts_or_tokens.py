@@ -133,12 +133,22 @@ def test_a_step_is_faster_as_fewer_bytes_cross(batch: int, is_few: bool) -> None
     assert (seconds[1] < seconds[0]) == is_few
 
 
-def test_frozen_experts_cross_once_as_codes() -> None:
-    """Each of two nodes sends half of them, in INT8 with an fp32 scale for 256."""
-    its_plan = search(FEW, LORA).run()
-    assert its_plan.best.candidate.settings.name == "MixZ++, INT8"
-    crossing = its_plan.crossing
-    assert not crossing.weights and crossing.threshold == 0
-    stored = 3 * EXPERTS * HIDDEN * WIDTH * 2 / 2 * (1 + 4 / 256)
+@pytest.mark.parametrize(
+    ("name", "bytes_per_weight"), [("MixZ++, INT8", 1 + 4 / 256), ("stage 3, hpZ", 2)]
+)
+def test_frozen_experts_cross_once(name: str, bytes_per_weight: float, plan: Plan) -> None:
+    """Each of two nodes sends half of them, as INT8 with an fp32 scale for 256, or in 16 bit."""
+    its_search = search(FEW, LORA)
+    crossing = crossing_of(its_search, candidate_of(its_search, name))
+    assert crossing.weights == crossing.threshold == 0
+    stored = 3 * EXPERTS * HIDDEN * WIDTH * bytes_per_weight
     assert stored < crossing.first_copy < 1.15 * stored  # and attention's
-    assert "the codes of frozen weights do once in a run" in advice(its_plan)
+    said = advice(replace(plan, crossing=crossing))
+    assert "nothing of the experts crosses nodes in a step: frozen weights do once in a run" in said
+
+
+def test_adapters_have_times_and_the_best_sends_no_frozen_weights() -> None:
+    its_plan = search(FEW, LORA).run()
+    far = its_plan.best.sent_in_m["across_nodes"]
+    assert its_plan.best.candidate.settings.name in ("stage 3, hpZ", "MixZ++, INT8")
+    assert its_plan.best.candidate.expert_ranks < 4 and 0 < far < 0.02
