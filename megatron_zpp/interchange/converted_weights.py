@@ -50,14 +50,14 @@ class ConvertedWeights:
                 f"{tensors.location}: {len(hf_facts)} tensors cannot be the {num_layers:,} layers "
                 "that its settings ask for"
             )
-        num_experts = sizes.model.num_experts
-        if table.has_experts_apart() and num_experts > len(hf_facts):
+        count, items = table.most_apart(sizes.model)
+        if count > len(hf_facts):
             raise InputError(
-                f"{tensors.location}: {len(hf_facts)} tensors cannot be those of the "
-                f"{num_experts:,} experts that its settings ask for"
+                f"{tensors.location}: {len(hf_facts)} tensors cannot be those of the {count:,} "
+                f"{items} that its settings ask for"
             )
         parameters = parameter_shapes(sizes.model, sizes.padded_rows)
-        self._rows = {name: table.row(name, num_experts) for name in parameters}
+        self._rows = {name: table.row(name, sizes.model) for name in parameters}
         self._file_names = _file_names(hf_facts, table)
         self._check(parameters, hf_facts)
         self._facts = {
@@ -136,7 +136,7 @@ def converted_items(
 ) -> list[Item]:
     """Return our weights as the tensors of a table, to be written; dtype None keeps each one's."""
     cache, facts = _LastTensor(weights), weights.facts()
-    rows = {gpt_name: table.row(gpt_name, sizes.model.num_experts) for gpt_name in facts}
+    rows = {gpt_name: table.row(gpt_name, sizes.model) for gpt_name in facts}
     items = []
     for hf_name, parts in split_by_name(facts, rows, sizes).items():
         whole = joined_parts(parts)

@@ -4,7 +4,6 @@ One table serves both, with a row for each family of models (`families/table.py`
 the other side cannot express is refused with an error that names it.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -113,9 +112,7 @@ def _family(content: Mapping[str, Any], location: str) -> Family:
     if not isinstance(class_names, list):
         raise InputError(f"{location}: architectures is {class_names!r}; expected a list of names")
     for family in FAMILIES:
-        bare_name = re.sub("(ForCausalLM|LMHeadModel)$", "Model", family.class_name)
-        has_class = family.class_name in class_names or bare_name in class_names
-        if model_type == family.name and (has_class or not class_names):
+        if family.is_meant(content):
             return family
     supported = ", ".join(f"{family.name} ({family.class_name})" for family in FAMILIES)
     classes = f" ({', '.join(map(str, class_names))})" if class_names else ""

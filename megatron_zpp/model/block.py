@@ -23,9 +23,9 @@ class Block(nn.Module):
 
     By default each is normalized before (pre-LN): x + attention(norm1(x)), then x + mlp(norm2(x));
     by `norm_placement` behind, before it is added, or on both sides. Parallel, both start from the
-    same x. In layers of `moe_layers` experts take the place of the MLP. The execution of the
-    model's part runs `compute` inside the block's hooks. With an fp32 residual stream x must be
-    fp32 whatever the dtype of the weights.
+    same x, perhaps normalized once for both. In layers of `moe_layers` experts take the place of
+    the MLP. The execution of the model's part runs `compute` inside the block's hooks. With an fp32
+    residual stream x must be fp32 whatever the dtype of the weights.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Block(nn.Module):
         has_post_norm = config.norm_placement != "pre"
         self.dropout, self.multiplier = config.hidden_dropout, config.residual_multiplier
         self.is_parallel = config.use_parallel_residual
+        self.shares_norm = self.is_parallel and config.parallel_residual_single_norm
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.fp32_residual = config.fp32_residual_connection
         self.execution, self.is_recomputed = part.execution, is_recomputed
@@ -49,7 +50,8 @@ class Block(nn.Module):
         self.norm1 = make_norm(config, norms=part.norms) if has_norm else None
         self.attention = attention(config, layer, part)
         self.post_norm1 = make_norm(config, norms=part.norms) if has_post_norm else None
-        self.norm2 = make_norm(config, norms=part.norms) if has_norm else None
+        has_norm2 = has_norm and not self.shares_norm
+        self.norm2 = make_norm(config, norms=part.norms) if has_norm2 else None
         self.mlp = mlp(config, layer, part)
         self.post_norm2 = make_norm(config, norms=part.norms) if has_post_norm else None
 
@@ -68,7 +70,8 @@ class Block(nn.Module):
         normalized = self._enter(self.norm1, x)
         attended = self._leave(self.post_norm1, self.attention(normalized, sequences))
         if self.is_parallel:
-            branch = self.mlp(self._enter(self.norm2, x), sequences)
+            entered = normalized if self.shares_norm else self._enter(self.norm2, x)
+            branch = self.mlp(entered, sequences)
             branch = self._leave(self.post_norm2, branch)
             return self._residual(x, normalized) + (branch + attended)
         x = self._residual(x, normalized) + attended
@@ -78,7 +81,8 @@ class Block(nn.Module):
 
     def _enter(self, norm: nn.Module | None, x: Tensor) -> Tensor:
         """Return what a branch is computed of, in the dtype of its weights."""
-        return x.to(self.attention.output.weight.dtype) if norm is None else apply_norm(norm, x)
+        normalized = x if norm is None else apply_norm(norm, x)
+        return normalized.to(self.attention.output.weight.dtype)
 
     def _leave(self, norm: nn.Module | None, branch: Tensor) -> Tensor:
         """Return what a branch adds to the stream."""

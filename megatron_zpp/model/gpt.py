@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.attention.cache import KeyValueCache
-from megatron_zpp.model.attention.rotary import Rotary, rotary_tables
+from megatron_zpp.model.attention.rotary import Rotary, query_scale, rotary_tables
 from megatron_zpp.model.attention.sequences import Sequences
 from megatron_zpp.model.block import Block
 from megatron_zpp.model.lora import train_adapters_only
@@ -109,8 +109,10 @@ class GPT(nn.Module):
         x = self.embed(tokens, position_ids) if part.is_first else received  # [B, S, H]
         if splits_rows and part.is_first:
             x = self._own_rows(x)
+        rotary, scale = self._positions(tokens, position_ids, cache)
         sequences = Sequences(
-            rotary=self._rotary(tokens, position_ids, cache),
+            rotary=rotary,
+            query_scale=scale,
             edges=edges,
             cache=cache,
             is_split=share is not None,
@@ -179,12 +181,13 @@ class GPT(nn.Module):
 
     def _output_layer(self, x: Tensor, splits_rows: bool) -> tuple[Tensor, Tensor]:
         """Return what the output layer computes with: its input, and this rank's weights."""
-        x = apply_norm(self.norm, x)
+        weight = self.tokens.weight if self.head is None else self.head.weight
+        x = apply_norm(self.norm, x).to(weight.dtype)
         if self.config.logits_scaling != 1:  # the logits are linear in x
             x = x / self.config.logits_scaling
         if self.part.tensor is not None:
             x = self.part.tensor.enter(x, splits_rows)
-        return x, local_part(self.tokens.weight if self.head is None else self.head.weight)
+        return x, local_part(weight)
 
     def _own_rows(self, x: Tensor) -> Tensor:
         """Return this rank's rows of x [B, S, H]; their dropout has random numbers of its own."""
@@ -197,16 +200,17 @@ class GPT(nn.Module):
         weights = (each for each in self.parameters() if each.requires_grad or not trained_only)
         return sum(weight.numel() for weight in weights)
 
-    def _rotary(
+    def _positions(
         self, tokens: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None
-    ) -> tuple[Rotary | None, ...]:
-        """Return the tables of rotary positions, by their kind; empty if there are none."""
+    ) -> tuple[tuple[Rotary | None, ...], Tensor | None]:
+        """Return `rotary` and `query_scale` of `Sequences`."""
         if self.config.position_embedding_type != "rope":
-            return ()
+            return (), None
         is_long = self._is_long(tokens, position_ids, cache)
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return rotary_tables(self.config, position_ids, is_long)
+        tables = rotary_tables(self.config, position_ids, is_long)
+        return tables, query_scale(self.config, position_ids)
 
     def _is_long(
         self, tokens: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None

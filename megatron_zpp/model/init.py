@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from megatron_zpp.model.xielu import XIELU
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step_or_skip import local_part
 
@@ -32,7 +33,7 @@ def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
 
     Weights and sinks are N(0, σ²) with σ = init_method_std, divided by √(2L) in the last layer of a
     residual branch; biases and buffers are 0, gains of normalizations 1 (with `apply_layernorm_1p`
-    stored as 0).
+    stored as 0). xIELU has its own.
     Parameters are plain tensors, or DTensors placed by Shard and Replicate on a mesh with any
     number of axes. Raises TypeError for another placement.
     """
@@ -47,6 +48,9 @@ def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
         if name.endswith(SCALED_WEIGHTS):
             std /= math.sqrt(2 * config.num_layers)
         draw(parameter, f"{seed}/{name}", std)
+    for module in model.modules():
+        if isinstance(module, XIELU):
+            module.reset()
 
 
 def draw(parameter: Tensor, label: str, std: float) -> None:

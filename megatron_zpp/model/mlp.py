@@ -13,6 +13,7 @@ from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
 from megatron_zpp.model.lora import adapters_of
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron_zpp.model.xielu import XIELU
 from megatron_zpp.settings.config import ModelConfig
 
 QUICK_GELU = 1.702  # with which x sigmoid(1.702 x) is close to GELU
@@ -70,6 +71,7 @@ class MLP(nn.Module):
         self.config, self.axis = config, axis
         self.input = ColumnParallelLinear(hidden, ffn, bias, axis, adapters(f"{name}.input"))
         self.gate = None
+        self.activation = XIELU() if config.xielu else None
         if config.is_gated:
             self.gate = ColumnParallelLinear(hidden, ffn, bias, axis, adapters(f"{name}.gate"))
         self.output = RowParallelLinear(ffn, hidden, bias, axis, adapters(f"{name}.output"))
@@ -79,6 +81,8 @@ class MLP(nn.Module):
         splits_rows = sequences.splits_rows
         if self.axis is not None:
             x = self.axis.enter(x, splits_rows)
+        if self.activation is not None:
+            return self.output(self.activation(self.input(x)), splits_rows)
         if self.gate is None:
             return self.output(activate(self.input(x), self.config), splits_rows)
         return self.output(gated(self.gate(x), self.input(x), self.config), splits_rows)

@@ -1,11 +1,14 @@
-"""Normalization: LayerNorm and RMSNorm, whose weights are gains or gains minus 1."""
+"""Normalization: LayerNorm and RMSNorm, whose weights are gains or gains minus 1, if any."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.part import TORCH_NORMS, NormClasses, Part
 from megatron_zpp.model.tensor_parallel import ParallelRMSNorm
+from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.optim.step_or_skip import local_part
 
 
 def make_norm(
@@ -18,6 +21,12 @@ def make_norm(
 
     epsilon: added to the variance, by default what the model says.
     """
+    size, epsilon = size or config.hidden_size, epsilon or config.layernorm_epsilon
+    is_rms = config.normalization == "RMSNorm"
+    if config.disable_norm_gain:
+        return (nn.RMSNorm if is_rms else nn.LayerNorm)(size, epsilon, elementwise_affine=False)
+    if config.disable_norm_bias and not is_rms:
+        return nn.LayerNorm(size, epsilon, bias=False)
     classes = {
         ("LayerNorm", False): norms.layer_norm,
         ("RMSNorm", False): norms.rms_norm,
@@ -25,7 +34,7 @@ def make_norm(
         ("RMSNorm", True): RMSNorm1P,
     }
     norm_class = classes[config.normalization, config.apply_layernorm_1p]
-    return norm_class(size or config.hidden_size, eps=epsilon or config.layernorm_epsilon)
+    return norm_class(size, eps=epsilon)
 
 
 def norm_of_all_heads(config: ModelConfig, size: int, part: Part) -> nn.Module:
@@ -36,8 +45,32 @@ def norm_of_all_heads(config: ModelConfig, size: int, part: Part) -> nn.Module:
 
 
 def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return `norm(x)` [..., H] in the dtype of the gains, to which an fp32 residual is cast."""
-    return norm(x.to(norm.weight.dtype))
+    """Return `norm(x)` [..., H] in the dtype of the gains, to which an fp32 residual is cast.
+
+    Without gains it is in the dtype of x.
+    """
+    return norm(x if norm.weight is None else x.to(norm.weight.dtype))
+
+
+class NormPerHead(nn.Module):
+    """A normalization of each head by itself, with gains of its own and without a bias.
+
+    The gains of all heads are one tensor [heads * D], which ranks may split.
+    """
+
+    def __init__(self, config: ModelConfig, heads: int, axis: TensorAxis | None) -> None:
+        super().__init__()
+        self.is_rms, self.eps = config.normalization == "RMSNorm", config.layernorm_epsilon
+        self.weight = nn.Parameter(torch.ones(heads * config.head_dim))
+        self.split_dims: dict[str, int] = {}
+        if axis is not None:
+            self.split_dims["weight"], self.weight = 0, axis.part(self.weight, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize this rank's heads x [B, S, K, Q, D], of which there are K * Q."""
+        normalize = F.rms_norm if self.is_rms else F.layer_norm
+        normalized = normalize(x.float(), x.shape[-1:], eps=self.eps)
+        return (normalized * local_part(self.weight).float().view(x.shape[2:])).to(x.dtype)
 
 
 class LayerNorm1P(nn.LayerNorm):

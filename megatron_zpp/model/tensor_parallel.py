@@ -37,7 +37,7 @@ from megatron_zpp.settings.config import LoraConfig
 from zeropp.optim.step_or_skip import gradient_parts, local_part
 
 ROUTERS_AND_EXPERTS = re.compile(r"\.mlp\.(router|shared_gate|experts\.\w+(\.lora_[AB])?)\.weight$")
-NORMS_OF_HEADS = re.compile(r"\.attention\.[qk]_norm\.")
+OF_OWN_CHANNELS = re.compile(r"\.attention\.[qk]_norm\.|\.mlp\.activation\.")
 
 
 class LocalLinear(nn.Linear):
@@ -203,7 +203,7 @@ def sum_partial_gradients(
 def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn.Parameter]:
     """Yield the whole parameters whose gradient is a sum over ranks, each with its term.
 
-    Those are what computes with its own rows or its own heads, and the matrix of an adapter whose
+    Those are what computes with its own rows, heads or channels, and the matrix of an adapter whose
     other is split.
     """
     whole: set[nn.Parameter] = set()
@@ -219,8 +219,8 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn
         is_of_experts = ROUTERS_AND_EXPERTS.search(name) is not None
         is_whole = parameter.ndim == 1 or is_of_experts
         has_rows = sequence_parallel and is_whole and not name.startswith("embed_norm.")
-        has_heads = NORMS_OF_HEADS.search(name) is not None
-        is_term = has_rows or has_heads or is_adapter(name) and not is_of_experts
+        has_channels = OF_OWN_CHANNELS.search(name) is not None
+        is_term = has_rows or has_channels or is_adapter(name) and not is_of_experts
         if parameter in whole:
             is_term = sequence_parallel
         if is_term and parameter not in split and parameter.requires_grad:

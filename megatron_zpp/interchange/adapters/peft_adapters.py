@@ -61,8 +61,7 @@ class PeftAdapters:
             for name, parameter in parameter_shapes(sizes.model, sizes.padded_rows).items()
             if name.startswith("blocks.") and parameter.ndim == 2
         }
-        num_experts = sizes.model.num_experts
-        self._rows = {layer: table.row(layer + WEIGHT, num_experts) for layer in self._weights}
+        self._rows = {layer: table.row(layer + WEIGHT, sizes.model) for layer in self._weights}
         tensors = split_by_name(self._weights, self._rows, sizes)
         shapes = {
             name.removesuffix(WEIGHT): joined_parts(parts).shape for name, parts in tensors.items()

@@ -169,4 +169,4 @@ def require_layout(
 
 
 def _form(table: NameTable, layer: str) -> Form:
-    return table.row(f"{layer}.weight", 1).form
+    return table.row(f"{layer}.weight").form

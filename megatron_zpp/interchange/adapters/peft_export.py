@@ -67,7 +67,7 @@ def write_peft(
         raise InputError(f"--to-peft {output} holds adapters already: name another folder")
     model = sizes.model
     plain = [layer for layer in adapters.layers if EXPERTS not in layer]
-    rows = {layer: table.row(layer + WEIGHT, model.num_experts) for layer in plain}
+    rows = {layer: table.row(layer + WEIGHT, model) for layer in plain}
     _require_own_modules(rows)
     fused = _fused_layers(adapters, table, sizes)
     items = []
@@ -139,7 +139,7 @@ def _targets(
     all_modules = [
         module
         for parameter in parameter_shapes(model, sizes.padded_rows)
-        for module in module_names(table.row(parameter, model.num_experts))
+        for module in module_names(table.row(parameter, model))
     ]
     by_weight = []
     if model.has_experts:

@@ -117,48 +117,8 @@ class SharedExperts:
         return {"n_shared_experts": shared // model.expert_ffn_size}
 
 
-@dataclass(frozen=True)
-class ScoreScale:
-    """The factor of scores of queries and keys, `attention_multiplier`: 1 / √scalar."""
-
-    key: str = "attention_multiplier"
-    default: float = 1.0
-
-    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        factor = Number(self.key, "query_pre_attn_scalar", self.default).value(content, location)
-        if factor <= 0:
-            raise InputError(f"{location}: {self.key} is {factor!r}; expected a number above 0")
-        return {"query_pre_attn_scalar": _rounded(factor**-2, 12)}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.key: _rounded(model.score_scalar**-0.5, 15)}
-
-
-@dataclass(frozen=True)
-class Absent:
-    """A key that must be null or missing: our model has nothing like it."""
-
-    key: str
-
-    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        if content.get(self.key) is not None:
-            raise InputError(
-                f"{location}: {self.key} is {content[self.key]!r}, which is not supported; only "
-                "null is"
-            )
-        return {}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {}
-
-
 def _num_layers(content: Mapping[str, Any], location: str) -> int:
     num_layers = NUM_LAYERS.value(content, location) or 0
     if num_layers > MAX_LAYERS:
         raise InputError(f"{location}: num_hidden_layers is {num_layers}: at most {MAX_LAYERS}")
     return num_layers
-
-
-def _rounded(value: float, digits: int) -> float:
-    """Round to significant digits, so that writing and reading a square root changes nothing."""
-    return float(f"{value:.{digits}g}")

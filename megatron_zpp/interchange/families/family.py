@@ -1,7 +1,8 @@
 """What a row of the table of families is made of."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_zpp.interchange.families.names import NameTable
@@ -27,9 +28,11 @@ class Family:
     """A `model_type` and the class of its models: what config.json says, and the weights' names.
 
     `fields` of ModelConfig are the same in all models of the family. `vocab_size` and `is_tied` are
-    the defaults of transformers. `further_layers` is the key that counts layers which predict
-    further tokens (MTP), if there are such models. `packed_weights` are the methods of quantization
-    whose files can be read.
+    the defaults of transformers. `other_class_names` are classes of the same models elsewhere. Of
+    families of one name the first is meant all of whose `marks` have one of the values in
+    config.json, where a missing key is null. `further_layers` is the key that counts layers which
+    predict further tokens (MTP), if there are such models. `packed_weights` are the methods of
+    quantization whose files can be read.
     """
 
     name: str
@@ -41,6 +44,17 @@ class Family:
     is_tied: bool = False
     further_layers: str | None = None
     packed_weights: tuple[str, ...] = ()
+    other_class_names: tuple[str, ...] = ()
+    marks: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def is_meant(self, content: Mapping[str, Any]) -> bool:
+        """Whether a config.json describes a model of this family."""
+        class_names = content.get("architectures") or []
+        own = (self.class_name, *self.other_class_names)
+        bare = tuple(re.sub("(ForCausalLM|LMHeadModel)$", "Model", name) for name in own)
+        has_class = not class_names or not {*own, *bare}.isdisjoint(class_names)
+        has_marks = all(content.get(key) in values for key, values in self.marks.items())
+        return content.get("model_type") == self.name and has_class and has_marks
 
     @property
     def all_settings(self) -> tuple[FamilySetting, ...]:

@@ -103,6 +103,27 @@ def _split_fused_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
     return (torch.cat(_split_qkv(qkv, sizes)),)
 
 
+def _swap_halves(rows: Tensor, sizes: Sizes) -> Tensor:
+    """Swap the halves of each head's channels: [heads * D, ...] → [heads * D, ...]."""
+    halves = rows.unflatten(0, (-1, 2, sizes.model.head_dim // 2))
+    return halves.flip(1).flatten(0, 2)
+
+
+def _join_swapped_qkv(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    q, k, v = parts
+    return _join_qkv((_swap_halves(q, sizes), _swap_halves(k, sizes), v), sizes)
+
+
+def _split_swapped_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    q, k, v = _split_qkv(qkv, sizes)
+    return _swap_halves(q, sizes), _swap_halves(k, sizes), v
+
+
+def _of_heads(gains: Tensor, sizes: Sizes) -> Tensor:
+    """Our gains of all heads, [heads * D] → [heads, D]."""
+    return gains.unflatten(0, (-1, sizes.model.head_dim))
+
+
 def _half(index: int) -> Form:
     """One half of a tensor's rows; another row of the table has the other half."""
     return Form(
@@ -154,6 +175,15 @@ PADDED_VOCABULARY = Form(join=_pad_vocabulary, split=_unpad_vocabulary)
 QKV = Form(join=_join_qkv, split=_split_qkv)
 QKV_TRANSPOSED = Form(join=_join_transposed_qkv, split=_split_transposed_qkv, is_transposed=True)
 QKV_FUSED = Form(join=_join_fused_qkv, split=_split_fused_qkv)
+QKV_HALVES_SWAPPED = Form(join=_join_swapped_qkv, split=_split_swapped_qkv)
+HEADS = Form(
+    join=lambda parts, sizes: parts[0].flatten(),
+    split=lambda tensor, sizes: (_of_heads(tensor, sizes),),
+)
+EACH_HEAD = Form(
+    join=lambda parts, sizes: torch.cat(tuple(parts)),
+    split=lambda tensor, sizes: _of_heads(tensor, sizes).unbind(0),
+)
 FIRST_HALF, SECOND_HALF = _half(0), _half(1)
 EACH_EXPERT = Form(
     join=lambda parts, sizes: torch.cat(tuple(parts)),

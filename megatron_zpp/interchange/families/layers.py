@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_zpp.interchange.families.settings import Number
 from megatron_zpp.settings.config import ModelConfig
-from megatron_zpp.settings.gpt.layer_pattern import pattern_text, window_text
+from megatron_zpp.settings.gpt.layer_pattern import marks_of, pattern_text, window_text
 from zeropp.errors import InputError
 
 WINDOW, FULL = "sliding_attention", "full_attention"
@@ -70,6 +70,35 @@ class Window:
                 "are supported"
             )
         return [kind == WINDOW for kind in layer_types]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeInWindows(Window):
+    """Layers without a window have no rotary positions, unless `sliding_window` is null.
+
+    That is refused where it may not be null.
+    """
+
+    may_be_null: bool = True
+
+    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+        fields = super().read(content, location)
+        if content.get("sliding_window", self.default) is None:
+            if not self.may_be_null:
+                raise InputError(f"{location}: sliding_window is None; expected a number")
+            return fields
+        num_layers = NUM_LAYERS.value(content, location) or 0
+        if "window_size" not in fields:
+            return {"no_rope_freq": "1"}
+        pattern = fields["window_attn_skip_freq"]
+        has_window = marks_of(pattern, num_layers, f"{location}: windows", nth=False)
+        marks = [not each for each in has_window]
+        return fields | {"no_rope_freq": pattern_text(marks) if any(marks) else None}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        content = super().write(model)
+        has_rope_only = not any(model.windows) and not any(model.layers_without_rope)
+        return content | ({"sliding_window": None} if has_rope_only else {})
 
 
 @dataclass(frozen=True)

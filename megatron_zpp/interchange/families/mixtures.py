@@ -3,25 +3,24 @@
 from dataclasses import replace
 
 from megatron_zpp.interchange.families import names
-from megatron_zpp.interchange.families.dense import (
+from megatron_zpp.interchange.families.dense.shared import (
     ATTENTION_BIAS,
+    GRANITE_MULTIPLIERS,
     LLAMA_FIELDS,
     LLAMA_NUMBERS,
     SWIGLU,
     with_defaults,
 )
 from megatron_zpp.interchange.families.experts import (
-    Absent,
     FirstDenseLayers,
     Groups,
-    ScoreScale,
     SharedExperts,
     SparseLayers,
 )
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import Window
 from megatron_zpp.interchange.families.rope import LatentRotary, Rotary
-from megatron_zpp.interchange.families.settings import Choice, Number, never, switch
+from megatron_zpp.interchange.families.settings import Absent, Choice, Number, never, switch
 from megatron_zpp.model.mlp import QUICK_GELU
 
 NORMALIZED = {True: {"moe_router_pre_softmax": False}, False: {"moe_router_pre_softmax": True}}
@@ -139,10 +138,7 @@ GRANITE_MOE = Family(
         SWIGLU,
         ATTENTION_BIAS,
         Rotary(),
-        ScoreScale(),
-        Number("embedding_multiplier", "embedding_multiplier", 1.0),
-        Number("residual_multiplier", "residual_multiplier", 1.0),
-        Number("logits_scaling", "logits_scaling", 1.0),
+        *GRANITE_MULTIPLIERS,
         *experts("num_local_experts", 8, 2),
     ),
     names=names.GRANITE_MOE,

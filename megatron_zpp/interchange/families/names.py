@@ -1,10 +1,11 @@
-"""The names of a GPT's weights in Hugging Face's files, one table for each kind of model.
+"""The names of a GPT's weights in Hugging Face's files, a table for each kind of model.
 
 Each row pairs a module of `megatron_zpp.model.gpt.GPT` with the Hugging Face modules whose weights
-and biases hold the same numbers; `{}` stands for the number of the block, and `{expert}` for that
-of an expert, each of which has modules of its own. The tables are read in both directions, by
-import and export. A model uses only the parameters that it has: biases, learned positions and a
-separate output layer depend on its configuration.
+and biases hold the same numbers. `{}` stands for the number of the block, and `{expert}`, `{head}`
+and `{kv_head}` for that of an expert, of a query head and of a key-value head, each of which has
+modules of its own. Tables of dense families are beside their settings, in `dense/`. The tables are
+read in both directions, by import and export. A model uses only the parameters that it has: biases,
+learned positions and a separate output layer depend on its configuration.
 """
 
 import re
@@ -17,20 +18,16 @@ from megatron_zpp.interchange.families.forms import (
     EACH_EXPERT,
     EVEN_BIASES,
     EVEN_OUTPUTS,
-    FIRST_HALF,
     FIRST_HALVES,
     ODD_BIASES,
     ODD_OUTPUTS,
     PADDED_VOCABULARY,
     QKV,
-    QKV_FUSED,
-    QKV_TRANSPOSED,
     SAME,
-    SECOND_HALF,
     SECOND_HALVES,
-    TRANSPOSED,
     Form,
 )
+from megatron_zpp.settings.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,17 @@ class NameRow:
     form: Form = SAME
     keeps_dtype: bool = False
 
-    def of(self, gpt_name: str, block: str, num_experts: int, kind: str = "") -> "NameRow":
-        """Return the row of one parameter of a block, whose `kind` ends the names."""
-        hf_names = tuple(
-            name.format(block, expert=expert) + kind
-            for name in self.hf_names
-            for expert in range(num_experts if "{expert}" in name else 1)
-        )
-        return replace(self, gpt_name=gpt_name, hf_names=hf_names)
+    def of(self, gpt_name: str, block: str, counts: Mapping[str, int], kind: str = "") -> "NameRow":
+        """Return the row of one parameter of a block, whose `kind` ends the names.
+
+        `counts` of experts and heads, by what stands for their numbers.
+        """
+        names = []
+        for name in self.hf_names:
+            item = next((item for item in counts if f"{{{item}}}" in name), "")
+            numbers = range(counts[item] if item else 1)
+            names += [name.format(block, **{item: number}) + kind for number in numbers]
+        return replace(self, gpt_name=gpt_name, hf_names=tuple(names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,51 +76,51 @@ class NameTable:
     layer: str = "model.layers.{}."
     experts: str = "model.layers.{}.mlp.experts"
 
-    def row(self, gpt_name: str, num_experts: int | None = None) -> NameRow:
-        """Return the row of a GPT parameter, with the numbers of block and experts filled in.
+    def row(self, gpt_name: str, model: ModelConfig | None = None) -> NameRow:
+        """Return the row of a GPT parameter, with all numbers filled in.
 
         Raises KeyError for a parameter of a module that this kind of model does not have.
         """
         number = re.search(r"\.(\d+)\.", gpt_name)
         pattern = gpt_name.replace(number[0], ".{}.", 1) if number else gpt_name
         module, _, kind = pattern.rpartition(".")  # kind: weight or bias
-        block = number[1] if number else ""
+        block, counts = number[1] if number else "", counts_in(model)
         for wanted, end in ((pattern, ""), (module, f".{kind}")):
             for row in self.rows:
                 if row.gpt_name == wanted:
-                    return row.of(gpt_name, block, num_experts or 0, end)
+                    return row.of(gpt_name, block, counts, end)
         raise KeyError(gpt_name)
 
-    def has_experts_apart(self) -> bool:
-        """Whether files have tensors of their own for each expert."""
-        return any("{expert}" in name for row in self.rows for name in row.hf_names)
+    def most_apart(self, model: ModelConfig) -> tuple[int, str]:
+        """Return of how many experts or heads files have tensors of their own, and which it is."""
+        names = [name for row in self.rows for name in row.hf_names]
+        return max(
+            (count, item.replace("_", "-") + "s")
+            for item, count in (*counts_in(model).items(), ("", 0))
+            if any(f"{{{item}}}" in name for name in names) or not item
+        )
 
     def is_constant(self, hf_name: str) -> bool:
         """Whether a tensor, named with or without the prefix, is a constant and not a weight."""
         return any(re.fullmatch(self.constants, name) for name in (hf_name, self.prefix + hf_name))
 
 
-GPT2_BLOCK = "transformer.h.{}."
-GPT2 = NameTable(
-    rows=(
-        NameRow("tokens", ("transformer.wte",), PADDED_VOCABULARY),
-        NameRow("positions", ("transformer.wpe",)),
-        NameRow("blocks.{}.norm1", (GPT2_BLOCK + "ln_1",)),
-        NameRow("blocks.{}.attention.qkv", (GPT2_BLOCK + "attn.c_attn",), QKV_TRANSPOSED),
-        NameRow("blocks.{}.attention.output", (GPT2_BLOCK + "attn.c_proj",), TRANSPOSED),
-        NameRow("blocks.{}.norm2", (GPT2_BLOCK + "ln_2",)),
-        NameRow("blocks.{}.mlp.input", (GPT2_BLOCK + "mlp.c_fc",), TRANSPOSED),
-        NameRow("blocks.{}.mlp.output", (GPT2_BLOCK + "mlp.c_proj",), TRANSPOSED),
-        NameRow("norm", ("transformer.ln_f",)),
-        NameRow("head", ("lm_head",), PADDED_VOCABULARY),
-    ),
-    prefix="transformer.",
-    embedding="transformer.wte.weight",
-    constants=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
-)
+def counts_in(model: ModelConfig | None) -> dict[str, int]:
+    """Return how many experts and heads a model has, by what stands for their numbers in names.
+
+    Without a model they are one each.
+    """
+    if model is None:
+        return dict.fromkeys(("expert", "head", "kv_head"), 1)
+    return {
+        "expert": model.num_experts or 0,
+        "head": model.num_attention_heads,
+        "kv_head": model.kv_heads,
+    }
+
 
 LLAMA_BLOCK = "model.layers.{}."
-LLAMA = NameTable(  # Mistral, Qwen2 and SmolLM2 too
+LLAMA = NameTable(
     rows=(
         NameRow("tokens", ("model.embed_tokens",), PADDED_VOCABULARY),
         NameRow("blocks.{}.norm1", (LLAMA_BLOCK + "input_layernorm",)),
@@ -161,32 +161,6 @@ def block_rows(hf_names: Mapping[str, str]) -> tuple[NameRow, ...]:
 QK_NORMS = block_rows(
     {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 )
-QWEN3 = llama_with(*QK_NORMS)
-PHI3 = llama_with(
-    NameRow("blocks.{}.attention.qkv", (LLAMA_BLOCK + "self_attn.qkv_proj",), QKV_FUSED),
-    NameRow("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_up_proj",), FIRST_HALF),
-    NameRow("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.gate_up_proj",), SECOND_HALF),
-)
-OLMO2 = llama_with(
-    *block_rows(
-        {
-            "attention.queries_norm": "self_attn.q_norm",
-            "attention.keys_norm": "self_attn.k_norm",
-            "post_norm1": "post_attention_layernorm",
-            "post_norm2": "post_feedforward_layernorm",
-        }
-    )
-)
-GEMMA2 = llama_with(
-    *block_rows(
-        {
-            "post_norm1": "post_attention_layernorm",
-            "norm2": "pre_feedforward_layernorm",
-            "post_norm2": "post_feedforward_layernorm",
-        }
-    )
-)
-GEMMA3 = replace(GEMMA2, rows=(*GEMMA2.rows, *QK_NORMS))
 
 
 def expert_rows(module: str, gate: str, input: str, output: str) -> tuple[NameRow, ...]:
@@ -278,42 +252,4 @@ GPT_OSS = llama_with(
             ("mlp.experts.output.bias", "mlp.experts.down_proj_bias", ALL_EXPERTS),
         )
     ),
-)
-
-GPT_NEOX_BLOCK = "gpt_neox.layers.{}."
-GPT_NEOX = NameTable(
-    rows=(
-        NameRow("tokens", ("gpt_neox.embed_in",), PADDED_VOCABULARY),
-        NameRow("blocks.{}.norm1", (GPT_NEOX_BLOCK + "input_layernorm",)),
-        NameRow("blocks.{}.attention.qkv", (GPT_NEOX_BLOCK + "attention.query_key_value",)),
-        NameRow("blocks.{}.attention.output", (GPT_NEOX_BLOCK + "attention.dense",)),
-        NameRow("blocks.{}.norm2", (GPT_NEOX_BLOCK + "post_attention_layernorm",)),
-        NameRow("blocks.{}.mlp.input", (GPT_NEOX_BLOCK + "mlp.dense_h_to_4h",)),
-        NameRow("blocks.{}.mlp.output", (GPT_NEOX_BLOCK + "mlp.dense_4h_to_h",)),
-        NameRow("norm", ("gpt_neox.final_layer_norm",)),
-        NameRow("head", ("embed_out",), PADDED_VOCABULARY),
-    ),
-    prefix="gpt_neox.",
-    embedding="gpt_neox.embed_in.weight",
-    constants=r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",
-    head="embed_out.weight",
-)
-
-BLOOM_BLOCK = "transformer.h.{}."
-BLOOM = NameTable(
-    rows=(
-        NameRow("tokens", ("transformer.word_embeddings",), PADDED_VOCABULARY),
-        NameRow("embed_norm", ("transformer.word_embeddings_layernorm",)),
-        NameRow("blocks.{}.norm1", (BLOOM_BLOCK + "input_layernorm",)),
-        NameRow("blocks.{}.attention.qkv", (BLOOM_BLOCK + "self_attention.query_key_value",)),
-        NameRow("blocks.{}.attention.output", (BLOOM_BLOCK + "self_attention.dense",)),
-        NameRow("blocks.{}.norm2", (BLOOM_BLOCK + "post_attention_layernorm",)),
-        NameRow("blocks.{}.mlp.input", (BLOOM_BLOCK + "mlp.dense_h_to_4h",)),
-        NameRow("blocks.{}.mlp.output", (BLOOM_BLOCK + "mlp.dense_4h_to_h",)),
-        NameRow("norm", ("transformer.ln_f",)),
-        NameRow("head", ("lm_head",), PADDED_VOCABULARY),
-    ),
-    prefix="transformer.",
-    embedding="transformer.word_embeddings.weight",
-    constants=r"transformer\.h\.\d+\.self_attention\.(masked_)?bias",
 )

@@ -25,7 +25,8 @@ class Rotary:
     `is_partial` rotates all channels. `channels` is a key for the number of rotated channels of a
     head, in place of the share. `default_scaling` is how frequencies are scaled where config.json
     does not say it. LongRoPE is read in every family, and written only for the one that
-    `writes_longrope`, where other programs expect it.
+    `writes_longrope`, where other programs expect it. `dynamic` scaling is none here: it begins
+    with texts longer than all positions.
     """
 
     base: str = "rope_theta"
@@ -35,19 +36,19 @@ class Rotary:
     is_partial: bool = False
     channels: str | None = None
     default_scaling: Mapping[str, Any] | None = None
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn", *LONGROPE)
+    rope_types: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "yarn", *LONGROPE)
     writes_longrope: bool = False
 
     def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        parameters = _object(content, "rope_parameters", location)
-        scaling = _object(content, "rope_scaling", location) or parameters
+        parameters = json_object(content, "rope_parameters", location)
+        scaling = json_object(content, "rope_scaling", location) or parameters
         scaling = scaling or self.default_scaling or {}
         base = parameters.get("rope_theta", content.get(self.base, self.default_base))
         share = parameters.get("partial_rotary_factor", self._share(content, location))
         self._check_share(share, location)
         return {
             "position_embedding_type": "rope",
-            "rotary_base": _base(base, location),
+            "rotary_base": checked_base(base, location),
             "rotary_percent": float(share),
             **self._read_scaling(scaling, content, location),
         }
@@ -78,7 +79,7 @@ class Rotary:
             )
         if rope_type == "linear":
             factor = scaling.get("factor")
-            if not _is_number(factor) or factor < 1:
+            if not is_number(factor) or factor < 1:
                 raise InputError(
                     f"{location}: factor of the linear scaling is {factor!r}; expected a number "
                     "from 1 on"
@@ -102,7 +103,7 @@ class Rotary:
         if self.share in content or num_channels is None:
             return content.get(self.share, self.default_share)
         head = content.get("head_dim")
-        if not _is_number(num_channels) or not _is_number(head) or head <= 0:
+        if not is_number(num_channels) or not is_number(head) or head <= 0:
             raise InputError(
                 f"{location}: {self.channels} is {num_channels!r}, of head_dim {head!r}; expected "
                 "numbers"
@@ -110,7 +111,7 @@ class Rotary:
         return num_channels / head
 
     def _check_share(self, share: Any, location: str) -> None:
-        is_supported = _is_number(share) and (0 < share <= 1 if self.is_partial else share == 1)
+        is_supported = is_number(share) and (0 < share <= 1 if self.is_partial else share == 1)
         expected = "a share above 0 and up to 1 is" if self.is_partial else "1.0 is"
         if not is_supported:
             raise InputError(f"{location}: {self.share} is {share!r}; only {expected} supported")
@@ -128,8 +129,8 @@ class RotaryByLayer(Rotary):
     default_local_base: float | None = None
 
     def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
-        by_layer = _object(content, "rope_parameters", location)
-        full, local = (_object(by_layer, kind, location) for kind in (FULL, WINDOW))
+        by_layer = json_object(content, "rope_parameters", location)
+        full, local = (json_object(by_layer, kind, location) for kind in (FULL, WINDOW))
         if local and local.get("rope_type", "default") != "default":
             raise InputError(
                 f"{location}: rotary positions of type {local['rope_type']!r} in layers with a "
@@ -138,7 +139,7 @@ class RotaryByLayer(Rotary):
         fields = super().read({**content, "rope_parameters": full}, location)
         default = fields["rotary_base"] if self.local_base is None else self.default_local_base
         base = local.get("rope_theta", content.get(self.local_base or "", default))
-        return fields | {"rotary_base_local": _base(base, location)}
+        return fields | {"rotary_base_local": checked_base(base, location)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         content = super().write(model)
@@ -235,7 +236,7 @@ def _yarn_fields(
     }
     scales = {key: scaling[key] for key in ("mscale", "mscale_all_dim") if scaling.get(key)}
     for key, number in {**numbers, **scales}.items():
-        if not _is_number(number) or number <= 0:
+        if not is_number(number) or number <= 0:
             raise InputError(f"{location}: {key} of the yarn scaling is {number!r}; not a number")
     factor, beta_fast, beta_slow = map(float, numbers.values())
     default = _yarn_scale(factor)
@@ -270,7 +271,7 @@ def _longrope_fields(
     factors = {}
     for length in ("short", "long"):
         values = scaling.get(f"{length}_factor")
-        if not isinstance(values, list) or not all(_is_number(value) for value in values):
+        if not isinstance(values, list) or not all(is_number(value) for value in values):
             raise InputError(f"{location}: {length}_factor is {values!r}; expected numbers")
         factors[f"longrope_{length}_factors"] = tuple(map(float, values))
     first_length = scaling.get(FIRST_LENGTH, content.get(FIRST_LENGTH))
@@ -293,7 +294,7 @@ def _attention_factor(ratio: float, first_length: int) -> float:
 def _llama3_fields(scaling: Mapping[str, Any], location: str) -> dict[str, Any]:
     numbers = {key: scaling.get(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
     for key, number in numbers.items():
-        if not _is_number(number) or number <= 0:
+        if not is_number(number) or number <= 0:
             raise InputError(
                 f"{location}: {key} of the llama3 scaling is {number!r}; expected a number above 0"
             )
@@ -308,20 +309,23 @@ def _llama3_fields(scaling: Mapping[str, Any], location: str) -> dict[str, Any]:
     }
 
 
-def _base(base: Any, location: str) -> float:
-    if not _is_number(base) or base < 1:
+def checked_base(base: Any, location: str) -> float:
+    """Return the base of rotary frequencies; raises InputError if it is not a number from 1 on."""
+    if not is_number(base) or base < 1:
         raise InputError(f"{location}: rope_theta is {base!r}; expected a number from 1 on")
     return float(base)
 
 
-def _object(content: Mapping[str, Any], key: str, location: str) -> Mapping[str, Any]:
+def json_object(content: Mapping[str, Any], key: str, location: str) -> Mapping[str, Any]:
+    """Return the object at a key, {} if there is none; raises InputError for anything else."""
     value = content.get(key) or {}
     if not isinstance(value, dict):
         raise InputError(f"{location}: {key} is {value!r}; expected an object in braces")
     return value
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return math.isfinite(value)

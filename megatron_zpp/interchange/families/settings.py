@@ -65,7 +65,7 @@ GATED_ACTIVATIONS = MappingProxyType(
     }
 )
 ACTIVATION_FIELDS = (
-    *("swiglu", "geglu", "quick_geglu", "reglu", "liglu", "relu", "squared_relu"),
+    *("swiglu", "geglu", "quick_geglu", "reglu", "liglu", "relu", "squared_relu", "xielu"),
     "bias_gelu_fusion",
 )
 
@@ -114,13 +114,14 @@ class Number:
 class Choice:
     """A key with a few values, and the fields of ModelConfig that each of them sets.
 
-    Without the key it is the default of transformers; null is false. Of values that set the same
-    fields the first is written, and for a model whose fields no value sets the default.
+    Without the key it is the default of transformers; null is false if that is a value. Of values
+    that set the same fields the first is written, and for a model whose fields no value sets the
+    default.
     """
 
     key: str
-    default: bool | str | float
-    values: Mapping[bool | str | float, Mapping[str, Any]]
+    default: bool | str | float | None
+    values: Mapping[bool | str | float | None, Mapping[str, Any]]
 
     def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
         chosen = content.get(self.key, self.default)
@@ -137,6 +138,43 @@ class Choice:
             if all(value_in(model, name) == expected for name, expected in fields.items()):
                 return {self.key: value}
         return {self.key: self.default}
+
+
+@dataclass(frozen=True)
+class Power:
+    """A number above 0 whose power with an exponent is the field of ModelConfig."""
+
+    key: str
+    field: str
+    exponent: int
+    default: float
+
+    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+        number = Number(self.key, self.field, self.default).value(content, location)
+        if not 1e-30 < number < 1e30:
+            raise InputError(f"{location}: {self.key} is {number!r}; expected a number above 0")
+        return {self.field: _rounded(number**self.exponent, 12)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.key: _rounded(value_in(model, self.field) ** (1 / self.exponent), 15)}
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A key that must be null or missing: our model has nothing like it."""
+
+    key: str
+
+    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+        if content.get(self.key) is not None:
+            raise InputError(
+                f"{location}: {self.key} is {content[self.key]!r}, which is not supported; only "
+                "null is"
+            )
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {}
 
 
 def value_in(model: ModelConfig, field: str) -> Any:
@@ -158,3 +196,8 @@ def activation(key: str, default: str, names: Mapping[str, Mapping[str, bool]]) 
     """Return the setting of the MLP's nonlinearity; `names` have the fields that are not usual."""
     usual = {field: getattr(ModelConfig(), field) for field in ACTIVATION_FIELDS}
     return Choice(key, default, {name: usual | fields for name, fields in names.items()})
+
+
+def _rounded(value: float, digits: int) -> float:
+    """Round to significant digits, so that writing and reading a power changes nothing."""
+    return float(f"{value:.{digits}g}")

@@ -18,7 +18,12 @@ from megatron_zpp.model.attention.scores import Scores
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
 from megatron_zpp.model.execution import recomputed
 from megatron_zpp.model.lora import adapters_of
-from megatron_zpp.model.normalization import apply_norm, make_norm, norm_of_all_heads
+from megatron_zpp.model.normalization import (
+    NormPerHead,
+    apply_norm,
+    make_norm,
+    norm_of_all_heads,
+)
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -111,6 +116,7 @@ class Attention(CoreAttention):
         self.group_size = config.num_attention_heads // max(config.kv_heads, num_ranks)
         self.ranks_per_group = max(num_ranks // config.kv_heads, 1)
         self.is_interleaved = config.rotary_interleaved
+        self.turns_first = config.qk_layernorm_after_rope
         hidden, width = config.hidden_size, config.num_attention_heads * self.head_dim
         kv_width = config.kv_heads * self.head_dim
         self.qkv = ColumnParallelLinear(
@@ -120,6 +126,9 @@ class Attention(CoreAttention):
         if config.qk_layernorm and config.qk_layernorm_across_heads:
             self.queries_norm = norm_of_all_heads(config, width, part)
             self.keys_norm = norm_of_all_heads(config, kv_width, part)
+        elif config.qk_layernorm and config.qk_layernorm_per_head:
+            self.q_norm = NormPerHead(config, config.num_attention_heads, axis)
+            self.k_norm = NormPerHead(config, config.kv_heads, axis)
         elif config.qk_layernorm:
             self.q_norm = make_norm(config, self.head_dim, part.norms)
             self.k_norm = make_norm(config, self.head_dim, part.norms)
@@ -139,6 +148,8 @@ class Attention(CoreAttention):
         rotary = sequences.rotary[self.rotary_kind] if sequences.rotary else None
         turned = self._turned(qk, rotary)
         q, k, v = (part.flatten(2, 3) for part in (*turned, v))
+        if sequences.query_scale is not None:
+            q = q * sequences.query_scale.to(q.dtype)
         if cache is not None:
             attended = cache.layers[self.layer].attend(q, k, v, self.scores_of(q))
         else:
@@ -157,15 +168,18 @@ class Attention(CoreAttention):
         return torch.cat((queries, whole[:, :, group, -2:]), dim=2)
 
     def _turned(self, qk: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-        """Split qk [B, S, K, Q + 1, D] into queries and keys, normalized and then rotated."""
+        """Split qk [B, S, K, Q + 1, D] into queries and keys, normalized and rotated."""
         sizes, turn = (self.group_size, 1), partial(rotate, is_interleaved=self.is_interleaved)
-        if self.q_norm is None and self.queries_norm is None:
-            return (qk if rotary is None else turn(qk, rotary)).split(sizes, dim=3)
+        has_norm = self.q_norm is not None or self.queries_norm is not None
+        if rotary is not None and (self.turns_first or not has_norm):
+            qk = turn(qk, rotary)
         q, k = qk.split(sizes, dim=3)
         if self.q_norm is not None:
             q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
-        else:
+        elif has_norm:
             shapes, (q, k) = (q.shape, k.shape), (q.flatten(2), k.flatten(2))
             q = apply_norm(self.queries_norm, q).view(shapes[0])
             k = apply_norm(self.keys_norm, k).view(shapes[1])
-        return (q, k) if rotary is None else (turn(q, rotary), turn(k, rotary))
+        if rotary is None or self.turns_first or not has_norm:
+            return q, k
+        return turn(q, rotary), turn(k, rotary)

@@ -43,6 +43,17 @@ def rotary_tables(
     return tuple(tables)
 
 
+def query_scale(config: ModelConfig, positions: Tensor) -> Tensor | None:
+    """Return what Llama 4 and Ministral 3 multiply queries by, [B or 1, S, 1, 1], None for 1.
+
+    It grows with the logarithm of positions int [B or 1, S] in lengths of the first training.
+    """
+    if config.llama_4_scaling_beta is None:
+        return None
+    lengths = positions.float().div(config.yarn_original_max_position_embeddings).floor()
+    return (1 + config.llama_4_scaling_beta * lengths.log1p())[:, :, None, None]
+
+
 def base_frequencies(channels: int, base: float, device: torch.device | None = None) -> Tensor:
     """Return the frequencies [R/2] in radians per position (Su et al. 2021), R = `channels`."""
     exponents = torch.arange(0, channels, 2, device=device, dtype=torch.float32)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
 from megatron_zpp.settings.gpt.experts import NEEDS_EXPERTS, MoeConfig
 from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
-from megatron_zpp.settings.gpt.positions import PositionConfig
+from megatron_zpp.settings.gpt.positions import NEEDS_ROPE, PositionConfig
 from megatron_zpp.settings.gpt.sizes import model_flag
 from zeropp.errors import InputError
 from zeropp.settings.schema import Rule, one_of
@@ -14,12 +14,32 @@ NORM_PLACEMENTS = ("pre", "post", "sandwich")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 SWIGLU_MULTIPLE = 64
+OF_HEADS = (  # what latent attention does not have
+    "qk_layernorm_across_heads",
+    "qk_layernorm_per_head",
+    "qk_layernorm_after_rope",
+    "llama_4_scaling_beta",
+)
 _NEEDS_GELU = needs("an MLP with GELU", lambda c: c.model.has_gelu)
 _NEEDS_GATE = needs("a gated MLP, such as --swiglu", lambda c: c.model.is_gated)
 _NEEDS_WINDOW = needs("--window-size", lambda c: c.model.window_size)
 _NEEDS_QK_NORM = needs("--qk-layernorm", lambda c: c.model.qk_layernorm)
+_NEEDS_PARALLEL = needs("--use-parallel-residual", lambda c: c.model.use_parallel_residual)
+_NEEDS_NORM_BIAS = needs(
+    "--normalization LayerNorm without --disable-norm-gain",
+    lambda c: c.model.normalization == "LayerNorm" and not c.model.disable_norm_gain,
+)
 _NEEDS_NO_BIAS = needs("--disable-bias-linear", lambda c: c.model.disable_bias_linear)
 _NORMS = "{} contradict: there is no single normalization that the residual could follow"
+_GAINS = "{} contradict: leave one of them out"
+_CONTRADICTING_GAINS = (
+    ("qk_layernorm_across_heads", "qk_layernorm_per_head"),
+    ("qk_layernorm_across_heads", "disable_norm_gain"),
+    ("qk_layernorm_per_head", "disable_norm_gain"),
+    ("qk_layernorm_per_head", "apply_layernorm_1p"),
+    ("apply_layernorm_1p", "disable_norm_gain"),
+    ("apply_layernorm_1p", "disable_norm_bias"),
+)
 _ACTIVATIONS = "{} contradict: the MLP has one activation"
 _ALL_FP32 = NoEffect("everything is fp32", when=lambda c: c.precision.format == "float32")
 
@@ -74,6 +94,12 @@ class ModelConfig(MoeConfig, PositionConfig):
     apply_layernorm_1p: bool = model_flag(
         False, "normalizations store their gains minus 1, as LayerNorm1P does"
     )
+    disable_norm_bias: bool = model_flag(
+        False, "LayerNorm without a bias, as Cohere's", no_effect=(_NEEDS_NORM_BIAS,)
+    )
+    disable_norm_gain: bool = model_flag(
+        False, "normalizations without gain and bias, as OLMo's and nanochat's"
+    )
     norm_placement: str = model_flag(
         "pre",
         "normalize what enters attention and MLP (pre), what leaves them (post), both (sandwich)",
@@ -81,6 +107,11 @@ class ModelConfig(MoeConfig, PositionConfig):
     )
     use_parallel_residual: bool = model_flag(
         False, "attention and MLP both start from the block's input, and their sum is added to it"
+    )
+    parallel_residual_single_norm: bool = model_flag(
+        False,
+        "with --use-parallel-residual: one normalization for attention and MLP",
+        no_effect=(_NEEDS_PARALLEL,),
     )
     swiglu: bool = model_flag(False, "gated SiLU in the MLP")
     geglu: bool = model_flag(False, "gated GELU in the MLP")
@@ -100,6 +131,7 @@ class ModelConfig(MoeConfig, PositionConfig):
         above=0,
         no_effect=(_NEEDS_GATE,),
     )
+    xielu: bool = model_flag(False, "xIELU in the MLP, with two learned numbers in each layer")
     bias_gelu_fusion: bool = model_flag(
         True,
         "the exact (erf) GELU instead of its tanh form",
@@ -129,6 +161,16 @@ class ModelConfig(MoeConfig, PositionConfig):
         "with --qk-layernorm: normalize all heads of the queries, and of the keys, at once",
         no_effect=(_NEEDS_QK_NORM,),
     )
+    qk_layernorm_per_head: bool = model_flag(
+        False,
+        "with --qk-layernorm: each head has gains of its own, and there is no bias",
+        no_effect=(_NEEDS_QK_NORM,),
+    )
+    qk_layernorm_after_rope: bool = model_flag(
+        False,
+        "with --qk-layernorm: normalize queries and keys after rotary positions have turned them",
+        no_effect=(_NEEDS_QK_NORM, NEEDS_ROPE),
+    )
     apply_residual_connection_post_layernorm: bool = model_flag(
         False, "the residual branches off after the normalization instead of before it"
     )
@@ -155,9 +197,16 @@ class ModelConfig(MoeConfig, PositionConfig):
             lambda used, across, kind, less_1: used and across and (kind != "RMSNorm" or less_1),
             "{1} needs --normalization RMSNorm without --apply-layernorm-1p",
         ),
+        *(one_of(*pair, message=_GAINS) for pair in _CONTRADICTING_GAINS),
+        Rule(
+            ("num_experts", "xielu"),
+            lambda experts, xielu: (experts or 0) > 1 and xielu,
+            "{}, {}: experts have an activation without learned numbers: give another one",
+        ),
         *(
             one_of(
-                *("swiglu", gelu, "quick_geglu", "reglu", "liglu", "relu", "squared_relu"),
+                *("swiglu", gelu, "quick_geglu", "reglu", "liglu"),
+                *("relu", "squared_relu", "xielu"),
                 message=_ACTIVATIONS,
             )
             for gelu in ("geglu", "openai_gelu")  # these two go together
@@ -182,7 +231,7 @@ class ModelConfig(MoeConfig, PositionConfig):
     def has_gelu(self) -> bool:
         """Whether the MLP's nonlinearity is GELU, in one of its two forms."""
         gates = (self.swiglu, self.quick_geglu, self.reglu, self.liglu)
-        return not any((*gates, self.squared_relu, self.relu))
+        return not any((*gates, self.squared_relu, self.relu, self.xielu))
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -215,14 +264,20 @@ class ModelConfig(MoeConfig, PositionConfig):
         """By whose root the products of queries and keys are divided."""
         return self.query_pre_attn_scalar or self.head_dim
 
+    def _check_no_heads(self) -> None:
+        """Raise InputError for what only attention with heads of queries and keys has."""
+        for name in OF_HEADS:
+            if getattr(self, name) and (self.qk_layernorm or not name.startswith("qk_")):
+                raise InputError(
+                    f"--multi-latent-attention and --{name.replace('_', '-')} contradict: latents "
+                    "are normalized, not heads: leave the second out"
+                )
+
     def check(self) -> None:
         """Raise InputError for settings that do not fit each other."""
         super().check()
-        if self.multi_latent_attention and self.qk_layernorm and self.qk_layernorm_across_heads:
-            raise InputError(
-                "--multi-latent-attention and --qk-layernorm-across-heads contradict: latents are "
-                "normalized, not heads: leave the second out"
-            )
+        if self.multi_latent_attention:
+            self._check_no_heads()
         assert len(self.windows) == len(self.layers_without_rope)  # or they raise
 
 

@@ -13,16 +13,16 @@ from zeropp.settings.schema import Rule
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "alibi", "none")
 ROPE_TYPES = ("rope", "yarn")
-_NEEDS_ROPE = needs(
+NEEDS_ROPE = needs(
     "--position-embedding-type rope", lambda c: c.model.position_embedding_type == "rope"
 )
 _NEEDS_WINDOW = needs("--window-size", lambda c: c.model.window_size)
 _NEEDS_YARN = needs("--rope-type yarn", lambda c: c.model.rope_type == "yarn")
 _NEEDS_LONGROPE = needs("--longrope-long-factors", lambda c: c.model.longrope_long_factors)
 _NEEDS_ROPE_SCALING = needs("--use-rope-scaling", lambda c: c.model.use_rope_scaling)
-_rope_flag = partial(model_flag, no_effect=(_NEEDS_ROPE,))
+_rope_flag = partial(model_flag, no_effect=(NEEDS_ROPE,))
 _llama_flag = partial(model_flag, no_effect=(_NEEDS_ROPE_SCALING,))
-_yarn_flag = partial(model_flag, no_effect=(_NEEDS_ROPE, _NEEDS_YARN))
+_yarn_flag = partial(model_flag, no_effect=(NEEDS_ROPE, _NEEDS_YARN))
 _LATENT = NoEffect(
     "latent attention has --mscale and --mscale-all-dim instead",
     when=lambda c: c.model.multi_latent_attention,
@@ -36,7 +36,7 @@ _PAIRS = NoEffect(
     when=lambda c: c.model.multi_latent_attention,
 )
 _mscale_flag = partial(model_flag, no_effect=(_NEEDS_LATENT, _NEEDS_YARN))
-_longrope_flag = partial(model_flag, no_effect=(_NEEDS_ROPE, _NEEDS_LONGROPE))
+_longrope_flag = partial(model_flag, no_effect=(NEEDS_ROPE, _NEEDS_LONGROPE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class PositionConfig(LatentAttentionConfig):
     rotary_interleaved: bool = model_flag(
         False,
         "turn neighbouring channels as pairs, instead of channels i and i + half",
-        no_effect=(_NEEDS_ROPE, _PAIRS),
+        no_effect=(NEEDS_ROPE, _PAIRS),
     )
     use_rope_scaling: bool = _rope_flag(
         False, "scale rotary frequencies as Llama 3.1 does, for contexts beyond 8192 tokens"
@@ -91,7 +91,7 @@ class PositionConfig(LatentAttentionConfig):
         None,
         "base of the rotary frequencies, not scaled, in layers with a window (default: as others)",
         minimum=1,
-        no_effect=(_NEEDS_ROPE, _NEEDS_WINDOW),
+        no_effect=(NEEDS_ROPE, _NEEDS_WINDOW),
     )
     no_rope_freq: str | None = _rope_flag(
         None,
@@ -118,7 +118,7 @@ class PositionConfig(LatentAttentionConfig):
         1.0,
         "what YaRN multiplies queries and keys by",
         above=0,
-        no_effect=(_NEEDS_ROPE, _NEEDS_YARN, _LATENT),
+        no_effect=(NEEDS_ROPE, _NEEDS_YARN, _LATENT),
     )
     mscale: float = _mscale_flag(
         1.0,
@@ -134,6 +134,13 @@ class PositionConfig(LatentAttentionConfig):
         "YaRN: do not round the bounds between fast and slow channels to whole channels",
         aliases=("yarn-correction-range-round-to-int",),
         shorthands={"no-yarn-correction-range-round-to-int": False},
+    )
+    llama_4_scaling_beta: float | None = model_flag(
+        None,
+        "YaRN: queries at position p are multiplied by 1 + this * ln(1 + floor(p / context length "
+        "of the original training))",
+        above=0,
+        no_effect=(NEEDS_ROPE, _NEEDS_YARN),
     )
     longrope_short_factors: tuple[float, ...] | None = _longrope_flag(
         None, "LongRoPE: divisors of the rotary frequencies, one for each", above=0

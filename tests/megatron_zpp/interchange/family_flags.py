@@ -51,6 +51,51 @@ DEEPSEEK = (
     "--moe-router-dtype fp32 " + SHARED + "48 "
 )
 SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+GATED = "--swiglu --disable-bias-linear --num-query-groups 2 "
+LAYER_NORM = ROTARY + UNTIED + "--num-query-groups 2 "
+COHERE = (
+    ROTARY + GATED + "--rotary-interleaved --disable-norm-bias --use-parallel-residual "
+    "--parallel-residual-single-norm --logits-scaling 1.25 "
+)
+GLM = LLAMA + "--rotary-interleaved --add-qkv-bias --rotary-percent 0.5 --kv-channels 8 "
+QK_NORM = "--qk-layernorm "
+FALCON = ROTARY + "--disable-bias-linear --no-bias-gelu-fusion --use-parallel-residual "
+FLAGS_OF_DENSE = {
+    "seed_oss, other biases": ROTARY + RMS + SMALL_EPSILON + "--num-query-groups 2 "
+    "--kv-channels 8 --add-attention-output-bias --add-mlp-bias ",
+    "ministral3": LLAMA + "--kv-channels 10 --rotary-base 500 --rope-type yarn "
+    "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 12 --yarn-beta-fast 3 "
+    "--llama-4-scaling-beta 0.3 ",
+    "granite": LLAMA + SMALL_EPSILON + "--embedding-multiplier 6 --residual-multiplier 0.22 "
+    "--query-pre-attn-scalar 11.1111111111 --logits-scaling 1.5 ",
+    "glm": GLM + "--norm-epsilon 1.5625e-7 ",
+    "glm4": GLM + "--norm-epsilon 1.5625e-7 --norm-placement sandwich ",
+    "cohere, norms of heads, untied": COHERE.replace("1.25", "1.42857142857") + UNTIED + QK_NORM
+    + "--qk-layernorm-per-head --add-qkv-bias --add-attention-output-bias --rotary-base 500000 ",
+    "cohere2": COHERE + WINDOW + "--window-attn-skip-freq 4 --no-rope-freq 4 --num-layers 4 ",
+    "starcoder2": ROTARY + "--num-query-groups 2 ",
+    "exaone4": LLAMA + WINDOW + QK_NORM + "--norm-placement post --num-layers 4 "
+    "--window-attn-skip-freq 4 --no-rope-freq 4 ",
+    "olmo": ROTARY + UNTIED + GATED + "--disable-norm-gain ",
+    "gemma": ROTARY + SMALL_EPSILON + "--geglu --normalization RMSNorm --disable-bias-linear "
+    "--num-query-groups 2 --kv-channels 10 --apply-layernorm-1p --scale-embeddings ",
+    "nemotron": LAYER_NORM + "--disable-bias-linear --squared-relu --apply-layernorm-1p "
+    "--rotary-percent 0.5 --kv-channels 8 ",
+    "falcon": FALCON + "--num-query-groups 1 --parallel-residual-single-norm ",
+    "falcon 40b": FALCON + "--num-query-groups 2 ",
+    "stablelm, norms of heads, parallel": ROTARY + GATED + QK_NORM + "--qk-layernorm-per-head "
+    "--rotary-percent 0.4 --rotary-base 100 --add-qkv-bias --use-parallel-residual "
+    "--parallel-residual-single-norm ",
+    "ernie4_5": ROTARY + RMS + "--rotary-interleaved --kv-channels 10 --num-query-groups 2 "
+    "--rotary-base 500000 ",
+    "hunyuan_v1_dense": LLAMA + QK_NORM + "--qk-layernorm-after-rope --kv-channels 10 ",
+    "apertus": LAYER_NORM + "--disable-bias-linear --normalization RMSNorm --qk-layernorm "
+    "--xielu --rotary-base 12000000 --use-rope-scaling ",
+    "helium": LLAMA + "--norm-epsilon 1e-8 --rotary-interleaved --rotary-base 100000 ",
+    "nanochat": LAYER_NORM + SMALL_EPSILON + "--disable-bias-linear --normalization RMSNorm "
+    "--squared-relu --disable-norm-gain --embed-layernorm --qk-layernorm "
+    "--final-logit-softcapping 15 ",
+}  # fmt: skip
 FLAGS_OF_MIXTURES = {
     "mixtral": LLAMA + EXPERTS + "--rotary-base 1000000 ",
     "qwen2_moe": LLAMA + SMALL_EPSILON + EXPERTS + "--moe-ffn-hidden-size 24 --add-qkv-bias "

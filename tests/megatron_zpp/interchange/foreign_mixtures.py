@@ -162,7 +162,7 @@ def drawn(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean, std = (1.0, 0.1) if "norm" in name else (0.0, 0.2)
+            mean, std = (1.0, 0.1) if "norm" in name or "ln_" in name else (0.0, 0.2)
             parameter.normal_(mean, std, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("bias"):  # of the choice of experts

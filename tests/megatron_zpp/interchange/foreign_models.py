@@ -364,3 +364,18 @@ def logits(model: torch.nn.Module) -> Tensor:
     with torch.no_grad():
         output = model(tokens())
     return output if isinstance(output, Tensor) else output.logits
+
+
+def require_equal_step(ours: torch.nn.Module, theirs: PreTrainedModel) -> None:
+    """Assert that logits, and the norm of all gradients of a step, are those of transformers."""
+    torch.testing.assert_close(logits(ours), logits(theirs), rtol=0, atol=1e-5)
+    inputs, labels = tokens()[:, :-1], tokens()[:, 1:]
+    ours(inputs, labels=labels).backward()
+    output = theirs(inputs).logits
+    torch.nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten()).backward()
+    norms = [
+        float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])))
+        for model in (ours, theirs)
+    ]
+    theirs.zero_grad()
+    assert abs(norms[0] - norms[1]) < 1e-4 * norms[1] and norms[1] > 0.1

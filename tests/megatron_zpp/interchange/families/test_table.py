@@ -1,29 +1,46 @@
 """Families of models that flags can say too: the same model, the same text."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.interchange.conversion import export_model
 from megatron_zpp.interchange.families.table import FAMILIES, why_unsupported
 from megatron_zpp.interchange.hf_config import comparable, family_of, parse_config
 from megatron_zpp.interchange.open_model import load_model, open_model
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.text.generate import Request, complete
 from megatron_zpp.text.sampling import Sampling
-from tests.megatron_zpp.interchange.family_flags import FLAGS, FLAGS_OF_MIXTURES
+from megatron_zpp.tokenizer import Tokenizer
+from tests.megatron_zpp.interchange.family_flags import (
+    FLAGS,
+    FLAGS_OF_DENSE,
+    FLAGS_OF_MIXTURES,
+)
+from tests.megatron_zpp.interchange.foreign_dense import DENSE, dense
 from tests.megatron_zpp.interchange.foreign_mixtures import MIXTURES
-from tests.megatron_zpp.interchange.foreign_models import MODELS, logits, save_own, saved, tokens
+from tests.megatron_zpp.interchange.foreign_models import (
+    MODELS,
+    logits,
+    require_equal_step,
+    save_own,
+    saved,
+    tensors_in,
+    tokens,
+)
 
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 97 "
 NEW_TOKENS = 12
-ALL_FLAGS, ALL_MODELS = FLAGS | FLAGS_OF_MIXTURES, MODELS | MIXTURES
+OF_DENSE = {name: partial(dense, name) for name in DENSE}
+ALL_FLAGS, ALL_MODELS = FLAGS | FLAGS_OF_MIXTURES, MODELS | MIXTURES | OF_DENSE
 GREEDY = Sampling(temperature=0.0)
 
 
-@pytest.mark.parametrize("name", ALL_FLAGS)
+@pytest.mark.parametrize("name", ALL_FLAGS | FLAGS_OF_DENSE)
 def test_the_flags_of_a_family(name: str) -> None:
     config = parse_config(ALL_MODELS[name]().config.to_dict(), name)
     model = config.model
@@ -31,7 +48,7 @@ def test_the_flags_of_a_family(name: str) -> None:
         f"--num-layers {model.num_layers} --hidden-size {model.hidden_size} --num-attention-heads "
         f"{model.num_attention_heads} --ffn-hidden-size {model.ffn_size} --seq-length 48 "
     )
-    ours = parse((DATA + sizes + ALL_FLAGS[name]).split(), 1).model
+    ours = parse((DATA + sizes + (ALL_FLAGS | FLAGS_OF_DENSE)[name]).split(), 1).model
     assert comparable(ours) == comparable(model)
     assert family_of(ours).name == config.family.name
 
@@ -52,24 +69,47 @@ def test_a_model_of_our_own(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(ours)[..., :97], logits(theirs), rtol=0, atol=5e-5)
 
 
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_model_of_transformers(name: str, tmp_path: Path) -> None:
+    """Logits, the norm of all gradients of a step, greedy text, and all tensors once more.
+
+    Logits are of order one, and fp32 rounds each of some dozens of sums by 6e-8 of its terms.
+    """
+    theirs = dense(name)
+    source = saved(theirs, tmp_path / "source")
+    ours, tokenizer = load_model(source)
+    require_equal_step(ours, theirs)
+    require_equal_text(ours, theirs, tokenizer)
+    export_model(open_model(source), tmp_path / "back")  # with a config.json of our own
+    before, after = tensors_in(source), tensors_in(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for tensor_name, tensor in before.items():
+        assert torch.equal(tensor, after[tensor_name]), tensor_name
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    torch.testing.assert_close(logits(again), logits(theirs), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ALL_FLAGS)
 def test_greedy_text(name: str, tmp_path: Path) -> None:
-    """Prompts of two lengths at once, with a cache, which transformers continues one by one."""
     theirs = ALL_MODELS[name]()
     ours, tokenizer = load_model(saved(theirs, tmp_path))
-    prompts = [tokens()[0, :30], tokens()[1, :17]]
+    require_equal_text(ours, theirs, tokenizer)
+
+
+def require_equal_text(ours: GPT, theirs: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Prompts of two lengths at once, with a cache; theirs agrees with each token of the texts."""
+    prompts = [tokens()[0, :30].tolist(), tokens()[1, :17].tolist()]
     requests = [
-        Request(prompt=tuple(prompt.tolist()), max_new_tokens=NEW_TOKENS, sampling=GREEDY)
+        Request(prompt=tuple(prompt), max_new_tokens=NEW_TOKENS, sampling=GREEDY)
         for prompt in prompts
     ]
-    for prompt, text in zip(prompts, complete(ours, tokenizer, requests), strict=True):
-        expected = theirs.generate(
-            prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eod
-        )[0, len(prompt) :].tolist()
-        assert len(expected) > 5
-        if expected[-1] == tokenizer.eod:
-            expected.pop()
-        assert text.strip() == tokenizer.decode(expected)
+    texts = [tokenizer.encode(text) for text in complete(ours, tokenizer, requests)]
+    assert sum(map(len, texts)) > 2
+    for prompt, text in zip(prompts, texts, strict=True):
+        with torch.no_grad():
+            best = theirs(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 :].argmax(-1)
+        ended = [tokenizer.eod] if len(text) < NEW_TOKENS else [best[-1]]
+        assert best.tolist() == text + ended
 
 
 def test_no_type_is_both_supported_and_not() -> None:

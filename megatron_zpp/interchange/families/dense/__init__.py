@@ -1,0 +1,1 @@
+"""The families of dense models, in files of families that are much alike."""

@@ -1,0 +1,111 @@
+"""Cohere, Cohere 2 and StableLM: LayerNorm, which parallel branches share, and gated MLPs."""
+
+from megatron_zpp.interchange.families.dense.shared import (
+    ATTENTION_BIAS,
+    GATED_FIELDS,
+    HEAD_WIDTH,
+    SWIGLU,
+    llama_numbers,
+)
+from megatron_zpp.interchange.families.family import Family
+from megatron_zpp.interchange.families.forms import EACH_HEAD, HEADS
+from megatron_zpp.interchange.families.layers import RopeInWindows
+from megatron_zpp.interchange.families.names import LLAMA, LLAMA_BLOCK, NameRow, llama_with
+from megatron_zpp.interchange.families.rope import Rotary
+from megatron_zpp.interchange.families.settings import Number, Power, switch
+
+COHERE_FIELDS = {
+    **GATED_FIELDS,
+    "rotary_interleaved": True,
+    "disable_norm_bias": True,
+    "use_parallel_residual": True,
+    "parallel_residual_single_norm": True,
+}
+COHERE_SETTINGS = (
+    *llama_numbers(
+        without=(HEAD_WIDTH,),
+        epsilon="layer_norm_eps",
+        num_hidden_layers=40,
+        hidden_size=8192,
+        num_attention_heads=64,
+        intermediate_size=22528,
+        max_position_embeddings=8192,
+        layer_norm_eps=1e-5,
+    ),
+    Power("logit_scale", "logits_scaling", -1, 0.0625),
+    SWIGLU,
+    ATTENTION_BIAS,
+)
+COHERE = Family(
+    name="cohere",
+    class_name="CohereForCausalLM",
+    fields=COHERE_FIELDS,
+    settings=(
+        *COHERE_SETTINGS,
+        Rotary(default_base=500000.0),
+        switch("use_qk_norm", False, "qk_layernorm", "qk_layernorm_per_head"),
+    ),
+    names=llama_with(
+        NameRow("blocks.{}.attention.q_norm", (LLAMA_BLOCK + "self_attn.q_norm",), HEADS),
+        NameRow("blocks.{}.attention.k_norm", (LLAMA_BLOCK + "self_attn.k_norm",), HEADS),
+    ),
+    vocab_size=256000,
+    is_tied=True,
+)
+COHERE2 = Family(
+    name="cohere2",
+    class_name="Cohere2ForCausalLM",
+    fields=COHERE_FIELDS,
+    settings=(
+        *COHERE_SETTINGS,
+        Rotary(),
+        RopeInWindows(
+            default=4096,
+            has_types=True,
+            full_every=4,
+            full_every_key="sliding_window_pattern",
+            may_be_null=False,
+        ),
+    ),
+    names=LLAMA,
+    vocab_size=256000,
+    is_tied=True,
+)
+STABLELM = Family(
+    name="stablelm",
+    class_name="StableLmForCausalLM",
+    fields=GATED_FIELDS,
+    settings=(
+        *llama_numbers(
+            without=(HEAD_WIDTH,),
+            epsilon="layer_norm_eps",
+            hidden_size=2560,
+            num_key_value_heads=32,
+            intermediate_size=6912,
+            max_position_embeddings=4096,
+            layer_norm_eps=1e-5,
+        ),
+        Number("hidden_dropout", "hidden_dropout", 0.0),
+        SWIGLU,
+        switch("use_qkv_bias", False, "add_qkv_bias"),
+        switch("qk_layernorm", False, "qk_layernorm", "qk_layernorm_per_head"),
+        switch(
+            "use_parallel_residual",
+            False,
+            "use_parallel_residual",
+            "parallel_residual_single_norm",
+        ),
+        Rotary(is_partial=True, default_share=0.25),
+    ),
+    names=llama_with(
+        *(
+            NameRow(
+                f"blocks.{{}}.attention.{kind}_norm",
+                (f"{LLAMA_BLOCK}self_attn.{kind}_layernorm.norms.{{{head}}}",),
+                EACH_HEAD,
+            )
+            for kind, head in (("q", "head"), ("k", "kv_head"))
+        )
+    ),
+    vocab_size=50304,
+)

@@ -1,0 +1,97 @@
+"""Mistral, Ministral and Ministral 3: Llamas with windows, or with queries scaled by position."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron_zpp.interchange.families.dense.shared import (
+    LLAMA_FIELDS,
+    LLAMA_NUMBERS,
+    SWIGLU,
+    with_defaults,
+)
+from megatron_zpp.interchange.families.family import Family
+from megatron_zpp.interchange.families.layers import Window
+from megatron_zpp.interchange.families.names import LLAMA
+from megatron_zpp.interchange.families.rope import FIRST_LENGTH, Rotary, is_number
+from megatron_zpp.settings.config import ModelConfig
+from zeropp.errors import InputError
+
+MISTRAL_NUMBERS = with_defaults(
+    LLAMA_NUMBERS,
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    max_position_embeddings=131072,
+)
+MISTRAL = Family(
+    name="mistral",
+    class_name="MistralForCausalLM",
+    fields=LLAMA_FIELDS,
+    settings=(*MISTRAL_NUMBERS, SWIGLU, Rotary(), Window(default=4096)),
+    names=LLAMA,
+    vocab_size=32000,
+)
+MINISTRAL = Family(
+    name="ministral",
+    class_name="MinistralForCausalLM",
+    fields=LLAMA_FIELDS,
+    settings=(*MISTRAL_NUMBERS, SWIGLU, Rotary(), Window(default=4096, has_types=True)),
+    names=LLAMA,
+    vocab_size=32000,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScaleRotary(Rotary):
+    """Rotary positions of Ministral 3, which also scale queries: `llama_4_scaling_beta`."""
+
+    rope_types: tuple[str, ...] = ("yarn",)
+
+    def _read_scaling(
+        self, scaling: Mapping[str, Any], content: Mapping[str, Any], location: str
+    ) -> dict[str, Any]:
+        fields = super()._read_scaling(scaling, content, location)
+        beta = scaling.get("llama_4_scaling_beta")
+        if not is_number(beta) or beta <= 0:
+            raise InputError(
+                f"{location}: llama_4_scaling_beta is {beta!r}; expected a number above 0"
+            )
+        return fields | {"llama_4_scaling_beta": float(beta)}
+
+    def _written_scaling(self, model: ModelConfig) -> dict[str, Any]:
+        scaling = super()._written_scaling(model)
+        return {**scaling, "llama_4_scaling_beta": model.llama_4_scaling_beta}
+
+
+MINISTRAL3_DEFAULT = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        FIRST_LENGTH: 16384,
+        "llama_4_scaling_beta": 0.1,
+    }
+)
+MINISTRAL3 = Family(
+    name="ministral3",
+    class_name="Ministral3ForCausalLM",
+    fields=LLAMA_FIELDS,
+    settings=(
+        *with_defaults(
+            MISTRAL_NUMBERS,
+            num_hidden_layers=34,
+            head_dim=128,
+            max_position_embeddings=262144,
+            rms_norm_eps=1e-5,
+        ),
+        SWIGLU,
+        QueryScaleRotary(default_base=1000000.0, default_scaling=MINISTRAL3_DEFAULT),
+        Window(default=None),
+    ),
+    names=LLAMA,
+    vocab_size=131072,
+)

@@ -1,0 +1,228 @@
+"""Falcon, StarCoder 2, Nemotron, Apertus, nanochat: rotary positions and an MLP without a gate."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from megatron_zpp.interchange.families.dense.gpt import BLOOM_BLOCK, BLOOM_NAMES
+from megatron_zpp.interchange.families.dense.shared import (
+    ATTENTION_BIAS,
+    HEAD_WIDTH,
+    LLAMA_FIELDS,
+    MLP_BIAS,
+    all_biases,
+    llama_numbers,
+)
+from megatron_zpp.interchange.families.family import Family
+from megatron_zpp.interchange.families.forms import QKV_HALVES_SWAPPED
+from megatron_zpp.interchange.families.layers import Window
+from megatron_zpp.interchange.families.names import (
+    LLAMA_BLOCK,
+    QK_NORMS,
+    NameRow,
+    block_rows,
+    llama_with,
+)
+from megatron_zpp.interchange.families.rope import FIRST_LENGTH, Rotary
+from megatron_zpp.interchange.families.settings import (
+    ACTIVATIONS,
+    Choice,
+    Number,
+    activation,
+    never,
+)
+from megatron_zpp.settings.config import ModelConfig
+from zeropp.errors import InputError
+
+FALCON_SETTINGS = (
+    *llama_numbers(
+        without=(HEAD_WIDTH, "intermediate_size", "num_key_value_heads"),
+        epsilon="layer_norm_epsilon",
+        hidden_size=4544,
+        num_attention_heads=71,
+        layer_norm_epsilon=1e-5,
+    ),
+    Number("ffn_hidden_size", "ffn_hidden_size", None),
+    Number("hidden_dropout", "hidden_dropout", 0.0),
+    activation("activation", "gelu", ACTIVATIONS),
+    all_biases("bias", False),
+    never("alibi"),
+    Rotary(),
+)
+
+
+@dataclass(frozen=True)
+class MultiQuery:
+    """All query heads share one key-value head, unless `multi_query` is false."""
+
+    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+        is_shared = content.get("multi_query", True)
+        if not isinstance(is_shared, bool):
+            raise InputError(f"{location}: multi_query is {is_shared!r}; expected true or false")
+        return {"num_query_groups": 1 if is_shared else None}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {"multi_query": model.kv_heads == 1}
+
+
+PARALLEL = "use_parallel_residual"
+NORMS = "num_ln_in_parallel_attn"
+SINGLE_NORM = "parallel_residual_single_norm"
+FALCON_NEW = Family(  # Falcon-40B and 180B
+    name="falcon",
+    class_name="FalconForCausalLM",
+    marks={"new_decoder_architecture": (True,), NORMS: (None, 2)},
+    fields={PARALLEL: True},
+    settings=(
+        *FALCON_SETTINGS,
+        Number("num_kv_heads", "num_query_groups", None),
+        Choice("new_decoder_architecture", True, {True: {}}),
+        Choice(NORMS, 2, {None: {}, 2: {}}),
+    ),
+    names=replace(
+        BLOOM_NAMES,
+        rows=(
+            NameRow("blocks.{}.norm1", (BLOOM_BLOCK + "ln_attn",)),
+            NameRow("blocks.{}.norm2", (BLOOM_BLOCK + "ln_mlp",)),
+            *BLOOM_NAMES.rows,
+        ),
+    ),
+    vocab_size=65024,
+    is_tied=True,
+)
+FALCON2 = replace(  # Falcon 2 11B
+    FALCON_NEW,
+    marks={"new_decoder_architecture": (True,)},
+    fields={PARALLEL: True, SINGLE_NORM: True},
+    settings=(*FALCON_NEW.settings[:-1], Choice(NORMS, 1, {1: {}})),
+    names=BLOOM_NAMES,
+)
+FALCON = replace(  # Falcon-7B and RW
+    FALCON_NEW,
+    marks={},
+    fields={},
+    settings=(
+        *FALCON_SETTINGS,
+        never("new_decoder_architecture"),
+        Choice(NORMS, None, {None: {}, 1: {}}),
+        Choice(
+            "parallel_attn",
+            True,
+            {value: {PARALLEL: value, SINGLE_NORM: value} for value in (True, False)},
+        ),
+        MultiQuery(),
+    ),
+    names=BLOOM_NAMES,
+)
+STARCODER2 = Family(
+    name="starcoder2",
+    class_name="Starcoder2ForCausalLM",
+    fields={},
+    settings=(
+        *llama_numbers(
+            epsilon="norm_epsilon",
+            num_hidden_layers=30,
+            hidden_size=3072,
+            num_attention_heads=24,
+            num_key_value_heads=2,
+            intermediate_size=12288,
+            max_position_embeddings=4096,
+            norm_epsilon=1e-5,
+            initializer_range=0.018042,
+        ),
+        Number("residual_dropout", "hidden_dropout", 0.0, copies=("embedding_dropout",)),
+        activation("hidden_act", "gelu_pytorch_tanh", ACTIVATIONS),
+        all_biases("use_bias", True),
+        Rotary(),
+        Window(default=None),
+    ),
+    names=llama_with(*block_rows({"mlp.input": "mlp.c_fc", "mlp.output": "mlp.c_proj"})),
+    vocab_size=49152,
+    is_tied=True,
+)
+NEMOTRON = Family(
+    name="nemotron",
+    class_name="NemotronForCausalLM",
+    fields={"hidden_dropout": 0.0, "disable_bias_linear": True, "apply_layernorm_1p": True},
+    settings=(
+        *llama_numbers(
+            epsilon="norm_eps",
+            hidden_size=6144,
+            num_attention_heads=48,
+            intermediate_size=24576,
+            max_position_embeddings=4096,
+            norm_eps=1e-5,
+            initializer_range=0.0134,
+        ),
+        activation("hidden_act", "relu2", ACTIVATIONS),
+        ATTENTION_BIAS,
+        MLP_BIAS,
+        Rotary(is_partial=True, default_share=0.5),
+    ),
+    names=llama_with(),
+    vocab_size=256000,
+)
+LLAMA3_DEFAULT = MappingProxyType(
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        FIRST_LENGTH: 8192,
+    }
+)
+APERTUS = Family(
+    name="apertus",
+    class_name="ApertusForCausalLM",
+    fields={**LLAMA_FIELDS, "qk_layernorm": True},
+    settings=(
+        *llama_numbers(intermediate_size=14336, max_position_embeddings=65536, rms_norm_eps=1e-5),
+        activation("hidden_act", "xielu", {**ACTIVATIONS, "xielu": {"xielu": True}}),
+        ATTENTION_BIAS,
+        Rotary(default_base=12000000.0, default_scaling=LLAMA3_DEFAULT),
+    ),
+    names=llama_with(
+        *QK_NORMS,
+        *block_rows(
+            {
+                "norm1": "attention_layernorm",
+                "norm2": "feedforward_layernorm",
+                "mlp.activation": "mlp.act_fn",
+            }
+        ),
+    ),
+    vocab_size=131072,
+)
+NANOCHAT = Family(
+    name="nanochat",
+    class_name="NanoChatForCausalLM",
+    fields={
+        **LLAMA_FIELDS,
+        "disable_norm_gain": True,
+        "embed_layernorm": True,
+        "qk_layernorm": True,
+    },
+    settings=(
+        *llama_numbers(
+            num_hidden_layers=12,
+            hidden_size=768,
+            num_attention_heads=6,
+            intermediate_size=8192,
+        ),
+        activation("hidden_act", "relu2", ACTIVATIONS),
+        ATTENTION_BIAS,
+        Number("final_logit_softcapping", "final_logit_softcapping", 15.0, may_be_none=True),
+        Rotary(),
+    ),
+    # Pairs are turned backwards, which is forwards with the halves of the channels swapped.
+    names=llama_with(
+        NameRow(
+            "blocks.{}.attention.qkv",
+            tuple(f"{LLAMA_BLOCK}self_attn.{part}_proj" for part in "qkv"),
+            QKV_HALVES_SWAPPED,
+        ),
+        *block_rows({"mlp.input": "mlp.fc1", "mlp.output": "mlp.fc2"}),
+    ),
+    vocab_size=50304,
+)
