@@ -1,12 +1,16 @@
 """The files of a Hugging Face folder: config.json, and tensors in one safetensors file or several.
 
 Every header is read when the folder is opened, so a truncated file is noticed at the start. Each
-tensor opens its file anew, so that memory holds only that tensor.
+tensor opens its file anew, so that memory holds only that tensor. Of a model of texts and images
+the settings and the tensors are those of its language model, under the names of that alone.
 """
 
 import json
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,14 +29,41 @@ BYTE = "U8"
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+# Types of models of texts and images: their class, and the default type of their language model.
+TEXT_PARTS = MappingProxyType(
+    {
+        "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
+        "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
+    }
+)
+TEXT_PREFIXES = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
+IMAGE_MODULE = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+OF_ALL_PARTS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+
+log = logging.getLogger("megatron_zpp")
+
+
 def is_hugging_face(folder: Path) -> bool:
     """Whether a folder holds a Hugging Face model."""
     return (folder / CONFIG).is_file()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json; raises InputError if it cannot be read."""
-    return read_json(folder / CONFIG, "the model's")
+    """Return the content of config.json, or what it would be for the language model alone.
+
+    Raises InputError if it cannot be read.
+    """
+    content = read_json(folder / CONFIG, "the model's")
+    class_name, default_type = TEXT_PARTS.get(content.get("model_type"), (None, None))
+    if class_name is None or class_name not in content.get("architectures", (class_name,)):
+        return content
+    text = content.get("text_config")
+    if not isinstance(text, dict):
+        raise InputError(f"{folder / CONFIG}: text_config is {text!r}; expected an object")
+    model_type = text.get("model_type", default_type)
+    classes = [family.class_name for family in FAMILIES if family.name == model_type]
+    common = {key: content[key] for key in OF_ALL_PARTS if key in content}
+    return {**text, **common, "model_type": model_type, "architectures": classes[:1]}
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, ensure_ascii: bool = True) -> None:
@@ -67,25 +98,43 @@ class FolderTensors:
                     f"{folder / (one_file + INDEX)}: {first_few(misplaced)}: not where the index "
                     "says"
                 )
+        self._names = _text_names(self._facts, self.location)
 
     def facts(self) -> dict[str, Tensor]:
         """Return every tensor's shape and dtype by name, as tensors on the meta device."""
-        return dict(self._facts)
+        return {name: self._facts[in_file] for name, in_file in self._names.items()}
 
     def read(self, name: str) -> Tensor:
         """Return one whole tensor on the CPU, in the dtype of the file.
 
         Raises InputError for a tensor that holds NaN or infinity.
         """
-        path = self._files[name]
+        in_file = self._names[name]
+        path = self._files[in_file]
         try:
             with safe_open(path, "pt") as file:
-                tensor = file.get_tensor(name)
+                tensor = file.get_tensor(in_file)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: {name} cannot be read ({error})") from error
         if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.aminmax()):
             raise InputError(f"{path}: {name} holds NaN or infinity: the weights are unusable")
         return tensor
+
+
+def _text_names(in_files: Iterable[str], location: str) -> dict[str, str]:
+    """Return the names that a language model's tensors have alone, and those in the files."""
+    in_files = tuple(in_files)
+    if not any(name.startswith(tuple(TEXT_PREFIXES)) for name in in_files):
+        return dict(zip(in_files, in_files, strict=True))
+    kept = [name for name in in_files if not IMAGE_MODULE.match(name)]
+    if len(kept) < len(in_files):
+        left_out = len(in_files) - len(kept)
+        log.info("%s: %d tensors that read images are left out", location, left_out)
+    names = {}
+    for in_file in kept:
+        prefix = next((each for each in TEXT_PREFIXES if in_file.startswith(each)), "")
+        names[TEXT_PREFIXES.get(prefix, "") + in_file.removeprefix(prefix)] = in_file
+    return names
 
 
 def _read_index(folder: Path, one_file: str) -> dict[str, Path]:

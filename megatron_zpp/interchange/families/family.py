@@ -52,7 +52,7 @@ class Family:
         class_names = content.get("architectures") or []
         own = (self.class_name, *self.other_class_names)
         bare = tuple(re.sub("(ForCausalLM|LMHeadModel)$", "Model", name) for name in own)
-        has_class = not class_names or not {*own, *bare}.isdisjoint(class_names)
+        has_class = not class_names or any(name in class_names for name in (*own, *bare))
         has_marks = all(content.get(key) in values for key, values in self.marks.items())
         return content.get("model_type") == self.name and has_class and has_marks
 

@@ -127,8 +127,8 @@ LLAMAS = {
         "mscale of the yarn scaling is '7'",
     ),
     "old key": (
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "'dynamic' are not supported; supported are default, linear, llama3, yarn",
+        {"rope_scaling": {"type": "axial", "factor": 2.0}},
+        "'axial' are not supported; supported are default, dynamic, linear, llama3, yarn",
     ),
     "linear": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "scaling is 0.5; expected"),
     "llama3": (

@@ -2,7 +2,12 @@
 
 from copy import deepcopy
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from tests.megatron_zpp.interchange.foreign_mixtures import drawn
 
@@ -123,3 +128,20 @@ def dense(name: str) -> PreTrainedModel:
     model_type = name.replace(",", " ").split()[0]
     config = AutoConfig.for_model(model_type, **deepcopy(SIZES | DENSE[name]))
     return drawn(AutoModelForCausalLM.from_config(config))
+
+
+def with_images(model_type: str) -> PreTrainedModel:
+    """Return a model of texts and images whose language model is a Gemma 3 or a Ministral 3."""
+    text = SIZES | {"head_dim": 10, "model_type": "gemma3_text", "sliding_window": 7}
+    if model_type == "mistral3":
+        text |= {"model_type": "ministral3", "rope_parameters": dict(SCALED_QUERIES)}
+        text |= {"sliding_window": None}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        model_type, text_config=text, vision_config=vision, mm_tokens_per_image=4,
+        image_token_index=96,
+    )  # fmt: skip
+    return drawn(AutoModelForImageTextToText.from_config(config))

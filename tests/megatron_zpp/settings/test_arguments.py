@@ -105,6 +105,13 @@ SETTINGS = """
 --apply-layernorm-1p                  model.apply_layernorm_1p true
 --norm-placement sandwich             model.norm_placement "sandwich"
 --use-parallel-residual               model.use_parallel_residual true
+--parallel-residual-single-norm       model.parallel_residual_single_norm true
+--disable-norm-bias                   model.disable_norm_bias true
+--disable-norm-gain                   model.disable_norm_gain true
+--qk-layernorm-per-head               model.qk_layernorm_per_head true
+--qk-layernorm-after-rope             model.qk_layernorm_after_rope true
+--xielu                               model.xielu true
+--llama-4-scaling-beta 0.1            model.llama_4_scaling_beta 0.1
 --geglu                               model.geglu true
 --position-embedding-type alibi       model.position_embedding_type "alibi"
 --fp32-residual-connection            model.fp32_residual_connection true

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatron_zpp.interchange.conversion import export_model
+from megatron_zpp.interchange.conversion import export_model, import_model
 from megatron_zpp.interchange.families.table import FAMILIES, why_unsupported
 from megatron_zpp.interchange.hf_config import comparable, family_of, parse_config
 from megatron_zpp.interchange.open_model import load_model, open_model
@@ -21,17 +22,20 @@ from tests.megatron_zpp.interchange.family_flags import (
     FLAGS_OF_DENSE,
     FLAGS_OF_MIXTURES,
 )
-from tests.megatron_zpp.interchange.foreign_dense import DENSE, dense
+from tests.megatron_zpp.interchange.foreign_dense import DENSE, dense, with_images
 from tests.megatron_zpp.interchange.foreign_mixtures import MIXTURES
 from tests.megatron_zpp.interchange.foreign_models import (
     MODELS,
+    ONE_FILE,
     logits,
     require_equal_step,
     save_own,
     saved,
+    set_config,
     tensors_in,
     tokens,
 )
+from zeropp.errors import InputError
 
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 97 "
 NEW_TOKENS = 12
@@ -87,6 +91,38 @@ def test_a_dense_model_of_transformers(name: str, tmp_path: Path) -> None:
         assert torch.equal(tensor, after[tensor_name]), tensor_name
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     torch.testing.assert_close(logits(again), logits(theirs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part"), [("gemma3", "gemma3_text"), ("mistral3", "ministral3")]
+)
+def test_the_language_model_of_one_that_reads_images(
+    model_type: str, part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is exported alone, whether the files have the old names of tensors or the new ones."""
+    caplog.set_level("INFO", "megatron_zpp")
+    theirs = with_images(model_type)
+    source = saved(theirs, tmp_path / "source")
+    opened = import_model(source, tmp_path / "save")
+    assert "tensors that read images are left out" in caplog.text
+    ours, _ = load_model(tmp_path / "save")
+    torch.testing.assert_close(logits(ours), logits(theirs), rtol=0, atol=1e-5)
+    export_model(opened, tmp_path / "back")
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert alone.config.model_type == part
+    assert torch.equal(logits(alone), logits(theirs))
+    prefix = "language_model.model."
+    before, after = tensors_in(source), tensors_in(tmp_path / "back")
+    assert {name.replace("model.", prefix, 1) for name in after} == {
+        name for name in before if name.startswith(prefix)
+    }
+    renamed = {name.replace(prefix, "model.language_model."): each for name, each in before.items()}
+    save_file(renamed, source / ONE_FILE, metadata={"format": "pt"})
+    again, _ = load_model(source)
+    assert torch.equal(logits(again), logits(ours))
+    set_config(source, text_config=[])
+    with pytest.raises(InputError, match="text_config is \\[\\]; expected an object"):
+        open_model(source)
 
 
 @pytest.mark.parametrize("name", ALL_FLAGS)
