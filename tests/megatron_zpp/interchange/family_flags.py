@@ -96,6 +96,14 @@ FLAGS_OF_DENSE = {
     "--squared-relu --disable-norm-gain --embed-layernorm --qk-layernorm "
     "--final-logit-softcapping 15 ",
 }  # fmt: skip
+LARGE = "--init-method-std 0.3 "  # so that gradients of a few numbers count in the norm of all
+FLAGS_OF_PIECES = {  # those of dense families that no family above has, some of them at once
+    "norms of heads, one norm": LARGE + FLAGS_OF_DENSE["cohere, norms of heads, untied"],
+    "no gains, scaled queries, norms after rotary": LARGE + FLAGS_OF_DENSE["nanochat"]
+    + "--qk-layernorm-after-rope --rope-type yarn --rotary-scaling-factor 4 "
+    "--yarn-original-max-position-embeddings 12 --llama-4-scaling-beta 0.3 ",
+    "apertus": LARGE + FLAGS_OF_DENSE["apertus"],
+}
 FLAGS_OF_MIXTURES = {
     "mixtral": LLAMA + EXPERTS + "--rotary-base 1000000 ",
     "qwen2_moe": LLAMA + SMALL_EPSILON + EXPERTS + "--moe-ffn-hidden-size 24 --add-qkv-bias "

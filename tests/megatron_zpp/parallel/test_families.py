@@ -4,7 +4,7 @@ import pytest
 
 from megatron_zpp.interchange.conversion import import_model
 from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.interchange.family_flags import FLAGS, FLAGS_OF_MIXTURES
+from tests.megatron_zpp.interchange.family_flags import FLAGS, FLAGS_OF_MIXTURES, FLAGS_OF_PIECES
 from tests.megatron_zpp.interchange.foreign_mixtures import gpt_oss
 from tests.megatron_zpp.interchange.foreign_models import saved
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, GPT2, PP2, SP, TP2
@@ -14,14 +14,16 @@ from zeropp import InputError
 SHORT = GPT2 + "--train-iters 2 "
 AGAIN = "--recompute-granularity full "
 EP2 = "--expert-model-parallel-size 2 --zero-stage 3 "
+OF_DENSE = FLAGS | FLAGS_OF_PIECES
+SCALED = "no gains, scaled queries, norms after rotary"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss "
 
 
 @pytest.mark.parametrize("how", [TP2 + AGAIN, TP2 + SP, PP2 + "--zero-stage 1 "])
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", OF_DENSE)
 def test_losses_and_norms_are_those_of_one_rank(name, how, alone, tmp_path):
     """And what was sent is what the forecast says: the log line shows a formula only where not."""
-    flags = SHORT + FLAGS[name]
+    flags = SHORT + OF_DENSE[name]
     log = run(2, flags + how, tmp_path)
     require_equal(log, alone(flags))
     assert "(formula: " not in log
@@ -62,10 +64,11 @@ def test_biases_of_experts_and_sinks(how, with_biases, alone, tmp_path):
         ("gpt_neox, parallel", CP2),
         ("gpt_oss", CP2),
         ("gpt_oss", CP2 + GATHERED),
+        (SCALED, CP2 + GATHERED),
     ],
 )
 def test_ranks_that_share_sequences(name, how, alone, tmp_path):
-    flags = SHORT + DOCUMENTS + (FLAGS | FLAGS_OF_MIXTURES)[name] + "--init-method-std 0.2 "
+    flags = SHORT + DOCUMENTS + (OF_DENSE | FLAGS_OF_MIXTURES)[name] + "--init-method-std 0.2 "
     require_equal(run(2, flags + how, tmp_path), alone(flags))
 
 
