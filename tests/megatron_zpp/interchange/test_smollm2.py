@@ -20,9 +20,9 @@ from megatron_zpp.model.part import Part
 from megatron_zpp.settings.config import LoraConfig
 from tests.documents import ROOT
 from tests.zeropp.lora_model import with_quantized_weights
-from tools.fetch_smollm2 import NAME
+from tools.fetch_model import MODELS
 
-FILE = ROOT / "runs" / "models" / NAME
+FILE = ROOT / "runs" / "models" / MODELS["smollm2"].name
 TEXT = ROOT / "LICENSE"
 TOKENS, NEW_TOKENS = 1024, 64
 # Logits reach 43, and fp32 differs from fp64 by 8 to 13e-5. Both models compute in the same order,

@@ -10,112 +10,13 @@ from megatron_zpp.settings.config import SECTIONS
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from tests.megatron_zpp.settings.command_lines import IDLE, config_of, error_of, value_at
 from tests.megatron_zpp.settings.expert_flags import OF_EXPERTS
+from tests.megatron_zpp.settings.model_flags import OF_MODEL
 
 # What is typed, the setting it fills, and its value; one line for each flag of Megatron's.
-SETTINGS = """
---num-layers 3                        model.num_layers 3
---encoder-num-layers 3                model.num_layers 3
---hidden-size 512                     model.hidden_size 512
---num-attention-heads 8               model.num_attention_heads 8
---seq-length 32                       model.seq_length 32
---encoder-seq-length 32               model.seq_length 32
+SETTINGS = (
+    OF_MODEL
+    + """
 --skip-samples 16:24                    data.skip_samples ["16:24"]
---max-position-embeddings 1024        model.max_position_embeddings 1024
---ffn-hidden-size 77                  model.ffn_hidden_size 77
---kv-channels 16                      model.kv_channels 16
---init-method-std 0.006               model.init_method_std 0.006
---hidden-dropout 0                    model.hidden_dropout 0.0
---attention-dropout 0.2               model.attention_dropout 0.2
---layernorm-epsilon 1e-6              model.layernorm_epsilon 1e-6
---norm-epsilon 1e-6                   model.layernorm_epsilon 1e-6
---normalization RMSNorm               model.normalization "RMSNorm"
---normalization rmsnorm               model.normalization "RMSNorm"
---make-vocab-size-divisible-by 8      model.make_vocab_size_divisible_by 8
---no-pad-vocab-size                   model.make_vocab_size_divisible_by 1
---disable-pad-vocab-size              model.make_vocab_size_divisible_by 1
---pad-vocab-size-to 640               model.make_vocab_size_divisible_by 640
---pad-vocab-size-to 640               model.pad_vocab_size_to 640
---padded-vocab-size 640               model.pad_vocab_size_to 640
---position-embedding-type rotary      model.position_embedding_type "rope"
---position-embedding-type absolute    model.position_embedding_type "learned_absolute"
---use-alibi-position-embeddings       model.position_embedding_type "alibi"
---rotary-interleaved                  model.rotary_interleaved true
---liglu                               model.liglu true
---glu-activation geglu                model.geglu true
---glu-activation geglu                model.bias_gelu_fusion false
---glu-activation swiglu               model.ffn_hidden_size 1024
---glu-activation liglu                model.liglu true
---untie-embeddings-and-output-weights model.untie_embeddings_and_output_weights true
---disable-bias-linear                 model.disable_bias_linear true
---swiglu                              model.swiglu true
---openai-gelu                         model.openai_gelu true
---squared-relu                        model.squared_relu true
---use-rotary-position-embeddings      model.position_embedding_type "rope"
---position-embedding-type rope        model.position_embedding_type "rope"
---position-embedding-type none        model.position_embedding_type "none"
---rotary-percent 0.25                 model.rotary_percent 0.25
---rotary-base 500000                  model.rotary_base 500000
---use-rope-scaling                    model.use_rope_scaling true
---use-rope-scaling --rope-scaling-factor 32   model.rope_scaling_factor 32.0
---num-key-value-heads 2               model.num_query_groups 2
---num-query-groups 2                  model.num_query_groups 2
---group-query-attention               model.num_query_groups 1
---attention-head-type multiquery      model.num_query_groups 1
---no-bias-gelu-fusion                 model.bias_gelu_fusion false
---add-qkv-bias                        model.add_qkv_bias true
---qk-layernorm                        model.qk_layernorm true
---qk-layernorm-across-heads           model.qk_layernorm_across_heads true
---window-size 127,0                   model.window_size "127,0"
---window-attn-skip-freq 4             model.window_attn_skip_freq "4"
---no-rope-freq [0,0,0,1]              model.no_rope_freq "[0,0,0,1]"
---rotary-base-local 10000             model.rotary_base_local 10000
---rope-scaling-low-freq-factor 2      model.rope_scaling_low_freq_factor 2
---rope-scaling-high-freq-factor 6     model.rope_scaling_high_freq_factor 6
---rope-scaling-original-positions 64  model.rope_scaling_original_positions 64
---no-yarn-correction-range-round-to-int  model.yarn_correction_range_round_to_int false
---add-attention-output-bias           model.add_attention_output_bias true
---add-mlp-bias                        model.add_mlp_bias true
---relu                                model.relu true
---reglu                               model.reglu true
---rotary-seq-len-interpolation-factor 8  model.rotary_seq_len_interpolation_factor 8
---longrope-original-positions 8192    model.longrope_original_positions 8192
---longrope-attention-factor 1.19      model.longrope_attention_factor 1.19
---longrope-short-factors 1 2 --longrope-long-factors 3 4.5 --kv-channels 4 model.kv_channels 4
---rope-type yarn                      model.rope_type "yarn"
---rotary-scaling-factor 4             model.rotary_scaling_factor 4.0
---yarn-original-max-position-embeddings 8192  model.yarn_original_max_position_embeddings 8192
---yarn-beta-fast 30                   model.yarn_beta_fast 30.0
---yarn-beta-slow 2                    model.yarn_beta_slow 2.0
---yarn-attention-factor 1.2           model.yarn_attention_factor 1.2
---multi-latent-attention --q-lora-rank 12 model.q_lora_rank 12
---multi-latent-attention --kv-lora-rank 8 model.kv_lora_rank 8
---multi-latent-attention --qk-head-dim 16 model.qk_head_dim 16
---multi-latent-attention --qk-pos-emb-head-dim 8 model.qk_pos_emb_head_dim 8
---multi-latent-attention --v-head-dim 16 model.v_head_dim 16
---multi-latent-attention --rotary-scaling-factor 40 --mscale 0.7 model.mscale 0.7
---multi-latent-attention --rotary-scaling-factor 40 --mscale-all-dim 0.7 model.mscale_all_dim 0.7
---embedding-multiplier 12             model.embedding_multiplier 12.0
---residual-multiplier 0.22            model.residual_multiplier 0.22
---logits-scaling 6                    model.logits_scaling 6.0
---query-pre-attn-scalar 256           model.query_pre_attn_scalar 256.0
---attn-logit-softcapping 50           model.attn_logit_softcapping 50.0
---final-logit-softcapping 30          model.final_logit_softcapping 30.0
---scale-embeddings                    model.scale_embeddings true
---embed-layernorm                     model.embed_layernorm true
---apply-layernorm-1p                  model.apply_layernorm_1p true
---norm-placement sandwich             model.norm_placement "sandwich"
---use-parallel-residual               model.use_parallel_residual true
---parallel-residual-single-norm       model.parallel_residual_single_norm true
---disable-norm-bias                   model.disable_norm_bias true
---disable-norm-gain                   model.disable_norm_gain true
---qk-layernorm-per-head               model.qk_layernorm_per_head true
---qk-layernorm-after-rope             model.qk_layernorm_after_rope true
---xielu                               model.xielu true
---llama-4-scaling-beta 0.1            model.llama_4_scaling_beta 0.1
---geglu                               model.geglu true
---position-embedding-type alibi       model.position_embedding_type "alibi"
---fp32-residual-connection            model.fp32_residual_connection true
---apply-residual-connection-post-layernorm model.apply_residual_connection_post_layernorm true
 --micro-batch-size 2                  batch.micro_batch_size 2
 --batch-size 2                        batch.micro_batch_size 2
 --global-batch-size 16                batch.global_batch_size 16
@@ -286,6 +187,7 @@ SETTINGS = """
 --wandb-entity-name e                 log.wandb_entity "e"
 --wandb-save-dir d                    log.wandb_save_dir "d"
 """
+)
 
 # Flags that need another one beside them.
 PAIRS = """
