@@ -1,6 +1,7 @@
-"""A real pretrained model, SmolLM2-135M: imported, compared with Hugging Face, and exported.
+"""Real pretrained models, imported, compared with Hugging Face, and exported.
 
-Needs the 98 MB that `make smollm2` downloads; skipped without them.
+They are SmolLM2-135M, the 98 MB that `make smollm2` downloads, and Gemma 3 270M, the 253 MB of
+`make gemma3`; without them tests are skipped.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megatron_zpp.interchange.conversion import export_model, import_model
@@ -22,27 +24,43 @@ from tests.documents import ROOT
 from tests.zeropp.lora_model import with_quantized_weights
 from tools.fetch_model import MODELS
 
-FILE = ROOT / "runs" / "models" / MODELS["smollm2"].name
+FILES = {name: ROOT / "runs" / "models" / model.name for name, model in MODELS.items()}
 TEXT = ROOT / "LICENSE"
-TOKENS, NEW_TOKENS = 1024, 64
-# Logits reach 43, and fp32 differs from fp64 by 8 to 13e-5. Both models compute in the same order,
-# so usually no logit differs; but a library may multiply matrices of other shapes in another order.
-CLOSE = 1e-4
+TOKENS, NEW_TOKENS = {"smollm2": 1024, "gemma3": 256}, 64
+# Logits reach 44, and fp32 differs from fp64 by 8 to 13e-5, of Gemma by 3e-4. Both models compute
+# in the same order, so usually no logit differs; but a library may multiply matrices of other
+# shapes in another order.
+CLOSE = {"smollm2": 1e-4, "gemma3": 3e-4}
 
-pytestmark = pytest.mark.skipif(not FILE.exists(), reason="make smollm2 fetches the model")
+
+@pytest.fixture(scope="module", params=FILES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def theirs() -> PreTrainedModel:
+def file(name: str) -> Path:
+    return downloaded(name)
+
+
+def downloaded(name: str) -> Path:
+    """Return the file of a model; skips the test without it."""
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
-    file = {"pretrained_model_name_or_path": FILE.parent, "gguf_file": FILE.name}
-    return AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32).eval()
+    if not FILES[name].exists():
+        pytest.skip(f"make {name} fetches the model")
+    return FILES[name]
 
 
 @pytest.fixture(scope="module")
-def imported(theirs: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
-    return import_model(FILE, tmp_path_factory.mktemp("smollm2") / "save")
+def theirs(file: Path) -> PreTrainedModel:
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    return AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def imported(file: Path, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
+    return import_model(file, tmp_path_factory.mktemp("real") / "save")
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +71,20 @@ def ours(imported: OpenedModel) -> Iterator[GPT]:
 
 
 @pytest.fixture(scope="module")
-def tokens(imported: OpenedModel) -> Tensor:
+def tokens(name: str, imported: OpenedModel) -> Tensor:
     ids = imported.tokenizer.encode(TEXT.read_text())
-    return torch.tensor([ids[:TOKENS]])
+    return torch.tensor([ids[: TOKENS[name]]])
 
 
-def test_logits(ours: GPT, theirs: PreTrainedModel, tokens: Tensor) -> None:
-    assert tokens.shape == (1, TOKENS)
-    difference = ours(tokens).sub_(theirs(tokens).logits).abs_()
-    assert difference.shape == (1, TOKENS, 49152)
-    assert difference.max() < CLOSE
+def test_logits_and_loss(name: str, ours: GPT, theirs: PreTrainedModel, tokens: Tensor) -> None:
+    assert tokens.shape == (1, TOKENS[name])
+    expected = theirs(tokens).logits
+    assert expected.shape == (1, TOKENS[name], theirs.config.vocab_size)
+    labels = tokens[:, 1:]
+    loss = ours(tokens[:, :-1], labels=labels.contiguous())
+    expected_loss = cross_entropy(expected[0, :-1].double(), labels[0])
+    assert ours(tokens).sub_(expected).abs_().max() < CLOSE[name]
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
 
 
 def test_greedy_text(
@@ -76,22 +98,23 @@ def test_greedy_text(
     assert imported.tokenizer.decode(text[0].tolist()).startswith(TEXT.read_text()[:60])
 
 
-def test_export(imported: OpenedModel, theirs: PreTrainedModel, tmp_path: Path) -> None:
+def test_export(name: str, imported: OpenedModel, theirs: PreTrainedModel, tmp_path: Path) -> None:
     export_model(imported, tmp_path)
     tensors, expected = load_file(tmp_path / "model.safetensors"), theirs.state_dict()
     assert expected.keys() - tensors.keys() == {"lm_head.weight"}  # tied
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
     text = TEXT.read_text()[:2000]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer(text)["input_ids"] == imported.tokenizer.encode(text)
-    assert tokenizer.chat_template
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == imported.tokenizer.encode(text)
+    assert tokenizer.chat_template or name == "gemma3"  # which is not tuned to chat
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
 
 
 def test_int8_weights_change_the_loss_by_less_than_half_a_percent() -> None:
     """Loss and gradients of the adapters on real text, with weights as four ranks store them."""
-    opened = open_model(FILE)
+    opened = open_model(downloaded("smollm2"))
     lora = LoraConfig(lora_rank=8, pretrained_checkpoint="m")
     model = GPT(opened.config, opened.tokenizer.vocab_size, Part(lora=lora)).eval()
     opened.fill(model)
