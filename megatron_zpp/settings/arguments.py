@@ -144,11 +144,12 @@ def _require_shared_groups(config: Config) -> None:
     """Raise InputError for heads of keys and values that several tensor ranks cannot share."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     words = f"--num-query-groups {model.kv_heads} below --tensor-model-parallel-size {tensor}"
-    if model.qk_layernorm_across_heads:
-        raise InputError(
-            f"{words}: --qk-layernorm-across-heads needs a key of its own on each rank: lower the "
-            "second to the first"
-        )
+    for name in ("qk_layernorm_across_heads", "qk_layernorm_per_head"):
+        if getattr(model, name):
+            raise InputError(
+                f"{words}: --{name.replace('_', '-')} needs a key of its own on each rank: lower "
+                "the second to the first"
+            )
     if 2 * model.kv_heads * model.head_dim % tensor:
         raise InputError(
             f"{words}: the {2 * model.kv_heads} x {model.head_dim} channels of keys and values "

@@ -31,6 +31,7 @@ ONLY = MappingProxyType(
         "qk_l2_norm": ((None, False), "queries and keys divided by their L2 norm"),
         "attention_output_gate": ((None, False), "a gate behind attention"),
         "linear_attention_freq": ((None,), "linear attention"),
+        "xielu": ((None, False), "xIELU in files of Megatron"),
         "relative_position_embedding": ((None, False), "relative positions"),
         "norm_placement": ((None, "pre"), "normalizations behind attention and MLP"),
         "qk_layernorm_across_heads": ((None, False), "norms of all heads at once"),

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -16,6 +17,7 @@ from megatron_zpp.interchange.adapters.merged_weights import MergedWeights
 from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS, shortest_suffixes
 from megatron_zpp.interchange.open_model import load_model, open_model
 from tests.megatron_zpp.interchange.adapters.trained_by_peft import of_peft
+from tests.megatron_zpp.interchange.foreign_dense import dense
 from tests.megatron_zpp.interchange.foreign_mixtures import deepseek_v3
 from tests.megatron_zpp.interchange.foreign_models import (
     bloom,
@@ -44,6 +46,7 @@ MODELS = {
     "gemma3": gemma3,
     "bloom": bloom,
     "deepseek_v3": deepseek_v3,
+    "nanochat": partial(dense, "nanochat"),
 }  # fmt: skip
 
 

@@ -77,9 +77,10 @@ def test_ranks_that_share_sequences(name, how, alone, tmp_path):
     [
         ("bloom", CP2, "alibi with --context-parallel-size 2: .* use --cp-comm-type allgather"),
         ("phi3, long factors", CP2 + "--seq-length 32", "32 is longer than --longrope-original"),
+        ("norms of heads, one norm", TP2 + "--num-query-groups 1 ", "per-head needs a key of its"),
         ("olmo2", TP2 + "--normalization LayerNorm", "across-heads needs --normalization RMSNorm"),
     ],
 )
 def test_what_ranks_cannot_share(name, flags, message):
     with pytest.raises(InputError, match=message):
-        parse((TINY + "--mock-data " + FLAGS[name] + flags).split(), 2)
+        parse((TINY + "--mock-data " + OF_DENSE[name] + flags).split(), 2)
