@@ -48,14 +48,14 @@ class CoreAttention(nn.Module):
         kind = NONE if config.layers_without_rope[layer] else LOCAL if is_local else GLOBAL
         self.layer, self.rotary_kind = layer, kind
         self.dropout = config.attention_dropout
-        self.scores = Scores.of(config, layer, part.tensor)
-        self.is_recomputed = part.execution.recomputes_attention
         self.softmax_type, self.sinks = config.softmax_type, None
         self.split_dims: dict[str, int] = {}
         if config.softmax_type == "learnable":
             self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
             if part.tensor is not None:
                 self.split_dims["sinks"], self.sinks = 0, part.tensor.part(self.sinks, 0)
+        self.scores = Scores.of(config, layer, part.tensor)
+        self.is_recomputed = part.execution.recomputes_attention
 
     def scores_of(self, q: Tensor, *, own_heads: int | None = None) -> Scores:
         """Return the scores of queries q [..., N, D], with the sinks that they have in this pass.
