@@ -55,11 +55,13 @@ def projections(model: ModelConfig, has_experts: bool = False) -> float:
 
     Of experts those count that a token passes, with the router and the shared MLP.
     """
-    mlp = mlp_products(model, model.ffn_size)
+    num_mlp_matrices = 3 if model.is_gated else 2
+    width, others = model.ffn_size, 0
     if has_experts:
+        width = model.moe_shared_expert_intermediate_size or 0
         router = 2 * model.hidden_size * model.num_experts
-        shared = mlp_products(model, model.moe_shared_expert_intermediate_size or 0)
-        mlp = router + shared + expert_products(model)
+        others = router + expert_products(model)
+    mlp = others + 2 * num_mlp_matrices * model.hidden_size * width
     if model.multi_latent_attention:
         return latent_projections(model) + mlp
     num_heads = 2 * model.num_attention_heads + 2 * model.kv_heads  # query, output, keys, values
@@ -68,11 +70,7 @@ def projections(model: ModelConfig, has_experts: bool = False) -> float:
 
 def expert_products(model: ModelConfig) -> float:
     """Return the operations of the experts that a token passes, forward, without a shared one."""
-    return model.moe_router_topk * mlp_products(model, model.expert_ffn_size)
-
-
-def mlp_products(model: ModelConfig, width: int) -> float:
-    """Return the operations of an MLP of this width for one token, forward."""
+    width = model.moe_router_topk * model.expert_ffn_size
     return 2 * (3 if model.is_gated else 2) * model.hidden_size * width
 
 

@@ -171,7 +171,6 @@ def summary(run: Run) -> list[tuple[str, object]]:
     config, trainer, ranks, model = run.config, run.trainer, run.ranks, run.config.model
     sharding, batch = trainer.sharding, trainer.schedules.batch_size.final
     micro_batches = batch // (config.batch.micro_batch_size * ranks.num_replicas)
-    experts = trainer.passes.roots[0].part.experts
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {run.tokenizer.vocab_size:,}"
@@ -183,7 +182,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     return [
         ("model", f"{sharding.model.num_parameters():,} parameters\n{shape}"),
         *lora_summary(config, sharding.model),
-        *(expert_rows(model, experts) if model.has_experts else []),
+        *(expert_rows(model, trainer.passes.roots[0].part.experts) if model.has_experts else []),
         ("data", " ".join(sources)),
         (
             "batch",

@@ -71,8 +71,8 @@ def first_bytes(plan: Plan) -> float:
     for unit in plan.units:
         route, nodes = unit.axis.weights, unit.axis.nodes
         if route.keeps and route.outer > 1 and not _trained(unit):
-            by_hop = route.outer_hop(0).gather_bytes(0, _row_bytes(unit))
-            total += by_hop.get("across_nodes", 0) * nodes.ranks_per_node * nodes.parts
+            outer, _ = _gather(unit, 0, typical=False, is_first=True)
+            total += outer.get("across_nodes", 0) * nodes.ranks_per_node * nodes.parts
     return total
 
 
@@ -113,27 +113,25 @@ def _collectives(
         yield "gradients", 1 if plan.reduces_once else num_micro_batches, by_hop
 
 
-def _gather(unit: UnitPlan, position: int, *, typical: bool) -> tuple[ByHop, ByHop]:
-    """Return what the outer and the inner hop of a gather send."""
-    route, row = unit.axis.weights, _row_bytes(unit)
+def _gather(
+    unit: UnitPlan, position: int, *, typical: bool, is_first: bool = False
+) -> tuple[ByHop, ByHop]:
+    """Return what the outer and the inner hop of a gather send, in a step or first in a run."""
+    route, specs = unit.axis.weights, unit.specs
+    layout = weight_layout(specs, route, unit.dtype)
+    row = layout.packed_bytes
+    if route.is_flat or any(spec.packed_bytes for spec in specs):
+        width = unit.dtype.itemsize
+        row = sum(spec.packed_bytes or width * spec.elements for spec in specs)
     outer: ByHop = {}
     inner: ByHop = {}
-    is_frozen = not _trained(unit)
-    if route.outer > 1 and not (route.keeps and is_frozen):  # else once in the whole run
+    is_kept = route.keeps and not _trained(unit)  # it crosses once in the whole run
+    if route.outer > 1 and (is_first or not is_kept):
         share = CHANGED_SHARE if typical and route.is_coded else 1
         outer = route.outer_hop(position).gather_bytes(position, round(share * row))
     if route.inner > 1:
         inner = route.inner_hop(position).gather_bytes(position, row * route.outer)
     return outer, inner
-
-
-def _row_bytes(unit: UnitPlan) -> int:
-    """Return the bytes of a rank's part of a gather."""
-    route, specs = unit.axis.weights, unit.specs
-    if route.is_flat or any(spec.packed_bytes for spec in specs):
-        width = unit.dtype.itemsize
-        return sum(spec.packed_bytes or width * spec.elements for spec in specs)
-    return weight_layout(specs, route, unit.dtype).packed_bytes
 
 
 def _mean(unit: UnitPlan, position: int, *, typical: bool) -> Iterator[ByHop]:

@@ -15,7 +15,6 @@ from megatron_zpp.model.flops import (
     BACKWARD,
     core_attention,
     expert_products,
-    mlp_products,
     projections,
     recomputed_layers,
 )
@@ -81,7 +80,8 @@ def expert_passes(config: Config, place: int, size: int, itemsize: int, rates: R
     tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     tokens, width = _tokens(config) / tensor, model.expert_ffn_size
     rate = rates.products_at(_mean_width(model.hidden_size, width))
-    weights = model.num_experts / size * mlp_products(model, width) / 2
+    of_each = expert_products(model) / model.moe_router_topk / 2
+    weights = model.num_experts / size * of_each
     products = max(tokens * expert_products(model) / rate, weights * BYTES_16_BIT / rates.memory)
     streamed = model.moe_router_topk * _mlp_bytes(config) * width
     elementwise = tokens * streamed * itemsize / BYTES_16_BIT / rates.memory
