@@ -265,6 +265,6 @@ def _work(name: str, seq: int, micro_batches: int) -> Work:
     nodes = Nodes.of(range(RANKS), PER_NODE)
     run = plan_run(replace(config, zero=zero), VOCABULARY, nodes, is_cpu=True)
     plan = run.plan.plain() if name == FSDP2 else run.plan
-    edges = [0, *accumulate(run.subunits)]
+    edges = [0, *accumulate(len(unit.parts) for unit in run.planned)]
     messages = tuple(unit_messages(plan, plan.units[first:last]) for first, last in pairwise(edges))
     return Work(run=run, messages=messages, blocks=name == FSDP2)
