@@ -85,8 +85,8 @@ SETTINGS = {
     ),
     "known ones": ({"model_type": "mamba2"}, "gpt2 (GPT2LMHeadModel), llama (LlamaForCausalLM)"),
     "experts": (
-        {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
-        "'gpt_oss' (GptOssForCausalLM) is not supported: it has a mixture of experts of another",
+        {"model_type": "dbrx", "architectures": ["DbrxForCausalLM"]},
+        "'dbrx' (DbrxForCausalLM) is not supported: it has a mixture of experts of another",
     ),
     "class": ({"architectures": ["GPT2ForTokenClassification"]}, "(GPT2ForTokenClassification)"),
     "no type": ({"model_type": None}, "type None"),
