@@ -106,16 +106,16 @@ class NameTable:
 
 
 def counts_in(model: ModelConfig | None) -> dict[str, int]:
-    """Return how many experts and heads a model has, by what stands for their numbers in names.
+    """Return how many experts, and heads with parameters of their own, a model has.
 
-    Without a model they are one each.
+    The keys are what stands for their numbers in names. Without a model they are one each.
     """
     if model is None:
         return dict.fromkeys(("expert", "head", "kv_head"), 1)
     return {
         "expert": model.num_experts or 0,
-        "head": model.num_attention_heads,
-        "kv_head": model.kv_heads,
+        "head": model.num_attention_heads if model.qk_layernorm_per_head else 0,
+        "kv_head": model.kv_heads if model.qk_layernorm_per_head else 0,
     }
 
 

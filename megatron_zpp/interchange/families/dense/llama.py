@@ -161,7 +161,8 @@ class AlphaRotary(Rotary):
         if not alpha or scaling.get("rope_type", scaling.get("type")) != "dynamic":
             return fields
         width = content.get("head_dim")
-        if not is_number(alpha) or alpha <= 0 or not isinstance(width, int) or width < 3:
+        is_valid = is_number(alpha) and 0 < alpha < 1e12 and isinstance(width, int) and width > 2
+        if not is_valid:
             raise InputError(
                 f"{location}: alpha of the rotary positions is {alpha!r} and head_dim {width!r}; "
                 "expected a number above 0, and a whole number above 2"

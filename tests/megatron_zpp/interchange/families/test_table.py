@@ -22,7 +22,12 @@ from tests.megatron_zpp.interchange.family_flags import (
     FLAGS_OF_DENSE,
     FLAGS_OF_MIXTURES,
 )
-from tests.megatron_zpp.interchange.foreign_dense import DENSE, dense, with_images
+from tests.megatron_zpp.interchange.foreign_dense import (
+    DENSE,
+    SCALED_QUERIES,
+    dense,
+    with_images,
+)
 from tests.megatron_zpp.interchange.foreign_mixtures import MIXTURES
 from tests.megatron_zpp.interchange.foreign_models import (
     MODELS,
@@ -151,3 +156,60 @@ def require_equal_text(ours: GPT, theirs: PreTrainedModel, tokenizer: Tokenizer)
 def test_no_type_is_both_supported_and_not() -> None:
     assert why_unsupported("bert") == "attention that is not causal"
     assert not [family.name for family in FAMILIES if why_unsupported(family.name)]
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        (
+            "internlm3",
+            {"qkv_bias": True, "bias": False},
+            "qkv_bias is True and bias is False; only",
+        ),
+        ("helium", {"head_dim": 10}, "6 heads of 10 channels do not make hidden_size 36"),
+        ("cohere2", {"sliding_window": None}, "sliding_window is None; expected a number"),
+        ("cohere", {"logit_scale": 0}, "logit_scale is 0; expected a number above 0"),
+        ("cohere", {"use_qk_norm": "yes"}, "use_qk_norm is 'yes'; expected true or false"),
+        ("olmo", {"clip_qkv": 8.0}, "clip_qkv is 8.0, which is not supported; only null is"),
+        ("gemma", {"hidden_act": "xielu"}, "hidden_act is 'xielu'; expected"),
+        ("falcon", {"alibi": True}, "alibi is True; expected false"),
+        ("falcon", {"multi_query": 1}, "multi_query is 1; expected true or false"),
+        (
+            "falcon",
+            {"num_ln_in_parallel_attn": 2},
+            "num_ln_in_parallel_attn is 2; expected null or",
+        ),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "supported are yarn"),
+        (
+            "ministral3",
+            {"rope_parameters": SCALED_QUERIES | {"llama_4_scaling_beta": "x"}},
+            "llama_4_scaling_beta is 'x'; expected a number above 0",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "alpha": 9.0}, "head_dim": None},
+            "alpha of the rotary positions is 9.0 and head_dim None; expected",
+        ),
+        (
+            "glm",
+            {"partial_rotary_factor": 0, "rope_parameters": None},
+            "partial_rotary_factor is 0",
+        ),
+    ],
+)
+def test_settings_of_dense_families_we_do_not_have(name: str, entries: dict, message: str) -> None:
+    content = dense(name).config.to_dict() | {"architectures": None} | entries
+    with pytest.raises(InputError, match=message):
+        parse_config(content, name)
+
+
+def test_settings_that_mean_the_same() -> None:
+    """Old names and values of released files."""
+    internlm3 = dense("internlm3").config.to_dict() | {"architectures": ["InternLM3ForCausalLM"]}
+    both = {"qkv_bias": True, "bias": True}
+    assert not parse_config(internlm3 | both, "internlm3").model.disable_bias_linear
+    gemma = dense("gemma").config.to_dict()
+    assert parse_config(gemma | {"hidden_act": "gelu"}, "gemma") == parse_config(gemma, "gemma")
+    apertus = dense("apertus").config.to_dict()
+    del apertus["rope_parameters"]  # whose default is scaled
+    assert parse_config(apertus, "apertus") == parse_config(dense("apertus").config.to_dict(), "")
