@@ -139,13 +139,15 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("decoupled_weight_decay", True)
             _check(group, self.parameter_dtypes)
-        for entries in self.state.values():
-            if not entries:
-                continue
-            _require_adam_state(entries)
-            count = float(entries["step"])
-            entries["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
-            entries |= {name: entries[name].to(self.moment_dtype) for name in MOMENTS}
+        for parameter, entries in self.state.items():
+            if entries:
+                self._take_loaded(parameter, entries)
+
+    def _take_loaded(self, parameter: Tensor, entries: dict[str, Any]) -> None:
+        """Bring a parameter's loaded state into the form that it has here."""
+        _require_adam_state(entries)
+        entries["step"] = torch.tensor(float(entries["step"]), dtype=torch.float32, device="cpu")
+        entries |= {name: entries[name].to(self.moment_dtype) for name in MOMENTS}
 
     def await_gradients(self) -> None:
         """Wait until the gradients are where `step` reads them; here they always are."""

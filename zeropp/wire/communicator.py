@@ -114,16 +114,35 @@ class Communicator:
             work = self._named(work, f"the exchange of {purpose}", unit, async_op=async_op)
         return work, dict(zip(others, received.view(-1, room), strict=True))
 
+    def all_to_all_unequal(
+        self, message: torch.Tensor, sent: Sequence[int], received: Sequence[int], purpose: str
+    ) -> tuple[dist.Work, torch.Tensor]:
+        """Send `sent[i]` of the bytes of `message` to member i; return what will hold theirs.
+
+        All are uint8, one after another in the order of the hop, and `received` says how many come.
+        """
+        for member, length in zip(self.hop.members, sent, strict=True):
+            self.traffic.add(purpose, self.hop.message_bytes(self.position, member, length))
+        arrived = message.new_empty(sum(received))
+        with traced("all_to_all", purpose, self.hop):
+            work = dist.all_to_all_single(
+                arrived, message, [*received], [*sent], group=self.group, async_op=True
+            )
+        if self._is_named(message):
+            work = self._named(work, f"the all-to-all of {purpose}", None, async_op=True)
+        return work, arrived
+
     def _is_named(self, tensor: torch.Tensor) -> bool:
         """Whether a failed wait can name the ranks that did not come: the host waits, for gloo."""
         return self.is_gloo and tensor.device.type == "cpu"
 
     def _named(
-        self, work: dist.Work, operation: str, unit: fsdp.Unit, *, async_op: bool
+        self, work: dist.Work, operation: str, unit: fsdp.Unit | None, *, async_op: bool
     ) -> dist.Work | None:
         def name() -> str:
             what = operation.replace("_", " ")
-            return f"{what} of {fsdp.name_of(unit)}, {self.hop.size} ranks {self.hop.place}"
+            of_unit = "" if unit is None else f" of {fsdp.name_of(unit)}"
+            return f"{what}{of_unit}, {self.hop.size} ranks {self.hop.place}"
 
         named = NamedWork(work, self.group, name)
         if async_op:

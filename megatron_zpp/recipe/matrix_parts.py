@@ -1,0 +1,61 @@
+"""Which rows of a GPT's matrices Muon orthogonalizes by themselves.
+
+Queries, keys and values are parts of one matrix, and so are the experts of a layer. Rows are
+counted from the first that this rank's data axis holds, as other axes may split a matrix too.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn import Parameter
+
+from megatron_zpp.model.attention.attention import Attention
+from megatron_zpp.model.moe.experts import Matrices
+from megatron_zpp.settings.config import ModelConfig
+from zeropp.optim.muon.blocks import Matrix, Part, Run, rows_within
+from zeropp.optim.muon.line import matrix_of
+
+
+def matrix_parts(
+    model: nn.Module, config: ModelConfig, *, splits_qkv: bool
+) -> dict[Parameter, Matrix]:
+    """Return the matrices of a sharded GPT that have several parts."""
+    matrices: dict[Parameter, Matrix] = {}
+    for module in model.modules():
+        if isinstance(module, Attention) and splits_qkv:
+            matrices[module.qkv.weight] = _of_qkv(module, config)
+        elif isinstance(module, Matrices):
+            matrices[module.weight] = _of_experts(module.weight, config.num_experts)
+    return matrices
+
+
+def _of_qkv(module: Attention, config: ModelConfig) -> Matrix:
+    """Queries, keys and values, whose rows are ordered by groups, [K, Q + 2, D]."""
+    weight, axis = module.qkv.weight, module.axis
+    groups, queries = config.kv_heads, config.num_attention_heads // config.kv_heads
+    shape = matrix_of(weight).shape
+    first = 0 if axis is None else axis.place * shape[0]
+    bounds = (0, queries, queries + 1, queries + 2)  # heads of a group
+    parts = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        runs = tuple(_heads(module.head_dim, groups, queries + 2, range(start, stop)))
+        whole = sum(stop - start for start, stop in runs), shape[1]
+        own = rows_within(runs, (first, first + shape[0]))
+        parts.append(Part(runs=own, shape=whole))
+    is_even = axis is None or groups % axis.size == 0
+    return Matrix(shape=shape, parts=tuple(parts), is_apart=not is_even)
+
+
+def _heads(head_dim: int, groups: int, heads: int, own: range) -> Iterator[Run]:
+    """Yield the rows of the heads `own` of each group."""
+    for group in range(groups):
+        first = group * heads
+        yield (first + own.start) * head_dim, (first + own.stop) * head_dim
+
+
+def _of_experts(weight: Parameter, num_experts: int) -> Matrix:
+    """The matrices of experts, one below the other; no other rank has rows of these."""
+    shape, rows = matrix_of(weight).shape, weight.shape[0] // num_experts
+    starts = range(0, shape[0], rows)
+    parts = (Part(runs=((start, start + rows),), shape=(rows, shape[1])) for start in starts)
+    return Matrix(shape=shape, parts=tuple(parts), is_apart=True)

@@ -1,0 +1,1 @@
+"""Muon: momentum whose matrices are orthogonalized where their rows are."""

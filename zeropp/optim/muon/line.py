@@ -1,0 +1,104 @@
+"""The ranks that hold the rows of matrices together, and those that orthogonalize some together."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zeropp.errors import InputError
+from zeropp.optim.muon.blocks import Matrix, Round, plan_rounds, shard_rows
+from zeropp.optim.muon.newton_schulz import Peers
+from zeropp.optim.step_or_skip import local_part
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.grid import find_nodes_of
+from zeropp.wire.route import Hop, Nodes
+
+NODE, RANK, WHOLE = BLOCKS = ("node", "rank", "whole")
+BLOCKWISE, DUPLICATED, DISTRIBUTED = TP_MODES = ("blockwise", "duplicated", "distributed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """The ranks of a data axis, by their global ranks; this one is at `position`."""
+
+    ranks: tuple[int, ...] = (0,)
+    position: int = 0
+    nodes: Nodes = Nodes(num_ranks=1, ranks_per_node=1)
+
+    def hop(self, blocks: str) -> Hop:
+        """Return the ranks whose rows are orthogonalized together, this one among them."""
+        size = {NODE: self.nodes.ranks_per_node, RANK: 1, WHOLE: len(self.ranks)}[blocks]
+        first = self.position - self.position % size
+        return Hop(members=tuple(range(first, first + size)), nodes=self.nodes)
+
+    def rounds(self, matrices: Sequence[Matrix], blocks: str) -> tuple[Round, ...]:
+        """Return which blocks of these matrices go to which member of the hop, in turn."""
+        return _rounds(tuple(matrices), len(self.ranks), self.hop(blocks).members)
+
+
+@cache
+def _rounds(
+    matrices: tuple[Matrix, ...], num_shards: int, members: tuple[int, ...]
+) -> tuple[Round, ...]:
+    return plan_rounds(matrices, num_shards, range(members[0], members[-1] + 1))
+
+
+def line_of(parameter: Tensor, config: ZeroConfig) -> Line:
+    """Return the line that shards a parameter by its rows; raises InputError for other dims."""
+    (axis, dim), *_ = [*_split_axes(parameter), (None, 0)]
+    if dim != 0:
+        raise InputError(
+            f"Muon: a matrix of shape {list(parameter.shape)} is sharded in dimension {dim}: "
+            "shard rows, as fully_shard does by default, or give it to AdamW (use_muon=False)"
+        )
+    if axis is None:
+        return Line()
+    group = parameter.device_mesh.get_group(axis)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Line(ranks=ranks, position=group.rank(), nodes=find_nodes_of(group, config))
+
+
+def peers_of(parameter: Tensor, mode: str) -> Peers | None:
+    """Return the ranks of another axis that hold parts of a matrix; None where each is apart.
+
+    mode: Megatron's `blockwise` (None), `duplicated` or `distributed`.
+    """
+    others = [*_split_axes(parameter)][1:]
+    if mode == BLOCKWISE or not others:
+        return None
+    ((axis, dim),) = others
+    group = parameter.device_mesh.get_group(axis)
+    return Peers(group=group, dim=dim, is_gathered=mode == DUPLICATED)
+
+
+def matrix_of(parameter: Tensor) -> Matrix:
+    """Return a parameter of two dims, of one part, as the ranks of its line hold it.
+
+    Other axes may split it once more; its scale is that of the whole.
+    """
+    shape = [*parameter.shape]
+    for axis, dim in [*_split_axes(parameter)][1:]:
+        shape[dim] //= parameter.device_mesh.size(axis)
+    return Matrix.of(tuple(shape), tuple(parameter.shape))
+
+
+def require_rows(parameter: Tensor, matrix: Matrix, line: Line) -> None:
+    """Raise InputError if this rank's shard is not the one that plans take it to be."""
+    start, stop = shard_rows(matrix.shape[0], len(line.ranks), line.position)
+    expected, local = [stop - start, matrix.shape[1]], [*local_part(parameter).shape]
+    if local != expected and stop > start:
+        raise InputError(
+            f"Muon: this rank has {local} of a matrix of shape {list(parameter.shape)}, expected "
+            f"{expected}: its rows are to be in chunks of one size, as fully_shard makes them"
+        )
+
+
+def _split_axes(parameter: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield each axis of the mesh that splits a parameter, and the dimension that it splits."""
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
+                yield axis, placement.dim

@@ -1,0 +1,251 @@
+"""One step of Muon on this rank's shards of matrices.
+
+    gradient  ->  momentum  ->  blocks at their owners  ->  orthogonalized  ->  back, to the weights
+
+Rounds follow each other so that one is computed while the next is on its way.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropp.optim.muon.blocks import Block, Matrix, Round, Run
+from zeropp.optim.muon.exchange import PURPOSE, Exchange, Tensors
+from zeropp.optim.muon.line import NODE, WHOLE, Line, line_of, matrix_of, peers_of, require_rows
+from zeropp.optim.muon.newton_schulz import Peers, orthogonalize, scale
+from zeropp.optim.step_or_skip import local_part
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.wire.communicator import connect
+from zeropp.wire.traffic import Traffic
+
+MOMENTUM = "momentum_buffer"  # torch.optim.Muon's name
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonOptions:
+    """Where matrices are orthogonalized, and in which numbers.
+
+    blocks: `node`, the rows of a node together, `rank`, or `whole`. whole_every: in steps, all rows
+    together in every so-manyth; None: never. tp_mode: Megatron's. quantizes: momentum that crosses
+    nodes travels as INT8. dtype: of what is sent in nodes and of the products; None: bf16, with
+    products in fp32 on CPUs without bf16.
+    """
+
+    blocks: str = NODE
+    whole_every: int | None = None
+    tp_mode: str = "blockwise"
+    quantizes: bool = False
+    dtype: torch.dtype | None = None
+
+    def blocks_at(self, step: int) -> str:
+        """Return which rows are orthogonalized together in a step, counted from 1."""
+        is_due = self.whole_every is not None and step % self.whole_every == 0
+        return WHOLE if is_due else self.blocks
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """This rank's rows of a matrix, its gradient and momentum, and the options of its group."""
+
+    weight: Tensor
+    gradient: Tensor
+    momentum: Tensor
+    matrix: Matrix
+    peers: Peers | None
+    options: Mapping[str, Any]
+    copy: Tensor | None
+
+    def direction(self, run: Run) -> Tensor:
+        """Return the momentum of some rows, with Nesterov's look ahead if the options say so."""
+        rows = slice(*run)
+        momentum = self.momentum[rows]
+        if not self.options["nesterov"]:
+            return momentum
+        return self.gradient[rows].lerp(momentum, self.options["momentum"])
+
+    def move(self, run: Run, update: Tensor, whole: tuple[int, int]) -> None:
+        """Move some rows against an orthogonalized `update`, after they decay."""
+        options, weight = self.options, self.weight[slice(*run)]
+        lr = float(options["lr"])
+        factor = options["extra_scale_factor"] * scale(whole, options["scale_mode"])
+        weight.mul_(1 - lr * options["weight_decay"])
+        weight.add_(update.to(weight.device), alpha=-lr * factor)
+        if self.copy is not None:
+            self.copy[slice(*run)].copy_(weight)
+
+
+class MatrixStep:
+    """Muon's step for the matrices of one optimizer.
+
+    `matrices` are those with several parts. Collectives run on `device`.
+    """
+
+    def __init__(
+        self,
+        config: ZeroConfig,
+        options: MuonOptions,
+        device: torch.device,
+        matrices: Mapping[Tensor, Matrix],
+    ) -> None:
+        self.options, self.traffic = options, Traffic((PURPOSE,))
+        self._config, self._device, self._matrices = config, device, dict(matrices)
+        self._lines: dict[Tensor, Line] = {}
+        self._exchanges: dict[tuple[Line, str], Exchange] = {}
+
+    def run(
+        self, trained: Iterable[tuple[Tensor, Mapping[str, Any], Mapping, Tensor | None]]
+    ) -> None:
+        """Update weights and momentum of (parameter, options of its group, state, 16-bit copy)."""
+        by_line: dict[tuple[Line, str], list[Trained]] = {}
+        for parameter, options, state, copy in trained:
+            line = self.line(parameter)
+            matrix = self.matrix(parameter)
+            each = Trained(
+                weight=local_part(parameter),
+                gradient=local_part(parameter.grad),
+                momentum=local_part(state[MOMENTUM]),
+                matrix=matrix,
+                peers=None if matrix.is_apart else peers_of(parameter, self.options.tp_mode),
+                options=options,
+                copy=copy,
+            )
+            each.momentum.lerp_(each.gradient, 1 - options["momentum"])
+            blocks = self.options.blocks_at(int(state["step"]) + 1)
+            by_line.setdefault((line, blocks), []).append(each)
+        for (line, blocks), matrices in by_line.items():
+            rounds = line.rounds([each.matrix for each in matrices], blocks)
+            _Rounds(self._exchange(line, blocks), matrices, self._product_dtype()).run(rounds)
+
+    def expected_traffic(self, parameters: Sequence[Tensor]) -> Counter[tuple[str, str]]:
+        """Return the bytes this rank sends per step, by (purpose, hop), for these matrices.
+
+        With `whole_every`, it is the mean of the steps.
+        """
+        every = self.options.whole_every
+        share = 0.0 if every is None else 1 / every
+        shares = {self.options.blocks: 1 - share}
+        shares[WHOLE] = shares.get(WHOLE, 0.0) + share
+        by_line: dict[Line, list[Matrix]] = {}
+        for parameter in parameters:
+            by_line.setdefault(self.line(parameter), []).append(self.matrix(parameter))
+        expected: Counter[tuple[str, str]] = Counter()
+        for line, matrices in by_line.items():
+            for blocks in (each for each, part in shares.items() if part):
+                sent = self._exchange(line, blocks).expected(line.rounds(matrices, blocks))
+                for hop, num_bytes in sent.items():
+                    expected[PURPOSE, hop] += num_bytes * shares[blocks]
+        return expected
+
+    def line(self, parameter: Tensor) -> Line:
+        """Return the ranks that hold the rows of a parameter."""
+        if parameter not in self._lines:
+            line = line_of(parameter, self._config)
+            require_rows(parameter, self.matrix(parameter), line)
+            self._lines[parameter] = line
+        return self._lines[parameter]
+
+    def matrix(self, parameter: Tensor) -> Matrix:
+        """Return what is known of a parameter's rows."""
+        if parameter not in self._matrices:
+            self._matrices[parameter] = matrix_of(parameter)
+        return self._matrices[parameter]
+
+    def _exchange(self, line: Line, blocks: str) -> Exchange:
+        if (line, blocks) not in self._exchanges:
+            hop = line.hop(blocks)
+            self._exchanges[line, blocks] = Exchange(
+                dtype=self.options.dtype or torch.bfloat16,
+                device=self._device,
+                communicator=connect(hop, line.ranks, line.position, self.traffic, PURPOSE),
+                quantizes=self.options.quantizes,
+            )
+        return self._exchanges[line, blocks]
+
+    def _product_dtype(self) -> torch.dtype:
+        if self.options.dtype is not None:
+            return self.options.dtype
+        return torch.bfloat16 if self._device.type != "cpu" or cpu_has_bf16() else torch.float32
+
+
+@cache
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has instructions to multiply matrices of bf16, as far as PyTorch tells."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.13
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+class _Rounds:
+    """The rounds of one line in one step."""
+
+    def __init__(self, exchange: Exchange, matrices: Sequence[Trained], dtype: torch.dtype) -> None:
+        self.exchange, self.matrices, self.dtype = exchange, matrices, dtype
+        communicator = exchange.communicator
+        self.size = 1 if communicator is None else communicator.size
+        self.place = 0 if communicator is None else communicator.place
+
+    def run(self, rounds: Sequence[Round]) -> None:
+        """Move the weights of all blocks."""
+        arriving = self._send(rounds[0]) if rounds else None
+        returning: tuple[Round, Callable[[], list[Tensors]]] | None = None
+        for index, blocks in enumerate(rounds):
+            momenta = arriving()
+            if index + 1 < len(rounds):
+                arriving = self._send(rounds[index + 1])
+            back = self._return(blocks, self._orthogonalized(blocks, momenta))
+            if returning is not None:
+                self._move(*returning)
+            returning = blocks, back
+        if returning is not None:
+            self._move(*returning)
+
+    def _send(self, blocks: Round) -> Callable[[], list[Tensors]]:
+        """Send this rank's rows of each block to its owner."""
+        outgoing: list[Tensors] = [[] for _ in range(self.size)]
+        for block in blocks:
+            matrix = self.matrices[block.matrix]
+            rows = [matrix.direction(run).flatten() for run in block.runs[self.place]]
+            outgoing[block.owner].append(torch.cat(rows) if rows else matrix.momentum.new_empty(0))
+        own = self._owned(blocks)
+        sizes = [[block.size(member) for block in own] for member in range(self.size)]
+        return self.exchange.start(outgoing, sizes)
+
+    def _orthogonalized(self, blocks: Round, momenta: list[Tensors]) -> list[Tensor]:
+        results = []
+        for block, parts in zip(self._owned(blocks), zip(*momenta, strict=True), strict=True):
+            rows = torch.cat(parts).view(-1, block.columns).to(self.dtype)
+            trained = self.matrices[block.matrix]
+            options = trained.options
+            results.append(
+                orthogonalize(rows, options["ns_coefficients"], options["eps"], trained.peers)
+            )
+        return results
+
+    def _return(self, blocks: Round, results: list[Tensor]) -> Callable[[], list[Tensors]]:
+        """Send each member its rows of the blocks that this rank owns."""
+        own = self._owned(blocks)
+        outgoing: list[Tensors] = [[] for _ in range(self.size)]
+        for block, result in zip(own, results, strict=True):
+            numbers = [block.num_rows(member) for member in range(self.size)]
+            for tensors, rows in zip(outgoing, result.split(numbers), strict=True):
+                tensors.append(rows.flatten())
+        sizes = [
+            [block.size(self.place) for block in blocks if block.owner == member]
+            for member in range(self.size)
+        ]
+        return self.exchange.start(outgoing, sizes)
+
+    def _move(self, blocks: Round, back: Callable[[], list[Tensors]]) -> None:
+        updates = [iter(tensors) for tensors in back()]
+        for block in blocks:
+            rows = next(updates[block.owner]).view(-1, block.columns)
+            lengths = [stop - start for start, stop in block.runs[self.place]]
+            for run, update in zip(block.runs[self.place], rows.split(lengths), strict=False):
+                self.matrices[block.matrix].move(run, update, block.whole)
+
+    def _owned(self, blocks: Round) -> list[Block]:
+        return [block for block in blocks if block.owner == self.place]

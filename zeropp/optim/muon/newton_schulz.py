@@ -1,0 +1,122 @@
+"""The orthogonal matrix next to a given one, by Newton-Schulz iterations.
+
+Each iteration takes the singular values s of X to a s + b s³ + c s⁵ and keeps the singular vectors.
+Few of them bring all but the smallest close to 1. Sources: Jordan et al. 2024, Muon; Bernstein and
+Newhouse 2024, arXiv:2409.20325; the sets of coefficients have sources of their own.
+"""
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Coefficients = tuple[float, float, float]
+JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)
+QUINTIC = (  # Cesista 2025, for five iterations
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+POLAR_EXPRESS = (  # Amsel et al. 2025, arXiv:2505.16932; the last one is repeated
+    (7.2086, -15.5131, 9.0178),
+    (3.9623, -2.5813, 0.4542),
+    (3.9466, -2.5765, 0.4544),
+    (3.8991, -2.5671, 0.4566),
+    (3.7186, -2.5308, 0.4653),
+    (3.1390, -2.3073, 0.4733),
+    (2.1715, -1.5246, 0.3885),
+    (1.8648, -1.2224, 0.3577),
+)
+SETS = MappingProxyType(
+    {"simple": (JORDAN,), "quintic": QUINTIC, "polar_express": POLAR_EXPRESS}
+)  # by Megatron's names
+
+
+class Peers(NamedTuple):
+    """Ranks of another axis that hold parts of a matrix, which is split in dimension `dim`."""
+
+    group: dist.ProcessGroup
+    dim: int
+    is_gathered: bool  # each computes the whole matrix, instead of a term of its products
+
+
+def coefficients_of(name: str, steps: int) -> tuple[Coefficients, ...]:
+    """Return the coefficients of each of `steps` iterations of a set of `SETS`."""
+    numbers = SETS[name]
+    if name == "polar_express" and steps > len(numbers):
+        return (*numbers, *(numbers[-1:] * (steps - len(numbers))))
+    return tuple(islice(cycle(numbers), steps))
+
+
+def orthogonalize(
+    matrix: Tensor,
+    coefficients: Sequence[Coefficients],
+    eps: float = 1e-7,
+    peers: Peers | None = None,
+) -> Tensor:
+    """Return a matrix [m, n] with the singular vectors of `matrix`, its singular values about 1.
+
+    It is computed in the dtype of `matrix`, with m ≤ n or as its transpose. A matrix of zeros stays
+    one. With `peers`, `matrix` is this rank's part, and so is the result.
+    """
+    if peers is not None:
+        return _with_peers(matrix, coefficients, eps, peers)
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
+
+
+def _with_peers(
+    matrix: Tensor, coefficients: Sequence[Coefficients], eps: float, peers: Peers
+) -> Tensor:
+    group, dim = peers.group, peers.dim
+    if peers.is_gathered:
+        parts = [torch.empty_like(matrix) for _ in range(group.size())]
+        dist.all_gather(parts, matrix.contiguous(), group=group)
+        whole = orthogonalize(torch.cat(parts, dim=dim), coefficients, eps)
+        return whole.chunk(group.size(), dim=dim)[group.rank()]
+    x = matrix.T if dim == 0 else matrix  # now its columns are split: products of rows are sums
+    square = x.float().square().sum()
+    dist.all_reduce(square, group=group)
+    x = x / square.sqrt().clamp(min=eps).to(x.dtype)
+    for a, b, c in coefficients:
+        gram = (x @ x.T).float()
+        dist.all_reduce(gram, group=group)
+        gram = gram.to(x.dtype)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if dim == 0 else x
+
+
+def scale(shape: tuple[int, int], mode: str) -> float:
+    """Return what an orthogonalized matrix of `shape` (rows, columns) is multiplied by.
+
+    mode: `spectral`, √max(rows, columns), with which the elements' root mean square is 1 and, times
+    0.2, Adam's (Liu et al. 2025, Moonlight, section 2.2); `unit_rms_norm`, √(rows / columns);
+    `shape_scaling`, the same but at least 1; `none`, 1.
+    """
+    rows, columns = shape
+    ratio = {
+        "spectral": max(rows, columns),
+        "unit_rms_norm": rows / columns,
+        "shape_scaling": max(1.0, rows / columns),
+        "none": 1.0,
+    }[mode]
+    return float(ratio) ** 0.5
+
+
+def flops(rows: int, columns: int, steps: int = 5) -> int:
+    """Return the operations of `orthogonalize` on one matrix, a multiplication and a sum each."""
+    m, n = sorted((rows, columns))
+    return steps * (4 * m * m * n + 2 * m**3)

@@ -1,0 +1,62 @@
+"""Muon on master weights in host memory: momentum there, products where the model computes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropp.errors import InputError
+from zeropp.optim.master_weights import use_in_state_dicts
+from zeropp.optim.muon.blocks import Matrix
+from zeropp.optim.muon.matrix_step import MatrixStep, MuonOptions
+from zeropp.optim.muon.muon import MuonGroups
+from zeropp.optim.offload import Offload
+from zeropp.optim.offloaded import OffloadedAdam
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.sharding import Sharding
+
+
+class OffloadedMuon(MuonGroups, OffloadedAdam):
+    """Muon for the groups with `use_muon` of an `OffloadedAdam`."""
+
+    def __init__(
+        self,
+        offload: Offload,
+        groups: list[dict[str, Any]],
+        matrices: MatrixStep,
+        **settings: Any,
+    ) -> None:
+        self.matrices = matrices
+        super().__init__(offload, groups, **settings)
+
+    def _moved(self, parameters: Sequence[Tensor]) -> None:
+        self.offload.send(parameters)
+
+
+def offloaded_muon(
+    sharding: Sharding,
+    groups: list[dict[str, Any]],
+    device: torch.device,
+    config: ZeroConfig,
+    *,
+    options: MuonOptions,
+    parts: Mapping[Tensor, Matrix],
+    **settings: Any,
+) -> OffloadedMuon:
+    """Build Muon from the JSON's `offload_optimizer`, for a model that computes on `device`.
+
+    Raises InputError for delayed updates, and as `Offload` does.
+    """
+    if config.zeropp.delayed_param_update:
+        raise InputError(
+            "zeropp.delayed_param_update runs an update beside the next step, whose collectives "
+            "those of Muon would meet: leave it out, or use Adam"
+        )
+    placed = config.zero_optimization.offload_optimizer
+    offload = Offload(sharding, device, ratio=placed.ratio, pin_memory=placed.pin_memory)
+    of_masters = {offload.masters[each]: matrix for each, matrix in parts.items()}
+    matrices = MatrixStep(config, options, device, of_masters)
+    optimizer = OffloadedMuon(offload, groups, matrices, **settings)
+    use_in_state_dicts(sharding.model, optimizer)
+    return optimizer
