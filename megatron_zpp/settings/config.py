@@ -12,6 +12,7 @@ from megatron_zpp.settings.data import BatchConfig, DataConfig, FimConfig, Token
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.gpt.lora import LoraConfig
 from megatron_zpp.settings.gpt.model import ModelConfig
+from megatron_zpp.settings.muon import MuonConfig
 from megatron_zpp.settings.optimization import (
     OptimizerConfig,
     PrecisionConfig,
@@ -43,6 +44,7 @@ class Config:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -144,7 +144,7 @@ class PrecisionConfig(Section):
         return "bfloat16" if self.bf16 else "float32"
 
 
-def _adam_or_other(json_type: str) -> str:
+def _optimizer_of(json_type: str) -> str:
     return "adam" if json_type in ("Adam", "AdamW") else json_type.lower()
 
 
@@ -154,10 +154,12 @@ class OptimizerConfig(Section):
 
     optimizer: str = flag(
         "adam",
-        "the optimizer (Adam with decoupled weight decay)",
-        choices=("adam",),
-        synonyms=dict.fromkeys(("adamw", "fusedadam", "fusedadamw"), "adam"),
-        same_as=SameAs("optimizer.type", to_flag=_adam_or_other, to_json=lambda _: "Adam"),
+        "the optimizer: Adam with decoupled weight decay, or Muon for matrices of blocks and Adam "
+        "for the rest",
+        choices=("adam", "muon"),
+        synonyms=dict.fromkeys(("adamw", "fusedadam", "fusedadamw"), "adam")
+        | {"dist_muon": "muon"},
+        same_as=SameAs("optimizer.type", to_flag=_optimizer_of, to_json=str.capitalize),
     )
     lr: float = flag(3e-4, "largest learning rate", minimum=0, same_as="optimizer.params.lr")
     min_lr: float = flag(

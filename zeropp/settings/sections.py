@@ -107,6 +107,7 @@ OPTIMIZERS = MappingProxyType(  # -> the parameters of each
         "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
         "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         "Lion": ("lr", "betas", "weight_decay"),
+        "Muon": ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov"),
     }
 )
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
@@ -250,6 +251,9 @@ class Scheduler(_Named):
     params: SchedulerParams = key(SchedulerParams())
 
 
+_NEEDS_MUON = NoEffect('it needs optimizer.type "Muon"', when=lambda c: c.optimizer.type != "Muon")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Zeropp(JsonSection):
     """What DeepSpeed's JSON cannot say.
@@ -264,6 +268,8 @@ class Zeropp(JsonSection):
     `reduce_gradients_once`: ranks accumulate whole gradients and average them at the end of a step,
     as stages 0 and 1 do. `delayed_param_update`: the host's update runs beside the next step, which
     computes with the weights before it; not in the first `delayed_param_update_warmup` steps.
+    `muon_blocks`: which rows of a matrix Muon orthogonalizes together, those of a `node`, of a
+    `rank`, or the `whole` matrix, and `muon_whole_every`: all in every so-manyth step.
     """
 
     path: ClassVar[str] = "zeropp"
@@ -296,3 +302,5 @@ class Zeropp(JsonSection):
     delayed_param_update_warmup: int = key(
         40, minimum=0, no_effect=needs("zeropp.delayed_param_update")
     )
+    muon_blocks: str = key("node", choices=("node", "rank", "whole"), no_effect=_NEEDS_MUON)
+    muon_whole_every: int | None = key(None, minimum=1, no_effect=_NEEDS_MUON)

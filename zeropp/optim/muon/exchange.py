@@ -61,7 +61,7 @@ class Exchange:
         return wait
 
     def expected(self, rounds: Iterable[Round]) -> Counter[str]:
-        """Return the bytes that this rank sends, by hop, to move blocks to their owners and back."""
+        """Return the bytes by hop that this rank sends to move blocks to their owners and back."""
         sent: Counter[str] = Counter()
         if self.communicator is None:
             return sent

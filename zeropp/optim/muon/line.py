@@ -18,6 +18,7 @@ from zeropp.wire.route import Hop, Nodes
 
 NODE, RANK, WHOLE = BLOCKS = ("node", "rank", "whole")
 BLOCKWISE, DUPLICATED, DISTRIBUTED = TP_MODES = ("blockwise", "duplicated", "distributed")
+MODEL_AXES = frozenset({"tensor", "tp", "expert", "ep"})  # of meshes, besides those of data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ def _rounds(
 
 def line_of(parameter: Tensor, config: ZeroConfig) -> Line:
     """Return the line that shards a parameter by its rows; raises InputError for other dims."""
-    (axis, dim), *_ = [*_split_axes(parameter), (None, 0)]
+    (axis, dim), *_ = [*_axes(parameter, of_model=False), (None, 0)]
     if dim != 0:
         raise InputError(
             f"Muon: a matrix of shape {list(parameter.shape)} is sharded in dimension {dim}: "
@@ -66,7 +67,7 @@ def peers_of(parameter: Tensor, mode: str) -> Peers | None:
 
     mode: Megatron's `blockwise` (None), `duplicated` or `distributed`.
     """
-    others = [*_split_axes(parameter)][1:]
+    others = [*_axes(parameter, of_model=True)]
     if mode == BLOCKWISE or not others:
         return None
     ((axis, dim),) = others
@@ -80,7 +81,7 @@ def matrix_of(parameter: Tensor) -> Matrix:
     Other axes may split it once more; its scale is that of the whole.
     """
     shape = [*parameter.shape]
-    for axis, dim in [*_split_axes(parameter)][1:]:
+    for axis, dim in _axes(parameter, of_model=True):
         shape[dim] //= parameter.device_mesh.size(axis)
     return Matrix.of(tuple(shape), tuple(parameter.shape))
 
@@ -96,9 +97,16 @@ def require_rows(parameter: Tensor, matrix: Matrix, line: Line) -> None:
         )
 
 
-def _split_axes(parameter: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield each axis of the mesh that splits a parameter, and the dimension that it splits."""
-    if isinstance(parameter, DTensor):
-        for axis, placement in enumerate(parameter.placements):
-            if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
-                yield axis, placement.dim
+def _axes(parameter: Tensor, *, of_model: bool) -> Iterator[tuple[int, int]]:
+    """Yield each axis of the mesh that splits a parameter, and the dimension that it splits.
+
+    Those `of_model` are known by their names; the others shard what is left of a parameter.
+    """
+    if not isinstance(parameter, DTensor):
+        return
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    for axis, (name, placement) in enumerate(zip(names, parameter.placements, strict=True)):
+        is_split = not placement.is_replicate() and mesh.size(axis) > 1
+        if is_split and (name in MODEL_AXES) == of_model:
+            yield axis, placement.dim

@@ -68,7 +68,9 @@ class MuonGroups(FusedAdam):
     def expected_traffic(self) -> Mapping[tuple[str, str], float]:
         """Return the bytes this rank sends per step, by (purpose, hop)."""
         groups = (group for group in self.param_groups if group.get("use_muon"))
-        return self.matrices.expected_traffic([each for group in groups for each in group["params"]])
+        return self.matrices.expected_traffic(
+            [each for group in groups for each in group["params"]]
+        )
 
     @property
     def traffic(self) -> Traffic:
@@ -138,9 +140,9 @@ class Muon(MuonGroups):
         nesterov: bool = True,
         ns_coefficients: Sequence = JORDAN,
         eps: float = 1e-7,
+        *,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
-        *,
         scale_mode: str | None = None,
         extra_scale_factor: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -153,7 +155,8 @@ class Muon(MuonGroups):
         groups = groups_of(params) if isinstance(params, nn.Module) else [*params]
         if scale_mode is None:
             scale_mode, extra_scale_factor = ADJUSTMENTS[adjust_lr_fn]
-        of_muon = muon_options(
+        groups = with_options(
+            groups,
             momentum=momentum,
             nesterov=nesterov,
             ns_coefficients=ns_coefficients,
@@ -162,15 +165,20 @@ class Muon(MuonGroups):
             scale_mode=scale_mode,
             extra_scale_factor=extra_scale_factor,
         )
-        groups = [
-            {**of_muon, **group} if group.get("use_muon") else dict(group) for group in groups
-        ]
-        require_matrices(groups)
-        first = groups[0]["params"][0]
         self.matrices = MatrixStep(
-            config or ZeroConfig(), options or MuonOptions(), first.device, parts
+            config or ZeroConfig(), options or MuonOptions(), groups[0]["params"][0].device, parts
         )
         super().__init__(groups, lr, betas, adam_eps, weight_decay, copies=copies)
+
+
+def with_options(groups: Sequence[Mapping[str, Any]], **options: Any) -> list[dict[str, Any]]:
+    """Return groups of which those with `use_muon` have Muon's options, as `muon_options` takes.
+
+    Raises InputError for groups that Muon cannot take, and for values out of range.
+    """
+    require_matrices(groups)
+    of_muon = muon_options(**options)
+    return [{**of_muon, **group} if group["use_muon"] else dict(group) for group in groups]
 
 
 def muon_options(
@@ -179,7 +187,7 @@ def muon_options(
     nesterov: bool,
     ns_coefficients: Sequence,
     ns_steps: int,
-    eps: float,
+    eps: float = 1e-7,
     scale_mode: str,
     extra_scale_factor: float,
 ) -> dict[str, Any]:

@@ -37,6 +37,8 @@ SETS = MappingProxyType(
     {"simple": (JORDAN,), "quintic": QUINTIC, "polar_express": POLAR_EXPRESS}
 )  # by Megatron's names
 
+SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
+
 
 class Peers(NamedTuple):
     """Ranks of another axis that hold parts of a matrix, which is split in dimension `dim`."""
@@ -104,14 +106,13 @@ def scale(shape: tuple[int, int], mode: str) -> float:
 
     mode: `spectral`, √max(rows, columns), with which the elements' root mean square is 1 and, times
     0.2, Adam's (Liu et al. 2025, Moonlight, section 2.2); `unit_rms_norm`, √(rows / columns);
-    `shape_scaling`, the same but at least 1; `none`, 1.
+    `shape_scaling`, the same but at least 1.
     """
     rows, columns = shape
     ratio = {
         "spectral": max(rows, columns),
         "unit_rms_norm": rows / columns,
         "shape_scaling": max(1.0, rows / columns),
-        "none": 1.0,
     }[mode]
     return float(ratio) ** 0.5
 

@@ -10,7 +10,7 @@ from zeropp.errors import InputError
 from zeropp.optim.master_weights import use_in_state_dicts
 from zeropp.optim.muon.blocks import Matrix
 from zeropp.optim.muon.matrix_step import MatrixStep, MuonOptions
-from zeropp.optim.muon.muon import MuonGroups
+from zeropp.optim.muon.muon import MuonGroups, with_options
 from zeropp.optim.offload import Offload
 from zeropp.optim.offloaded import OffloadedAdam
 from zeropp.settings.zero_config import ZeroConfig
@@ -42,11 +42,16 @@ def offloaded_muon(
     *,
     options: MuonOptions,
     parts: Mapping[Tensor, Matrix],
-    **settings: Any,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    adam_eps: float,
+    **of_muon: Any,
 ) -> OffloadedMuon:
     """Build Muon from the JSON's `offload_optimizer`, for a model that computes on `device`.
 
-    Raises InputError for delayed updates, and as `Offload` does.
+    The other arguments are those of `Muon`. Raises InputError for delayed updates, and as `Offload`
+    and `Muon` do.
     """
     if config.zeropp.delayed_param_update:
         raise InputError(
@@ -57,6 +62,9 @@ def offloaded_muon(
     offload = Offload(sharding, device, ratio=placed.ratio, pin_memory=placed.pin_memory)
     of_masters = {offload.masters[each]: matrix for each, matrix in parts.items()}
     matrices = MatrixStep(config, options, device, of_masters)
-    optimizer = OffloadedMuon(offload, groups, matrices, **settings)
+    groups = with_options(groups, **of_muon)
+    optimizer = OffloadedMuon(
+        offload, groups, matrices, lr=lr, betas=betas, eps=adam_eps, weight_decay=weight_decay
+    )
     use_in_state_dicts(sharding.model, optimizer)
     return optimizer

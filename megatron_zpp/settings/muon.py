@@ -1,0 +1,83 @@
+"""How Muon moves the matrices of blocks; where it orthogonalizes them the JSON says."""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from megatron_zpp.settings.flag import Section, flag, needs
+from zeropp.optim.muon.line import TP_MODES
+from zeropp.optim.muon.newton_schulz import SCALE_MODES, SETS
+
+NEEDS_MUON = needs("--optimizer muon", lambda c: c.optimizer.optimizer == "muon")
+# -> the numbers of products; None: bf16, or fp32 where a CPU has no instructions for it
+PRECISIONS = MappingProxyType({"medium": None, "high": torch.float32, "highest": torch.float32})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(Section):
+    """Muon: momentum of matrices, orthogonalized."""
+
+    muon_momentum: float = flag(
+        0.9,
+        "decay of the momentum",
+        minimum=0,
+        below=1,
+        same_as="optimizer.params.momentum",
+        no_effect=NEEDS_MUON,
+    )
+    muon_nesterov: bool = flag(
+        False,
+        "look ahead by one step of the momentum",
+        aliases=("muon-use-nesterov",),
+        same_as="optimizer.params.nesterov",
+        no_effect=NEEDS_MUON,
+    )
+    muon_no_split_qkv: bool = flag(
+        False,
+        "orthogonalize queries, keys and values together (default: each by itself)",
+        no_effect=NEEDS_MUON,
+    )
+    muon_scale_mode: str = flag(
+        "spectral",
+        "factor of the update: spectral √max(rows, columns), unit_rms_norm √(rows / columns), "
+        "shape_scaling the same but at least 1",
+        choices=SCALE_MODES,
+        no_effect=NEEDS_MUON,
+    )
+    muon_extra_scale_factor: float = flag(
+        1.0,
+        "a further factor; 0.2 with spectral makes updates as large as Adam's",
+        above=0,
+        no_effect=NEEDS_MUON,
+    )
+    muon_num_ns_steps: int = flag(
+        5, "Newton-Schulz iterations", minimum=1, maximum=99, no_effect=NEEDS_MUON
+    )
+    muon_coefficient_type: str = flag(
+        "quintic",
+        "coefficients of the iterations: simple, those of Jordan et al. 2024, for each; quintic "
+        "and polar_express, others for each",
+        choices=tuple(SETS),
+        no_effect=NEEDS_MUON,
+    )
+    muon_tp_mode: str = flag(
+        "blockwise",
+        "matrices split by tensor parallelism: each part by itself, all parts on each rank, or "
+        "products summed over the ranks",
+        choices=TP_MODES,
+        no_effect=NEEDS_MUON,
+    )
+    muon_scalar_optimizer: str = flag(
+        "adam",
+        "the optimizer of embeddings, output layer and vectors",
+        choices=("adam",),
+        refused={"lion": "not available: it is AdamW"},
+        no_effect=NEEDS_MUON,
+    )
+    muon_fp32_matmul_prec: str = flag(
+        "medium",
+        "precision of the iterations: medium bf16, high and highest fp32",
+        choices=tuple(PRECISIONS),
+        no_effect=NEEDS_MUON,
+    )

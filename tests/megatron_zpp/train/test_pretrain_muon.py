@@ -1,0 +1,96 @@
+"""Runs with Muon: random models on random sizes of the axes, and stops that change no digit.
+
+With whole matrices in fp32 all sizes print the numbers of one rank. Set RANDOM_MUON_RUNS to draw
+more runs than the suite does.
+"""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_zpp.train.training_runs import losses, require_equal, run
+
+RUNS = int(os.environ.get("RANDOM_MUON_RUNS", "4"))
+SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]
+ALL_THREE = {
+    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
+    "zero_quantized_gradients": True,
+}  # fmt: skip
+
+
+class Drawn:
+    """The flags of a model, of Muon, and of the ranks."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        self.tensor, self.context, self.pipe = draw.choice(SIZES)
+        self.has_experts = self.tensor == 1 and draw.random() < 0.4
+        heads = 4
+        groups = draw.choice([each for each in (1, 2, 4) if each % self.tensor == 0])
+        words = [
+            f"--num-layers {2 * self.pipe} --hidden-size {8 * draw.randint(3, 6)} --swiglu",
+            f"--num-attention-heads {heads} --num-query-groups {groups} --disable-bias-linear",
+            f"--ffn-hidden-size {4 * draw.randint(3, 12)} --seq-length {8 * draw.randint(1, 3)}",
+            "--position-embedding-type rope --normalization RMSNorm --init-method-std 0.1",
+            "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --train-iters 4",
+            f"--global-batch-size {4 * draw.randint(1, 2)} --lr 1e-2 --optimizer muon",
+            f"--vocab-size {draw.randint(20, 60)} --muon-fp32-matmul-prec highest",
+            draw.choice(["", "--muon-nesterov"]),
+            draw.choice(["", "--muon-no-split-qkv"]),
+            draw.choice(["", "--decoupled-lr 3e-3"]),
+            draw.choice(["", "--clip-grad 0.1"]),
+            f"--muon-scale-mode {draw.choice(['spectral', 'unit_rms_norm', 'shape_scaling'])}",
+            f"--muon-extra-scale-factor 0.2 --muon-momentum {draw.choice([0.5, 0.9])}",
+        ]
+        if self.has_experts:
+            words.append("--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 12")
+        self.model = " ".join(words) + " "
+
+    def ranks(self, folder: Path, zero: dict | None = None, **zeropp: object) -> str:
+        """The flags of the ranks, with a JSON in `folder`."""
+        draw = self.draw
+        if zero is None:
+            zero = {"stage": draw.randint(0, 3)}
+            if zero["stage"] and draw.random() < 0.3:
+                zero["offload_optimizer"] = {"device": "cpu"}
+        zeropp = {"ranks_per_node": 2, "muon_blocks": "whole"} | zeropp
+        path = folder / "zeropp.json"
+        path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
+        words = [
+            f"--tensor-model-parallel-size {self.tensor} --deepspeed_config {path}",
+            f"--context-parallel-size {self.context} --pipeline-model-parallel-size {self.pipe}",
+            f"--muon-tp-mode {draw.choice(['duplicated', 'distributed'])}",
+            draw.choice(["", "--recompute-granularity full"]),
+        ]
+        return " ".join(words)
+
+
+@pytest.mark.parametrize("seed", range(RUNS))
+def test_whole_matrices_give_the_numbers_of_one_rank(seed: int, tmp_path: Path) -> None:
+    """It stops after two iterations, and goes on with other ZeRO settings."""
+    drawn = Drawn(seed)
+    expected = run(1, drawn.model, tmp_path)
+    log = ""
+    for flags in (f"--save {tmp_path}/saved --exit-interval 2", f"--load {tmp_path}/saved"):
+        how = drawn.ranks(tmp_path)
+        print(drawn.model, how, (tmp_path / "zeropp.json").read_text())
+        log += run(4, f"{drawn.model} {how} {flags}", tmp_path)
+    require_equal(log, expected)
+
+
+@pytest.mark.parametrize("seed", range(RUNS // 2))
+def test_with_zeropp_a_stop_changes_no_digit(seed: int, tmp_path: Path) -> None:
+    """Blocks of nodes, and whole matrices, quantized, in every third step."""
+    drawn = Drawn(1000 + seed)
+    every = {"muon_blocks": "node", "muon_whole_every": 3, "weight_steps": drawn.pipe == 1}
+    zero = ALL_THREE if drawn.tensor * drawn.context * drawn.pipe == 1 else {"stage": 3}
+    every["weight_steps"] = zero is ALL_THREE
+    flags = f"{drawn.model} {drawn.ranks(tmp_path, zero, **every)} --bf16"
+    print(flags, (tmp_path / "zeropp.json").read_text())
+    straight = losses(run(4, flags, tmp_path))
+    first = run(4, f"{flags} --save {tmp_path}/saved --exit-interval 2", tmp_path)
+    second = run(4, f"{flags} --load {tmp_path}/saved", tmp_path)
+    assert losses(first) + losses(second) == straight != []
