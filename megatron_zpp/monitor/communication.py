@@ -1,22 +1,27 @@
 """What the nodes sent for training steps: the byte counts of all ranks, beside two formulas.
 
-Weights, gradients, and the activations that ranks sharing samples send each other, in training
-steps only. What evaluation and generation send is left out: it comes at other times than steps do,
-and would hide what a step costs.
+Weights, gradients, momentum that Muon orthogonalizes, and the activations that ranks sharing
+samples send each other, in training steps only. What evaluation and generation send is left out: it
+comes at other times than steps do, and would hide what a step costs.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.peers import AXES
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
+from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
+from zeropp.optim.muon.muon import MuonGroups
 from zeropp.wire.traffic import HOPS, PURPOSES, CodedMessages
 
-ALL_PURPOSES = (*PURPOSES, *AXES)
+OTHERS = (OPTIMIZER, *AXES)  # named where they are in use
+ALL_PURPOSES = (*PURPOSES, *OTHERS)
 KEYS = tuple((purpose, hop) for purpose in ALL_PURPOSES for hop in HOPS)
 ACROSS_NODES, IN_NODE = "across_nodes", "in_node"
 MIB = 2**20
@@ -50,9 +55,9 @@ class Communication:
 
     @property
     def purposes(self) -> tuple[str, ...]:
-        """The purposes of messages: weights, gradients, and the other axes in use."""
-        axes = [axis for axis in AXES if any(self.expected[axis, hop] for hop in HOPS)]
-        return (*PURPOSES, *axes)
+        """The purposes of messages: weights, gradients, and the others in use."""
+        others = [each for each in OTHERS if any(self.expected[each, hop] for hop in HOPS)]
+        return (*PURPOSES, *others)
 
     def line(self) -> str:
         """A log line in Megatron's style: bytes across nodes, in all and by purpose, and within."""
@@ -82,16 +87,22 @@ class CommunicationMeter:
     `take` and `summary_rows` are collectives: all ranks call them.
     """
 
-    def __init__(self, config: Config, sharding: Sharding, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: Config,
+        sharding: Sharding,
+        ranks: Ranks,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         self._config, self._sharding, self._ranks = config, sharding, ranks
+        self._muon = optimizer if isinstance(optimizer, MuonGroups) else None
         self._formulas: dict[int, tuple[Counter, Counter]] = {}
         self._rank_interval, self._node_total = Communication(), Communication()
         self.forecast = Counter()  # what `expected_on_node` returned last
 
     def begin_step(self) -> None:
         """Discard what was sent since the last step."""
-        self._sharding.traffic.take()
-        self._ranks.activations.take()
+        self._take()
 
     def end_step(self, num_micro_batches: int) -> None:
         """Count what this rank sent since `begin_step`.
@@ -101,8 +112,7 @@ class CommunicationMeter:
         expected, plain = self._formula(num_micro_batches)
         if not expected:
             return
-        sent = Counter(self._sharding.traffic.take())
-        sent.update(self._ranks.activations.take())
+        sent = self._take()
         self._rank_interval += Communication(
             steps=1,
             sent=sent,
@@ -114,7 +124,7 @@ class CommunicationMeter:
     def expected_on_node(self, num_micro_batches: int) -> Counter:
         """Return what a node will send per step, the mean of all; a collective."""
         expected = Counter(self._sharding.expected_traffic(num_micro_batches, typical=True))
-        expected.update(self._activations(num_micro_batches))
+        expected.update(self._beside(num_micro_batches))
         (mean,), _ = self._on_node([expected])
         self.forecast = Counter({key: mean[key] for key in KEYS if key[0] in PURPOSES or mean[key]})
         return self.forecast
@@ -177,17 +187,31 @@ class CommunicationMeter:
             if sharding.stage > 0 and sharding.num_ranks > 1:
                 expected.update(sharding.expected_traffic(num_micro_batches))
                 plain.update(sharding.plain_traffic(num_micro_batches))
-            activations = self._activations(num_micro_batches)
-            expected.update(activations)
-            plain.update(activations)
+            beside = self._beside(num_micro_batches)
+            expected.update(beside)
+            plain.update(beside)
             self._formulas[num_micro_batches] = expected, plain
         return self._formulas[num_micro_batches]
 
-    def _activations(self, num_micro_batches: int) -> dict[tuple[str, str], int]:
+    def _take(self) -> Counter:
+        """Return what this rank sent since this was last called."""
+        sent = Counter(self._sharding.traffic.take())
+        sent.update(self._ranks.activations.take())
+        if self._muon is not None:
+            sent.update(self._muon.traffic.take())
+        return sent
+
+    def _beside(self, num_micro_batches: int) -> Counter:
+        """Return what is expected of activations and of the optimizer."""
+        expected: Counter = Counter()
         has_other_axes = self._ranks.num_replicas < self._ranks.num_ranks
-        if not (has_other_axes or self._config.model.has_experts):
-            return {}
-        return activation_traffic(self._config, self._ranks, self._sharding, num_micro_batches)
+        if has_other_axes or self._config.model.has_experts:
+            expected.update(
+                activation_traffic(self._config, self._ranks, self._sharding, num_micro_batches)
+            )
+        if self._muon is not None:
+            expected.update(self._muon.expected_traffic())
+        return expected
 
 
 def sum_over(num_bytes: Counter, hop: str) -> float:

@@ -1,4 +1,4 @@
-"""Norms of Adam's moments and of the weights, for `--log-optimizer-states-to-tensorboard`."""
+"""Norms of an optimizer's state and of the weights, `--log-optimizer-states-to-tensorboard`."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from zeropp.checkpoint.state_tensors import settle
+from zeropp.optim.muon.matrix_step import MOMENTUM
 from zeropp.optim.step_or_skip import local_part
 
 MOMENTS = {"variance": "exp_avg_sq", "momentum": "exp_avg"}
@@ -59,6 +60,8 @@ def _tensors(
     for kind, name in MOMENTS.items():
         if name in state:
             yield kind, state[name]
+    if MOMENTUM in state:
+        yield "momentum", state[MOMENTUM]
     if MOMENTS["variance"] in state:
         yield "variance_sqrt", local_part(state[MOMENTS["variance"]]).double().sqrt()
 

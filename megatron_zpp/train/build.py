@@ -11,7 +11,7 @@ import torch
 from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.interchange.pretrained_model import lora_summary
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.monitor.communication import CommunicationMeter, size
+from megatron_zpp.monitor.communication import COUNTS, CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
@@ -37,11 +37,12 @@ from megatron_zpp.train.trainer import Trainer
 from zeropp import LossScaler, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
+from zeropp.optim.muon.muon import MuonGroups, moments_per_weight
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.grid import find_nodes
 from zeropp.wire.route import require_fit
 
-FP32_BYTES, MOMENTS = 4, 2  # Adam has two moments of each weight
+FP32_BYTES = 4
 
 log = logging.getLogger("megatron_zpp")
 
@@ -80,7 +81,7 @@ def build_run(
         scaler=scaler,
         schedules=starting_point.schedules,
         counters=starting_point.counters,
-        communication=CommunicationMeter(config, sharding, ranks),
+        communication=CommunicationMeter(config, sharding, ranks, optimizer),
     )
     saver = Saver(
         trainer=trainer,
@@ -177,6 +178,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     )
     share = "ranks" if ranks.num_replicas == ranks.num_ranks else "replicas"
     threads = torch.get_num_threads()
+    optimizer = config.optimizer.optimizer.title()
     compute_dtype = str(sharding.compute_dtype).removeprefix("torch.")
     sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
     return [
@@ -192,7 +194,10 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ),
         ("length", length_of(run)),
         ("checkpoints", checkpoints_of(run)),
-        ("precision", f"{compute_dtype}, weights and Adam in float32"),
+        (
+            "precision",
+            f"{compute_dtype}, weights and {optimizer} in float32",
+        ),
         ("device", f"{ranks.device}, {threads} thread{'s' * (threads > 1)}"),
         *(matmul_rate_rows(run.metrics.matmul_rate) if config.log.log_throughput else []),
         *(parallel_rows(ranks) if ranks.num_replicas < ranks.num_ranks else []),
@@ -200,6 +205,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         *([("plan", run.step_watch.expected)] if run.step_watch else []),
         ("ZeRO stage", sharding.stage),
         *(offload_rows(config) if config.zero.offloads_optimizer else []),
+        *(muon_rows(run) if isinstance(run.trainer.optimizer, MuonGroups) else []),
         *sharding.describe(micro_batches, trainer.communication.expected_on_node(micro_batches)),
     ]
 
@@ -223,7 +229,8 @@ def checkpoints_of(run: Run) -> str:
         return "none: --save FOLDER saves them"
     trained = run.trainer.sharding.model.num_parameters(trained_only=True)
     frozen = run.trainer.sharding.model.num_parameters() - trained
-    num_bytes = FP32_BYTES * trained * (1 if options.no_save_optim else 1 + MOMENTS)
+    moments = 0 if options.no_save_optim else moments_per_weight(run.trainer.optimizer)
+    num_bytes = FP32_BYTES * trained * (1 + moments)
     if not run.config.zero.stores_frozen:
         num_bytes += FP32_BYTES * frozen
     if run.config.zero.zeropp.weight_steps:
@@ -309,6 +316,22 @@ def offload_rows(config: Config) -> list[tuple[str, str]]:
     if config.zero.offloads_weights:
         text += "\nand the shards, fetched for each use"
     return [("optimizer", text)]
+
+
+def muon_rows(run: Run) -> list[tuple[str, str]]:
+    """A row that says which matrices are orthogonalized where, and what that costs a rank."""
+    optimizer: MuonGroups = run.trainer.optimizer
+    options, matrices = optimizer.matrices.options, optimizer.muon_parameters
+    share = sum(each.numel() for each in matrices) / sum(
+        each.numel() for group in optimizer.param_groups for each in group["params"]
+    )
+    where = {"node": "rows of a node", "rank": "rows of a rank", "whole": "all rows"}
+    text = f"Muon for {share:.0%} of the weights, {where[options.blocks]} together"
+    if options.whole_every is not None:
+        text += f", all in every {options.whole_every} steps"
+    return [
+        ("optimizer", f"{text}\n{size(optimizer.flops(), COUNTS)} operations of a rank in a step")
+    ]
 
 
 def matmul_rate_rows(rate: MatmulRate) -> list[tuple[str, str]]:

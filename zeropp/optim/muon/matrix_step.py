@@ -141,6 +141,18 @@ class MatrixStep:
                     expected[PURPOSE, hop] += num_bytes * shares[blocks]
         return expected
 
+    def flops(self, parameters: Sequence[Tensor]) -> int:
+        """Return the operations of this rank's blocks in a step that takes the rows of `blocks`."""
+        by_line: dict[Line, list[Matrix]] = {}
+        for parameter in parameters:
+            by_line.setdefault(self.line(parameter), []).append(self.matrix(parameter))
+        total = 0
+        for line, matrices in by_line.items():
+            place = line.hop(self.options.blocks).members.index(line.position)
+            rounds = line.rounds(matrices, self.options.blocks)
+            total += sum(b.work for blocks in rounds for b in blocks if b.owner == place)
+        return total
+
     def line(self, parameter: Tensor) -> Line:
         """Return the ranks that hold the rows of a parameter."""
         if parameter not in self._lines:

@@ -67,10 +67,17 @@ class MuonGroups(FusedAdam):
 
     def expected_traffic(self) -> Mapping[tuple[str, str], float]:
         """Return the bytes this rank sends per step, by (purpose, hop)."""
+        return self.matrices.expected_traffic(self.muon_parameters)
+
+    def flops(self) -> int:
+        """Return the operations of this rank's Newton-Schulz iterations in a step."""
+        return self.matrices.flops(self.muon_parameters)
+
+    @property
+    def muon_parameters(self) -> list[Tensor]:
+        """The matrices that Muon moves."""
         groups = (group for group in self.param_groups if group.get("use_muon"))
-        return self.matrices.expected_traffic(
-            [each for group in groups for each in group["params"]]
-        )
+        return [each for group in groups for each in group["params"]]
 
     @property
     def traffic(self) -> Traffic:
@@ -79,12 +86,7 @@ class MuonGroups(FusedAdam):
 
     def _take_loaded(self, parameter: Tensor, entries: dict[str, Any]) -> None:
         """Take a loaded state; momentum starts anew where another optimizer saved its own."""
-        is_muon = any(
-            parameter is each
-            for group in self.param_groups
-            if group.get("use_muon")
-            for each in group["params"]
-        )
+        is_muon = any(parameter is each for each in self.muon_parameters)
         if is_muon and MOMENTUM in entries:
             count = float(entries.get("step", 0))
             entries["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
@@ -169,6 +171,14 @@ class Muon(MuonGroups):
             config or ZeroConfig(), options or MuonOptions(), groups[0]["params"][0].device, parts
         )
         super().__init__(groups, lr, betas, adam_eps, weight_decay, copies=copies)
+
+
+def moments_per_weight(optimizer: torch.optim.Optimizer) -> float:
+    """Return how many numbers of state an optimizer, Adam or Muon, has for a weight, on average."""
+    groups = optimizer.param_groups
+    sizes = [sum(each.numel() for each in group["params"]) for group in groups]
+    moments = [1 if group.get("use_muon") else 2 for group in groups]
+    return sum(a * b for a, b in zip(sizes, moments, strict=True)) / sum(sizes)
 
 
 def with_options(groups: Sequence[Mapping[str, Any]], **options: Any) -> list[dict[str, Any]]:
