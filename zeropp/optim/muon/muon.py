@@ -42,7 +42,6 @@ class MuonGroups(FusedAdam):
 
     def _apply(self, updates: Sequence[Update], factor: Tensor | None) -> None:
         if factor is not None and not math.isfinite(factor.item()):
-            self._counted.clear()
             return
         super()._apply(updates, factor)
         trained = [
