@@ -9,7 +9,6 @@ from megatron_zpp.model.lora import is_adapter
 from megatron_zpp.recipe.apex import Apex, ApexAdam
 from megatron_zpp.recipe.matrix_parts import matrix_parts
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.muon import PRECISIONS
 from zeropp import Sharding
 from zeropp.optim.adam import fastest_adamw
 from zeropp.optim.muon.matrix_step import MuonOptions
@@ -55,13 +54,8 @@ def _build_muon(
 ) -> torch.optim.Optimizer:
     """Build Muon for matrices of blocks, and AdamW for the rest."""
     muon, zero = config.muon, config.zero
-    options = MuonOptions(
-        blocks=zero.zeropp.muon_blocks,
-        whole_every=zero.zeropp.muon_whole_every,
-        tp_mode=muon.muon_tp_mode,
-        quantizes=zero.zero_optimization.zero_quantized_gradients,
-        dtype=PRECISIONS[muon.muon_fp32_matmul_prec],
-    )
+    dtype = None if muon.muon_fp32_matmul_prec == "medium" else torch.float32
+    options = MuonOptions.of(zero, tp_mode=muon.muon_tp_mode, dtype=dtype)
     adam = adam_settings(config)
     adam["adam_eps"] = adam.pop("eps")
     settings = adam | {

@@ -23,9 +23,10 @@ from zeropp.deepspeed.engine import Engine
 from zeropp.deepspeed.fp32_weights import use_fp32_weights
 from zeropp.deepspeed.ops import adam
 from zeropp.deepspeed.parameter_values import has_engine
+from zeropp.deepspeed.runtime.named_optimizer import named_optimizer, parameters_in
 from zeropp.deepspeed.sample_stream import SamplesOfRank
 from zeropp.errors import InputError
-from zeropp.optim.adam import FusedAdam, fastest_adamw
+from zeropp.optim.adam import FusedAdam
 from zeropp.optim.cpu_adam import CPUAdam
 from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.offloaded import offloaded_adamw
@@ -44,7 +45,6 @@ from zeropp.sharding.sharding import Sharding
 
 AXIS = "fsdp"  # by this name PEFT knows that a sharded layer computes with full weights
 OFFLOADABLE = (torch.optim.AdamW, torch.optim.Adam, FusedAdam, CPUAdam)
-JSON_LR = 1e-3  # DeepSpeed's default if the JSON names an optimizer without a rate
 
 log = logging.getLogger("zeropp")
 
@@ -89,7 +89,7 @@ def initialize(
     require_same_model(model, mesh, caller="zeropp.initialize", with_buffers=True)
     copy_from_first_rank(model, mesh.get_group(), device)
     held = parameters or getattr(optimizer, "param_groups", ())
-    use_fp32_weights(model, _parameters_in(held), zero.compute_format)
+    use_fp32_weights(model, parameters_in(held), zero.compute_format)
     sharding = shard(model, mesh, zero)
     _require_memory(model)
     if not sharding.units:
@@ -250,7 +250,7 @@ def _build_optimizer(
                 f"made a {type(result).__name__}"
             )
         return result
-    return _named_optimizer(zero, parameters)
+    return named_optimizer(zero, parameters, model if chosen is None else None)
 
 
 def _compare(optimizer: torch.optim.Optimizer, chosen: list | None) -> None:
@@ -258,8 +258,8 @@ def _compare(optimizer: torch.optim.Optimizer, chosen: list | None) -> None:
 
     Raises InputError if the optimizer has others, too.
     """
-    held = {*map(id, _parameters_in(optimizer.param_groups))}
-    given = held if chosen is None else {*map(id, _parameters_in(chosen))}
+    held = {*map(id, parameters_in(optimizer.param_groups))}
+    given = held if chosen is None else {*map(id, parameters_in(chosen))}
     if not held <= given:
         raise InputError(
             "model_parameters are not those of the optimizer that is given too: leave them out"
@@ -271,32 +271,6 @@ def _compare(optimizer: torch.optim.Optimizer, chosen: list | None) -> None:
             len(held),
             len(given - held),
         )
-
-
-def _named_optimizer(zero: ZeroConfig, parameters: list[Any]) -> torch.optim.Optimizer:
-    """Return the optimizer that the JSON names, ours or torch's, on parameters or groups."""
-    kind, settings = zero.optimizer.type, zero.optimizer.arguments()
-    if kind in ("Adam", "AdamW"):
-        settings = {
-            "lr": JSON_LR,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-        } | settings
-        return fastest_adamw(
-            parameters,
-            torch_on_cpu=settings.pop("torch_adam"),
-            kind=adam.FusedAdam,
-            **settings,
-        )
-    if not hasattr(torch.optim, kind):
-        raise InputError(
-            f'optimizer.type = "{kind}": PyTorch {torch.__version__} has no torch.optim.{kind}; '
-            "give zeropp.initialize an optimizer of that kind, or name another one"
-        )
-    are_sharded = {isinstance(parameter, DTensor) for parameter in _parameters_in(parameters)}
-    one_by_one = {"foreach": False} if len(are_sharded) == 2 else {}
-    return getattr(torch.optim, kind)(parameters, **settings, **one_by_one)
 
 
 def _offload_optimizer(
@@ -339,14 +313,6 @@ def _offload_optimizer(
     optimizer.param_groups = offloaded.param_groups
     optimizer._opt_called = True  # schedules check this to warn about a missing optimizer step
     return offloaded
-
-
-def _parameters_in(parameters_or_groups: Iterable[Any]) -> list[Any]:
-    """Return all parameters, without the names that `named_parameters` puts before them."""
-    items = []
-    for item in parameters_or_groups:
-        items += item["params"] if isinstance(item, Mapping) else [item]
-    return [item[1] if isinstance(item, tuple) else item for item in items]
 
 
 def _build_schedule(

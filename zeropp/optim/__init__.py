@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeropp.optim.adam import FusedAdam
     from zeropp.optim.cpu_adam import CPUAdam
+    from zeropp.optim.muon.muon import Muon
 
-__all__ = ["CPUAdam", "FusedAdam"]
+__all__ = ["CPUAdam", "FusedAdam", "Muon"]
 
-_MODULES = MappingProxyType({"CPUAdam": "zeropp.optim.cpu_adam", "FusedAdam": "zeropp.optim.adam"})
+_MODULES = MappingProxyType(
+    {
+        "CPUAdam": "zeropp.optim.cpu_adam",
+        "FusedAdam": "zeropp.optim.adam",
+        "Muon": "zeropp.optim.muon.muon",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,14 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
 from zeropp.optim.muon.blocks import Matrix, Round, plan_rounds, shard_rows
+from zeropp.optim.muon.names import BLOCKWISE, DUPLICATED, NODE, RANK, WHOLE
 from zeropp.optim.muon.newton_schulz import Peers
 from zeropp.optim.step_or_skip import local_part
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import find_nodes_of
 from zeropp.wire.route import Hop, Nodes
 
-NODE, RANK, WHOLE = BLOCKS = ("node", "rank", "whole")
-BLOCKWISE, DUPLICATED, DISTRIBUTED = TP_MODES = ("blockwise", "duplicated", "distributed")
 MODEL_AXES = frozenset({"tensor", "tp", "expert", "ep"})  # of meshes, besides those of data
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from zeropp.optim.muon.blocks import Block, Matrix, Round, Run
 from zeropp.optim.muon.exchange import PURPOSE, Exchange, Tensors
-from zeropp.optim.muon.line import NODE, WHOLE, Line, line_of, matrix_of, peers_of, require_rows
+from zeropp.optim.muon.line import Line, line_of, matrix_of, peers_of, require_rows
+from zeropp.optim.muon.names import BLOCKWISE, NODE, WHOLE
 from zeropp.optim.muon.newton_schulz import Peers, orthogonalize, scale
 from zeropp.optim.step_or_skip import local_part
 from zeropp.settings.zero_config import ZeroConfig
@@ -38,9 +39,19 @@ class MuonOptions:
 
     blocks: str = NODE
     whole_every: int | None = None
-    tp_mode: str = "blockwise"
+    tp_mode: str = BLOCKWISE
     quantizes: bool = False
     dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, config: ZeroConfig, **others: Any) -> "MuonOptions":
+        """Return the options of a JSON, and others."""
+        return cls(
+            blocks=config.zeropp.muon_blocks,
+            whole_every=config.zeropp.muon_whole_every,
+            quantizes=config.zero_optimization.zero_quantized_gradients,
+            **others,
+        )
 
     def blocks_at(self, step: int) -> str:
         """Return which rows are orthogonalized together in a step, counted from 1."""

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp.optim.muon.names import COEFFICIENT_TYPES
+
 Coefficients = tuple[float, float, float]
 JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)
 QUINTIC = (  # Cesista 2025, for five iterations
@@ -34,10 +36,8 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, arXiv:2505.16932; the last one is repeat
     (1.8648, -1.2224, 0.3577),
 )
 SETS = MappingProxyType(
-    {"simple": (JORDAN,), "quintic": QUINTIC, "polar_express": POLAR_EXPRESS}
-)  # by Megatron's names
-
-SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
+    dict(zip(COEFFICIENT_TYPES, ((JORDAN,), QUINTIC, POLAR_EXPRESS), strict=True))
+)
 
 
 class Peers(NamedTuple):

@@ -1,17 +1,11 @@
 """How Muon moves the matrices of blocks; where it orthogonalizes them the JSON says."""
 
 from dataclasses import dataclass
-from types import MappingProxyType
-
-import torch
 
 from megatron_zpp.settings.flag import Section, flag, needs
-from zeropp.optim.muon.line import TP_MODES
-from zeropp.optim.muon.newton_schulz import SCALE_MODES, SETS
+from zeropp.optim.muon.names import COEFFICIENT_TYPES, SCALE_MODES, TP_MODES
 
 NEEDS_MUON = needs("--optimizer muon", lambda c: c.optimizer.optimizer == "muon")
-# -> the numbers of products; None: bf16, or fp32 where a CPU has no instructions for it
-PRECISIONS = MappingProxyType({"medium": None, "high": torch.float32, "highest": torch.float32})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +52,7 @@ class MuonConfig(Section):
         "quintic",
         "coefficients of the iterations: simple, those of Jordan et al. 2024, for each; quintic "
         "and polar_express, others for each",
-        choices=tuple(SETS),
+        choices=COEFFICIENT_TYPES,
         no_effect=NEEDS_MUON,
     )
     muon_tp_mode: str = flag(
@@ -78,6 +72,6 @@ class MuonConfig(Section):
     muon_fp32_matmul_prec: str = flag(
         "medium",
         "precision of the iterations: medium bf16, high and highest fp32",
-        choices=tuple(PRECISIONS),
+        choices=("medium", "high", "highest"),
         no_effect=NEEDS_MUON,
     )

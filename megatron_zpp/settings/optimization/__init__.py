@@ -1,0 +1,1 @@
+"""How weights are updated: number formats, optimizers, schedules, and what is computed twice."""

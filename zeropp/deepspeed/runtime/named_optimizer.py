@@ -1,0 +1,69 @@
+"""The optimizer that the JSON names."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeropp.deepspeed.ops import adam
+from zeropp.errors import InputError
+from zeropp.optim.adam import fastest_adamw
+from zeropp.optim.muon.matrix_step import MuonOptions
+from zeropp.optim.muon.muon import Muon
+from zeropp.settings.zero_config import ZeroConfig
+
+JSON_LR = 1e-3  # DeepSpeed's default if the JSON names an optimizer without a rate
+
+
+def named_optimizer(
+    zero: ZeroConfig, parameters: list[Any], model: nn.Module | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer that the JSON names, ours or torch's, on parameters or groups.
+
+    model: that which they are all trained parameters of, if they are. Raises InputError for one
+    that PyTorch does not have, and for parameters that Muon cannot take.
+    """
+    if zero.optimizer.type == "Muon":
+        return _muon(zero, parameters if model is None else model)
+    kind, settings = zero.optimizer.type, zero.optimizer.arguments()
+    if kind in ("Adam", "AdamW"):
+        settings = {
+            "lr": JSON_LR,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+        } | settings
+        return fastest_adamw(
+            parameters,
+            torch_on_cpu=settings.pop("torch_adam"),
+            kind=adam.FusedAdam,
+            **settings,
+        )
+    if not hasattr(torch.optim, kind):
+        raise InputError(
+            f'optimizer.type = "{kind}": PyTorch {torch.__version__} has no torch.optim.{kind}; '
+            "give zeropp.initialize an optimizer of that kind, or name another one"
+        )
+    are_sharded = {isinstance(parameter, DTensor) for parameter in parameters_in(parameters)}
+    one_by_one = {"foreach": False} if len(are_sharded) == 2 else {}
+    return getattr(torch.optim, kind)(parameters, **settings, **one_by_one)
+
+
+def _muon(zero: ZeroConfig, params: nn.Module | list[Any]) -> Muon:
+    """Return Muon for a model, or for groups of parameters with `use_muon`."""
+    settings = {"lr": JSON_LR, "weight_decay": 0.0} | zero.optimizer.arguments()
+    if "eps" in settings:
+        settings["adam_eps"] = settings.pop("eps")
+    if not isinstance(params, nn.Module):
+        params = [each if isinstance(each, Mapping) else {"params": [each]} for each in params]
+    return Muon(params, config=zero, options=MuonOptions.of(zero), **settings)
+
+
+def parameters_in(parameters_or_groups: Iterable[Any]) -> list[Any]:
+    """Return all parameters, without the names that `named_parameters` puts before them."""
+    items = []
+    for item in parameters_or_groups:
+        items += item["params"] if isinstance(item, Mapping) else [item]
+    return [item[1] if isinstance(item, tuple) else item for item in items]
