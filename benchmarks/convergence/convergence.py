@@ -36,9 +36,9 @@ from benchmarks.convergence.convergence_rank import train_as_ordered
 from benchmarks.convergence.variants import (
     BASELINE,
     FLAGS,
-    FLAGS_OF,
     SPIKE,
     SPIKE_FACTOR,
+    USUAL,
     VARIANTS,
     Recipe,
 )
@@ -239,8 +239,8 @@ BENCHMARK = Benchmark(
     flags=(
         Flag(
             "--variants",
-            tuple(name for name in VARIANTS if name not in FLAGS_OF),
-            "; ".join(f"{name}: {meaning}" for name, meaning in VARIANTS.items()),
+            USUAL,
+            "; ".join(f"{name}: {variant.meaning}" for name, variant in VARIANTS.items()),
             choices=tuple(VARIANTS),
         ),
         Flag("--seeds", (1, 2, 3), "the same for every variant"),

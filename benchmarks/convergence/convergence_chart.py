@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 from benchmarks.convergence.comparison import TARGET, WINDOW, Curves
@@ -22,7 +23,7 @@ def draw(curves: Sequence[Curves], path: Path, title: str) -> None:
     figure = Figure(figsize=SIZE, layout="constrained")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     dots = {"marker": "o", "markersize": 4}
-    for curve, colour in zip(curves, COLOURS, strict=False):
+    for curve, colour in zip(curves, cycle(COLOURS), strict=False):
         losses.plot(*_xy(curve.training), color=colour, linewidth=1.2, label=curve.variant)
         losses.plot(*_xy(curve.held_out), color=colour, linestyle="none", **dots)
         if curve.variant == BASELINE:

@@ -1,14 +1,14 @@
 """The variants of a convergence comparison, and what all of its runs share.
 
-Variants differ only in their ZeRO++ settings, and `int8-tokens` in a flag of experts. Model, text,
-order of the samples and learning rate follow from the recipe and the seed, so variants are compared
-seed by seed.
+Variants differ in their ZeRO++ settings, those of Muon in the optimizer, and `int8-tokens` in a
+flag of experts. Model, text, order of the samples and learning rate follow from the recipe and the
+seed, so variants are compared seed by seed.
 """
 
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from benchmarks.shared.zero_json import zero_json
@@ -29,20 +29,67 @@ FLAGS = (
 
 
 BASELINE = "baseline"
-VARIANTS: Mapping[str, str] = MappingProxyType(
-    {  # name -> meaning
-        BASELINE: "ZeRO stage 3, nothing quantized",
-        "qwz": "weights in INT8",
-        "hpz": "a secondary copy of the weights in each node",
-        "qgz": "gradients in INT8 then INT4",
-        "zeropp": "all three",
-        "zeropp-4-4": "all three, gradients in INT4 in both hops",
-        "code-steps": "all three, weights as changes of their codes, all coded",
-        "code-steps-int3": "the same, gradients in INT8 then INT3",
-        "int8-tokens": "nothing quantized but rows that cross nodes towards experts, in INT8",
+# With the factor, updates are as large as Adam's, so that learning rate and decay serve both.
+MUON = (
+    "--optimizer muon --muon-nesterov --muon-momentum 0.95 --muon-coefficient-type simple "
+    "--muon-extra-scale-factor 0.2"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What differs from the baseline: settings by a name of `zero_json`, flags, further keys."""
+
+    meaning: str
+    zero: str = "zero3"
+    flags: str = ""
+    zeropp: Mapping[str, object] = field(default_factory=dict)
+
+
+def _muon_variants() -> dict[str, Variant]:
+    """Return variants of Muon: where it orthogonalizes, without and with all of ZeRO++."""
+    where = {
+        "muon": ("rows of a node", {}),
+        "muon-whole": ("whole matrices", {"muon_blocks": "whole"}),
+        "muon-every-5": ("rows of a node, in every fifth step whole", {"muon_whole_every": 5}),
+    }
+    variants = {}
+    for name, (meaning, keys) in where.items():
+        variants[name] = Variant(meaning=f"Muon, {meaning}", flags=MUON, zeropp=keys)
+        for zero in ("code-steps", "code-steps-int3"):
+            variants[f"{name}-{zero}"] = Variant(
+                meaning=f"Muon, {meaning}; {zero}", flags=MUON, zeropp=keys, zero=zero
+            )
+    return variants
+
+
+VARIANTS: Mapping[str, Variant] = MappingProxyType(
+    {
+        BASELINE: Variant(meaning="ZeRO stage 3, nothing quantized"),
+        "qwz": Variant(meaning="weights in INT8", zero="qwz"),
+        "hpz": Variant(meaning="a secondary copy of the weights in each node", zero="hpz"),
+        "qgz": Variant(meaning="gradients in INT8 then INT4", zero="qgz"),
+        "zeropp": Variant(meaning="all three", zero="zeropp"),
+        "zeropp-4-4": Variant(
+            meaning="all three, gradients in INT4 in both hops", zero="zeropp-4-4"
+        ),
+        "code-steps": Variant(
+            meaning="all three, weights as changes of their codes, all coded", zero="code-steps"
+        ),
+        "code-steps-int3": Variant(
+            meaning="the same, gradients in INT8 then INT3", zero="code-steps-int3"
+        ),
+        "int8-tokens": Variant(
+            meaning="nothing quantized but rows that cross nodes towards experts, in INT8",
+            flags="--moe-dispatch-bits 8",
+        ),
+        **_muon_variants(),
     }
 )
-FLAGS_OF: Mapping[str, str] = MappingProxyType({"int8-tokens": "--moe-dispatch-bits 8"})
+# Those that run unless others are named.
+USUAL = (
+    "baseline", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "code-steps", "code-steps-int3",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +119,7 @@ class Recipe:
             )
         words = [
             *self.flags.split(),
-            *FLAGS_OF.get(variant, "").split(),
+            *VARIANTS[variant].flags.split(),
             "--train-iters",
             str(self.steps),
             "--seed",
@@ -88,4 +135,7 @@ class Recipe:
 
     def zero(self, name: str) -> dict:
         """DeepSpeed's JSON of a variant."""
-        return zero_json("zero3" if name in (BASELINE, *FLAGS_OF) else name, self.ranks_per_node)
+        variant = VARIANTS[name]
+        content = zero_json(variant.zero, self.ranks_per_node)
+        content["zeropp"] |= variant.zeropp
+        return content

@@ -21,7 +21,7 @@ from benchmarks.convergence.comparison import (
 from benchmarks.convergence.convergence import add_run, read_runs, train_missing
 from benchmarks.convergence.convergence_chart import COLOURS, draw
 from benchmarks.convergence.convergence_rank import SpikedLearningRate
-from benchmarks.convergence.variants import BASELINE, VARIANTS, Recipe
+from benchmarks.convergence.variants import BASELINE, USUAL, VARIANTS, Recipe
 from benchmarks.shared.charts import require_matplotlib
 from benchmarks.shared.rank_launch import RanksFailed
 from zeropp.errors import InputError
@@ -116,7 +116,7 @@ def test_bits_are_averaged_over_the_seeds():
 def test_curves_are_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
     runs = {variant: {1: result_of(5.0 + number / 100)} for number, variant in enumerate(VARIANTS)}
-    assert len(COLOURS) == len(VARIANTS)
+    assert len(COLOURS) >= len(USUAL)
     drawn = curves(runs)
     assert drawn[1].held_out_difference[-1] == (40, pytest.approx(0.002))
     draw(drawn, tmp_path / "curves.png", "a title")
@@ -125,8 +125,10 @@ def test_curves_are_drawn(tmp_path):
 
 def test_variants_differ_in_zeropp_alone():
     configs = {variant: RECIPE.config(variant, seed=7) for variant in VARIANTS}
-    for config in configs.values():
-        assert replace(config, zero=configs[BASELINE].zero) == configs[BASELINE]
+    for variant, config in configs.items():
+        adam = {name: getattr(configs[BASELINE], name) for name in ("zero", "optimizer", "muon")}
+        assert replace(config, **adam) == configs[BASELINE]
+        assert config.optimizer.optimizer == ("muon" if variant.startswith("muon") else "adam")
         assert config.zero.stage == 3 and config.zero.zeropp.ranks_per_node == 2
     mixture = replace(RECIPE, flags=f"{RECIPE.flags} --num-experts 4 --disable-bias-linear")
     bits = {name: mixture.config(name, seed=7).parallel.moe_dispatch_bits for name in VARIANTS}
