@@ -141,6 +141,8 @@ def test_variants_differ_in_zeropp_alone():
         )
         for variant, config in configs.items()
     }
+    for muon in [name for name in on if name.startswith("muon")]:
+        assert on.pop(muon) == ((True, 2, True) if "code-steps" in muon else (False, 1, False))
     assert on == {
         "baseline": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 2, False),
         "qgz": (False, 1, True), "zeropp": (True, 2, True), "zeropp-4-4": (True, 2, True),
@@ -150,8 +152,10 @@ def test_variants_differ_in_zeropp_alone():
     assert configs["zeropp"].zero.zeropp.gradient_bits == (8, 4)
     assert configs["zeropp-4-4"].zero.zeropp.gradient_bits == (4, 4)
     steps = {variant: config.zero.zeropp.weight_steps for variant, config in configs.items()}
-    assert [variant for variant, has_steps in steps.items() if has_steps] == [
-        "code-steps", "code-steps-int3"
+    assert steps == {name: "code-steps" in name for name in VARIANTS}
+    blocks = [configs[f"muon{name}"].zero.zeropp for name in ("", "-whole", "-every-5")]
+    assert [(each.muon_blocks, each.muon_whole_every) for each in blocks] == [
+        ("node", None), ("whole", None), ("node", 5)
     ]  # fmt: skip
     assert [configs[name].zero.zeropp.code_messages for name in ("zeropp", "code-steps")] == [
         False, True
