@@ -1,4 +1,4 @@
-"""The bytes of a rank's weights, gradients and Adam's moments, on the device and on the host."""
+"""The bytes of a rank's weights, gradients and optimizer state, on the device and on the host."""
 
 import math
 from collections import Counter
@@ -8,19 +8,36 @@ from megatron_zpp.planner.planned_run import FP32_BYTES, PlannedRun
 from zeropp.ranks.host_memory import pinned_bytes
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
-MOMENTS_BYTES = 2 * FP32_BYTES  # of Adam's two moments of a weight
 
 
 def initial_bytes(run: PlannedRun) -> Counter:
     """Return what is on the device before a step: weights, and optimizer state if not offloaded."""
     trained, frozen = _shard_sizes(run)
     if not run.offloads:
-        return Counter({WEIGHTS: FP32_BYTES * trained + frozen, MOMENTS: MOMENTS_BYTES * trained})
+        return Counter({WEIGHTS: FP32_BYTES * trained + frozen, MOMENTS: moments_bytes(run)})
     not_offloaded = trained - sum(run.offloaded_shards)
     masters = _master_bytes(run, (not_offloaded,), is_separate=run.has_delayed_update)
     if run.config.zero.offloads_weights and not run.is_cpu:
         return masters
     return Counter({WEIGHTS: run.compute_dtype.itemsize * trained + frozen}) + masters
+
+
+def moments_bytes(run: PlannedRun) -> int:
+    """Return the bytes of Adam's two moments of each weight of this rank, or of Muon's momentum.
+
+    That is one number for each weight of the matrices of blocks, adapters excepted.
+    """
+    trained, _ = _shard_sizes(run)
+    momentum = 0
+    if run.config.optimizer.optimizer == "muon" and not run.config.lora.lora_rank:
+        momentum = sum(
+            spec.elements
+            for unit in run.plan.units
+            if not unit.is_root
+            for spec in unit.specs
+            if spec.trainable and spec.ndim == 2
+        )
+    return FP32_BYTES * (2 * trained - momentum)
 
 
 def _shard_sizes(run: PlannedRun) -> tuple[int, int]:
@@ -33,7 +50,7 @@ def saved_bytes(run: PlannedRun) -> int:
     trained, frozen = _shard_sizes(run)
     num_bytes = FP32_BYTES * trained
     if not run.config.checkpoint.no_save_optim:
-        num_bytes += MOMENTS_BYTES * trained
+        num_bytes += moments_bytes(run)
     if not run.config.zero.stores_frozen:  # frozen weights that are stored as codes are not saved
         num_bytes += frozen
     return num_bytes if run.stage else math.ceil(num_bytes / run.num_ranks)
@@ -87,6 +104,8 @@ def _master_bytes(
         gradients += allocated_bytes(FP32_BYTES * size)
     if run.has_delayed_update:
         gradients *= 2
+    trained, _ = _shard_sizes(run)
+    share = sum(shard_sizes) / trained if trained else 0.0
     return Counter(
-        {WEIGHTS: weights, MOMENTS: MOMENTS_BYTES * sum(shard_sizes), GRADIENTS: gradients}
+        {WEIGHTS: weights, MOMENTS: round(share * moments_bytes(run)), GRADIENTS: gradients}
     )

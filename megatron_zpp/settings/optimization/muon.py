@@ -62,13 +62,6 @@ class MuonConfig(Section):
         choices=TP_MODES,
         no_effect=NEEDS_MUON,
     )
-    muon_scalar_optimizer: str = flag(
-        "adam",
-        "the optimizer of embeddings, output layer and vectors",
-        choices=("adam",),
-        refused={"lion": "not available: it is AdamW"},
-        no_effect=NEEDS_MUON,
-    )
     muon_fp32_matmul_prec: str = flag(
         "medium",
         "precision of the iterations: medium bf16, high and highest fp32",

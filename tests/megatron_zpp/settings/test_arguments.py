@@ -17,6 +17,17 @@ SETTINGS = (
     OF_MODEL
     + """
 --skip-samples 16:24                    data.skip_samples ["16:24"]
+--optimizer dist_muon                 optimizer.optimizer "muon"
+--muon-momentum 0.8                   muon.muon_momentum 0.8
+--muon-nesterov                       muon.muon_nesterov true
+--muon-use-nesterov                   muon.muon_nesterov true
+--muon-no-split-qkv                   muon.muon_no_split_qkv true
+--muon-scale-mode unit_rms_norm       muon.muon_scale_mode "unit_rms_norm"
+--muon-extra-scale-factor 0.2         muon.muon_extra_scale_factor 0.2
+--muon-num-ns-steps 6                 muon.muon_num_ns_steps 6
+--muon-coefficient-type simple        muon.muon_coefficient_type "simple"
+--muon-tp-mode distributed            muon.muon_tp_mode "distributed"
+--muon-fp32-matmul-prec highest       muon.muon_fp32_matmul_prec "highest"
 --micro-batch-size 2                  batch.micro_batch_size 2
 --batch-size 2                        batch.micro_batch_size 2
 --global-batch-size 16                batch.global_batch_size 16

@@ -113,10 +113,18 @@ class Muon(MuonGroups):
     Args:
         params: A model, or groups with `use_muon`, true or false. Of a model, matrices inside
             `nn.ModuleList`s are Muon's, except those of embeddings.
-        lr, weight_decay: Of both.
-        momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: Of Muon, as in torch.
-        scale_mode, extra_scale_factor: Megatron's way to say `adjust_lr_fn`.
-        betas, adam_eps: Of AdamW.
+        lr: Learning rate of both.
+        weight_decay: Decoupled weight decay of both.
+        momentum: Decay of the momentum.
+        nesterov: Whether the momentum looks ahead by one step.
+        ns_coefficients: Three numbers for all Newton-Schulz iterations, or as many triples.
+        eps: Smallest norm by which a block is divided.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: torch's factor of updates, "original" (also None) or "match_rms_adamw".
+        scale_mode: Megatron's factor, "spectral", "unit_rms_norm" or "shape_scaling", in its place.
+        extra_scale_factor: A further factor, with `scale_mode`.
+        betas: Of AdamW.
+        adam_eps: Of AdamW.
         options: Where matrices are orthogonalized.
         config: Which ranks form a node; by default those of a machine.
         parts: Matrices whose rows are orthogonalized in several parts.
