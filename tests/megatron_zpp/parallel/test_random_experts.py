@@ -8,11 +8,13 @@ than the suite does.
 import json
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.train.training_runs import field, losses, require_equal, run
+from tests.megatron_zpp.train.stopped_runs import require_no_digit_lost, require_numbers_of_one_rank
+from tests.megatron_zpp.train.training_runs import field, losses, run
 
 # Ranks of tensor and context parallelism and of a pipeline, of 4.
 SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]
@@ -125,13 +127,9 @@ class Drawn:
 def test_the_numbers_are_those_of_one_rank(seed: int, tmp_path: Path) -> None:
     """It stops after two iterations, and goes on with other ZeRO settings and expert ranks."""
     drawn = Drawn(seed)
-    expected = run(1, drawn.model, tmp_path)
-    log = ""
-    for flags in (f"--save {tmp_path}/saved --exit-interval 2", f"--load {tmp_path}/saved"):
-        how = drawn.ranks(tmp_path)
-        print(drawn.model, how, (tmp_path / "zeropp.json").read_text())
-        log += run(4, f"{drawn.model} {how} {flags}", tmp_path)
-    require_equal(log, expected)
+    log, expected = require_numbers_of_one_rank(
+        drawn.model, partial(drawn.ranks, tmp_path), tmp_path
+    )
     for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss"):
         numbers, others = (list(map(float, field(each, name))) for each in (log, expected))
         assert numbers == pytest.approx(others, rel=1e-5), name
@@ -143,13 +141,11 @@ def test_adapters_learn_what_they_do_on_one_rank(seed: int, tmp_path: Path) -> N
     drawn = Drawn(2000 + seed)
     run(1, f"{drawn.model} --train-iters 1 --save {tmp_path}/base", tmp_path)
     flags = f"{drawn.model} {drawn.adapters(tmp_path / 'base')} --lr 1e-2"
-    expected = run(1, flags, tmp_path)
-    log = ""
-    for more in (f"--save {tmp_path}/saved --exit-interval 2", f"--load {tmp_path}/saved"):
-        how = drawn.ranks(tmp_path, drawn.draw.choice([KEPT, {"stage": 1}]))
-        print(flags, how, (tmp_path / "zeropp.json").read_text())
-        log += run(4, f"{flags} {how} {more}", tmp_path)
-    require_equal(log, expected)
+
+    def ranks() -> str:
+        return drawn.ranks(tmp_path, drawn.draw.choice([KEPT, {"stage": 1}]))
+
+    log, _ = require_numbers_of_one_rank(flags, ranks, tmp_path)
     assert len({*losses(log)}) == 3
 
 
@@ -157,9 +153,5 @@ def test_adapters_learn_what_they_do_on_one_rank(seed: int, tmp_path: Path) -> N
 def test_with_zeropp_a_stop_changes_no_digit(seed: int, tmp_path: Path) -> None:
     drawn = Drawn(1000 + seed)
     flags = f"{drawn.model} {drawn.ranks(tmp_path, ALL_THREE)} --lr 1e-2 --bf16"
-    print(flags, (tmp_path / "zeropp.json").read_text())
-    straight = losses(run(4, flags, tmp_path))
-    first = run(4, f"{flags} --save {tmp_path}/saved --exit-interval 2", tmp_path)
-    second = run(4, f"{flags} --load {tmp_path}/saved", tmp_path)
-    assert losses(first) + losses(second) == straight != []
+    second = require_no_digit_lost(flags, tmp_path)
     assert "whole codes cross the nodes once more" not in second

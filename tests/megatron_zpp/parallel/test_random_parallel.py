@@ -8,11 +8,12 @@ does.
 import json
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.train.training_runs import losses, require_equal, run
+from tests.megatron_zpp.train.stopped_runs import require_no_digit_lost, require_numbers_of_one_rank
 
 # Ranks of tensor and context parallelism and of a pipeline, of 4.
 SIZES = [
@@ -101,13 +102,7 @@ class Drawn:
 def test_the_numbers_are_those_of_one_rank(seed: int, tmp_path: Path) -> None:
     """It stops after two iterations, and goes on with other ZeRO settings and nodes."""
     drawn = Drawn(seed)
-    expected = run(1, drawn.model, tmp_path)
-    log = ""
-    for flags in (f"--save {tmp_path}/saved --exit-interval 2", f"--load {tmp_path}/saved"):
-        how = drawn.ranks(tmp_path)
-        print(drawn.model, how, (tmp_path / "zeropp.json").read_text())
-        log += run(4, f"{drawn.model} {how} {flags}", tmp_path)
-    require_equal(log, expected)
+    log, _ = require_numbers_of_one_rank(drawn.model, partial(drawn.ranks, tmp_path), tmp_path)
     assert "(formula: " not in log  # of bytes, where it is not what was counted
 
 
@@ -115,9 +110,5 @@ def test_the_numbers_are_those_of_one_rank(seed: int, tmp_path: Path) -> None:
 def test_with_steps_of_codes_a_stop_changes_no_digit(seed: int, tmp_path: Path) -> None:
     drawn = Drawn(seed, steps=True)
     flags = f"{drawn.model} {drawn.ranks(tmp_path)} --lr 1e-2"
-    print(flags, (tmp_path / "zeropp.json").read_text())
-    straight = losses(run(4, flags, tmp_path))
-    first = run(4, f"{flags} --save {tmp_path}/saved --exit-interval 2", tmp_path)
-    second = run(4, f"{flags} --load {tmp_path}/saved", tmp_path)
-    assert losses(first) + losses(second) == straight
+    second = require_no_digit_lost(flags, tmp_path)
     assert "whole codes cross the nodes once more" not in second

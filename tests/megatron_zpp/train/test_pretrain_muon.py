@@ -7,11 +7,12 @@ more runs than the suite does.
 import json
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.train.training_runs import losses, require_equal, run
+from tests.megatron_zpp.train.stopped_runs import require_no_digit_lost, require_numbers_of_one_rank
 
 RUNS = int(os.environ.get("RANDOM_MUON_RUNS", "4"))
 SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]
@@ -72,13 +73,7 @@ class Drawn:
 def test_whole_matrices_give_the_numbers_of_one_rank(seed: int, tmp_path: Path) -> None:
     """It stops after two iterations, and goes on with other ZeRO settings."""
     drawn = Drawn(seed)
-    expected = run(1, drawn.model, tmp_path)
-    log = ""
-    for flags in (f"--save {tmp_path}/saved --exit-interval 2", f"--load {tmp_path}/saved"):
-        how = drawn.ranks(tmp_path)
-        print(drawn.model, how, (tmp_path / "zeropp.json").read_text())
-        log += run(4, f"{drawn.model} {how} {flags}", tmp_path)
-    require_equal(log, expected)
+    require_numbers_of_one_rank(drawn.model, partial(drawn.ranks, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(RUNS // 2))
@@ -89,8 +84,4 @@ def test_with_zeropp_a_stop_changes_no_digit(seed: int, tmp_path: Path) -> None:
     zero = ALL_THREE if drawn.tensor * drawn.context * drawn.pipe == 1 else {"stage": 3}
     every["weight_steps"] = zero is ALL_THREE
     flags = f"{drawn.model} {drawn.ranks(tmp_path, zero, **every)} --bf16"
-    print(flags, (tmp_path / "zeropp.json").read_text())
-    straight = losses(run(4, flags, tmp_path))
-    first = run(4, f"{flags} --save {tmp_path}/saved --exit-interval 2", tmp_path)
-    second = run(4, f"{flags} --load {tmp_path}/saved", tmp_path)
-    assert losses(first) + losses(second) == straight != []
+    require_no_digit_lost(flags, tmp_path)
