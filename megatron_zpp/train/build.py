@@ -325,9 +325,10 @@ def muon_rows(run: Run) -> list[tuple[str, str]]:
     share = sum(each.numel() for each in matrices) / sum(
         each.numel() for group in optimizer.param_groups for each in group["params"]
     )
+    blocks = options.blocks if run.trainer.sharding.shards_gradients else "whole"
     where = {"node": "rows of a node", "rank": "rows of a rank", "whole": "all rows"}
-    text = f"Muon for {share:.0%} of the weights, {where[options.blocks]} together"
-    if options.whole_every is not None:
+    text = f"Muon for {share:.0%} of the weights, {where[blocks]} together"
+    if options.whole_every is not None and blocks != "whole":
         text += f", all in every {options.whole_every} steps"
     return [
         ("optimizer", f"{text}\n{size(optimizer.flops(), COUNTS)} operations of a rank in a step")

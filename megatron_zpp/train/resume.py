@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.checkpoint_args import no_checkpoint_error
@@ -158,6 +159,7 @@ def load(
     if options.finetune or options.reset_iteration or not state.iteration:
         return beginning
     _log_other_samples(config, state)
+    _log_other_blocks(config, state)
     scheduled_samples = 0
     if not options.no_load_lr_state:
         scheduled_samples = state.schedule["scheduled_samples"]
@@ -183,6 +185,25 @@ def _log_other_samples(config: Config, state: TrainingState) -> None:
         )
     for line in sample_order_changes(run_settings(config), state.configuration):
         log.info("%s: this changes which samples come next", line)
+
+
+def _log_other_blocks(config: Config, state: TrainingState) -> None:
+    """Log a line if Muon orthogonalizes other rows together than before the checkpoint."""
+    settings = config.zero.zeropp
+    if config.optimizer.optimizer != "muon" or settings.muon_blocks == "whole":
+        return
+    saved = state.configuration["zero"].get("zeropp", {})
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    now = world_size, settings.ranks_per_node, settings.muon_blocks
+    before = state.world_size, saved.get("ranks_per_node"), saved.get("muon_blocks", "node")
+    if now != before:
+        log.info(
+            "Muon orthogonalizes the rows of a %s together, and %d ranks trained before, %d now, "
+            "perhaps on other nodes: updates differ from those of a run that was not stopped",
+            settings.muon_blocks,
+            state.world_size,
+            world_size,
+        )
 
 
 def sample_order_changes(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron_zpp.train.stopped_runs import require_no_digit_lost, require_numbers_of_one_rank
+from tests.megatron_zpp.train.training_runs import losses, run
 
 RUNS = int(os.environ.get("RANDOM_MUON_RUNS", "4"))
 SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]
@@ -85,3 +86,15 @@ def test_with_zeropp_a_stop_changes_no_digit(seed: int, tmp_path: Path) -> None:
     every["weight_steps"] = zero is ALL_THREE
     flags = f"{drawn.model} {drawn.ranks(tmp_path, zero, **every)} --bf16"
     require_no_digit_lost(flags, tmp_path)
+
+
+def test_it_goes_on_from_adamw_and_on_other_ranks(tmp_path: Path) -> None:
+    """Momentum starts anew, with a line; on other ranks a line says why updates differ."""
+    drawn = Drawn(0)
+    flags = f"{drawn.model} --load {tmp_path}/saved --save {tmp_path}/saved --exit-interval 1"
+    run(1, f"{flags} --optimizer adam", tmp_path)
+    first = run(1, flags, tmp_path)
+    assert "of 20 parameters starts anew: what was saved is another optimizer's" in first
+    second = run(2, f"{flags} --zero-stage 3", tmp_path)
+    assert "and 1 ranks trained before, 2 now, perhaps on other nodes" in second
+    assert len(losses(first) + losses(second)) == 2

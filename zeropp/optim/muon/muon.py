@@ -83,18 +83,24 @@ class MuonGroups(FusedAdam):
         """The ledger of what was sent for matrices."""
         return self.matrices.traffic
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Load a state; momentum starts anew where another optimizer saved its own."""
+        super().__setstate__(state)
+        anew = [parameter for parameter, entries in self.state.items() if not entries]
+        if anew:
+            log.info(
+                "Muon: momentum of %d parameters starts anew: what was saved is another "
+                "optimizer's",
+                len(anew),
+            )
+
     def _take_loaded(self, parameter: Tensor, entries: dict[str, Any]) -> None:
-        """Take a loaded state; momentum starts anew where another optimizer saved its own."""
+        """Take a loaded state, or none of it where another optimizer saved its own."""
         is_muon = any(parameter is each for each in self.muon_parameters)
         if is_muon and MOMENTUM in entries:
             count = float(entries.get("step", 0))
             entries["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
         elif is_muon or MOMENTUM in entries:
-            log.info(
-                "Muon: the momentum of a matrix of shape %s starts anew: its state is %s's",
-                [*parameter.shape],
-                "AdamW" if is_muon else "Muon",
-            )
             entries.clear()
         else:
             super()._take_loaded(parameter, entries)
