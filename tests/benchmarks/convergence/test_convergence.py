@@ -126,7 +126,8 @@ def test_curves_are_drawn(tmp_path):
 def test_variants_differ_in_zeropp_alone():
     configs = {variant: RECIPE.config(variant, seed=7) for variant in VARIANTS}
     for variant, config in configs.items():
-        adam = {name: getattr(configs[BASELINE], name) for name in ("zero", "optimizer", "muon")}
+        sections = ("zero", "optimizer", "muon", "schedule")
+        adam = {name: getattr(configs[BASELINE], name) for name in sections}
         assert replace(config, **adam) == configs[BASELINE]
         assert config.optimizer.optimizer == ("muon" if variant.startswith("muon") else "adam")
         assert config.zero.stage == 3 and config.zero.zeropp.ranks_per_node == 2
