@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.ranks import ranks
+from tests.zeropp.deepspeed.small_engine import engine_of
+from tests.zeropp.deepspeed.small_engine import run as train_engine
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import shard_on_nodes, step
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
@@ -250,3 +252,18 @@ def test_a_step_that_is_skipped_changes_nothing():
     step(sharding, optimizer, 1)
     optimizer.settle()
     assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
+
+
+@ranks(2)
+def test_deepspeeds_json_names_it():
+    """Its parameters reach the groups, and matrices outside of blocks are AdamW's."""
+    params = {"lr": 1e-2, "momentum": 0.8, "nesterov": False, "betas": [0.8, 0.9], "eps": 1e-6}
+    engine = engine_of(optimizer={"type": "Muon", "params": params}, zeropp={"muon_blocks": "rank"})
+    numbers = train_engine(engine, 3)
+    optimizer = engine.optimizer
+    of_muon, of_adam = optimizer.param_groups
+    assert of_muon["use_muon"] and len(of_muon["params"]) == 6
+    assert (of_muon["momentum"], of_muon["nesterov"], of_muon["eps"]) == (0.8, False, 1e-7)
+    assert (of_adam["betas"], of_adam["eps"], of_adam["lr"]) == ((0.8, 0.9), 1e-6, 1e-2)
+    assert engine.module.embedding.weight.shape in [each.shape for each in of_adam["params"]]
+    assert optimizer.matrices.options.blocks == "rank" and numbers[2] < numbers[0]
