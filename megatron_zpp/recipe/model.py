@@ -45,8 +45,9 @@ def build_model(
     `fill` writes the weights; without it they are drawn. LoRA adapters are added and drawn as
     `config.lora` says. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
-    experts = expert_axis(config, ranks) if config.model.has_experts else None
+    experts = None
     if config.model.has_experts:
+        experts = expert_axis(config, ranks)
         log_settings_without_effect(config, experts)
     common = Part(
         tensor=ranks.tensor_axis(config.parallel),

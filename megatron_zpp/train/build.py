@@ -194,10 +194,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ),
         ("length", length_of(run)),
         ("checkpoints", checkpoints_of(run)),
-        (
-            "precision",
-            f"{compute_dtype}, weights and {optimizer} in float32",
-        ),
+        ("precision", f"{compute_dtype}, weights and {optimizer} in float32"),
         ("device", f"{ranks.device}, {threads} thread{'s' * (threads > 1)}"),
         *(matmul_rate_rows(run.metrics.matmul_rate) if config.log.log_throughput else []),
         *(parallel_rows(ranks) if ranks.num_replicas < ranks.num_ranks else []),

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.train.stopped_runs import require_no_digit_lost, require_numbers_of_one_rank
+from tests.megatron_zpp.train.stopped_runs import (
+    ALL_THREE,
+    require_no_digit_lost,
+    require_numbers_of_one_rank,
+)
 from tests.megatron_zpp.train.training_runs import field, losses, run
 
 # Ranks of tensor and context parallelism and of a pipeline, of 4.
@@ -22,10 +26,6 @@ OF_EXPERTS = ["experts.gate", "experts.input", "experts.output"]
 LAYERS = [*OF_EXPERTS, "attention.qkv", "attention.output", "output"]
 KEPT = {"stage": 3, "zero_hpz_partition_size": 2}  # frozen weights in each node
 RUNS = int(os.environ.get("RANDOM_EXPERTS", "4"))
-ALL_THREE = {
-    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
-    "zero_quantized_gradients": True,
-}  # fmt: skip
 
 
 class Drawn:

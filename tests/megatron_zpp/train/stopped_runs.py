@@ -5,6 +5,11 @@ from pathlib import Path
 
 from tests.megatron_zpp.train.training_runs import losses, require_equal, run
 
+ALL_THREE = {  # with two ranks to a node
+    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
+    "zero_quantized_gradients": True,
+}  # fmt: skip
+
 
 def require_numbers_of_one_rank(
     model: str, ranks: Callable[[], str], folder: Path

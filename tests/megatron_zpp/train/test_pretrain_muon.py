@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.train.stopped_runs import require_no_digit_lost, require_numbers_of_one_rank
+from tests.megatron_zpp.train.stopped_runs import (
+    ALL_THREE,
+    require_no_digit_lost,
+    require_numbers_of_one_rank,
+)
 from tests.megatron_zpp.train.training_runs import losses, run
 
 RUNS = int(os.environ.get("RANDOM_MUON_RUNS", "4"))
 SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]
-ALL_THREE = {
-    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
-    "zero_quantized_gradients": True,
-}  # fmt: skip
 
 
 class Drawn:

@@ -141,11 +141,8 @@ class MatrixStep:
         share = 0.0 if every is None else 1 / every
         shares = {self.options.blocks: 1 - share}
         shares[WHOLE] = shares.get(WHOLE, 0.0) + share
-        by_line: dict[Line, list[Matrix]] = {}
-        for parameter in parameters:
-            by_line.setdefault(self.line(parameter), []).append(self.matrix(parameter))
         expected: Counter[tuple[str, str]] = Counter()
-        for line, matrices in by_line.items():
+        for line, matrices in self._by_line(parameters).items():
             for blocks in (each for each, part in shares.items() if part):
                 sent = self._exchange(line, blocks).expected(line.rounds(matrices, blocks))
                 for hop, num_bytes in sent.items():
@@ -154,15 +151,18 @@ class MatrixStep:
 
     def flops(self, parameters: Sequence[Tensor]) -> int:
         """Return the operations of this rank's blocks in a step that takes the rows of `blocks`."""
-        by_line: dict[Line, list[Matrix]] = {}
-        for parameter in parameters:
-            by_line.setdefault(self.line(parameter), []).append(self.matrix(parameter))
         total = 0
-        for line, matrices in by_line.items():
+        for line, matrices in self._by_line(parameters).items():
             place = line.hop(self.options.blocks).members.index(line.position)
             rounds = line.rounds(matrices, self.options.blocks)
             total += sum(b.work for blocks in rounds for b in blocks if b.owner == place)
         return total
+
+    def _by_line(self, parameters: Sequence[Tensor]) -> dict[Line, list[Matrix]]:
+        by_line: dict[Line, list[Matrix]] = {}
+        for parameter in parameters:
+            by_line.setdefault(self.line(parameter), []).append(self.matrix(parameter))
+        return by_line
 
     def line(self, parameter: Tensor) -> Line:
         """Return the ranks that hold the rows of a parameter."""

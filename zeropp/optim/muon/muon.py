@@ -41,7 +41,8 @@ class MuonGroups(FusedAdam):
         return () if group.get("use_muon") else super()._updates(group, seed)
 
     def _apply(self, updates: Sequence[Update], factor: Tensor | None) -> None:
-        if factor is not None and not math.isfinite(factor.item()):
+        scale = 1.0 if factor is None else factor.item()  # the host waits
+        if not math.isfinite(scale):
             return
         super()._apply(updates, factor)
         trained = [
@@ -52,8 +53,8 @@ class MuonGroups(FusedAdam):
             if parameter.grad is not None
         ]
         gradients = [parameter.grad for parameter, _ in trained]
-        if factor is not None and factor.item() != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor.item())
+        if scale != 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
         self.matrices.run(
             (parameter, group, self._momentum_of(parameter), self.copies.get(parameter))
             for parameter, group in trained
