@@ -19,7 +19,14 @@ def train_as_ordered(variant: str, seed: int, recipe: dict, zero: dict) -> dict:
     """Train one variant of one seed; `zero` is for the record, as the recipe has it too."""
     recipe = Recipe(**recipe)
     config = recipe.config(variant, seed)
-    run = silent_run(config, join_ranks(Environment.read(), config.parallel))
+    settings = config.zero.zeropp
+    ranks = join_ranks(
+        Environment.read(),
+        config.parallel,
+        settings.ranks_per_node,
+        steps_alone=settings.sync_every != 1,
+    )
+    run = silent_run(config, ranks)
     if recipe.lr_spike:
         batch_size, schedules = config.batch.global_batch_size, run.trainer.schedules
         rate = SpikedLearningRate(schedules.learning_rate, recipe.lr_spike, batch_size)
@@ -47,7 +54,7 @@ def train(run: Run, recipe: Recipe) -> dict:
     `node_bytes` are those a node sends per training step, by "purpose/hop", without evaluations.
     `bits` are those of a weight and of a gradient in coded messages between nodes.
     """
-    replicas = run.ranks.num_replicas
+    replicas = run.ranks.all_replicas
     rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * replicas)
     batches, seconds, training = training_batches(run), [], []
     held_out = [(0, held_out_loss(run, EVAL_MICRO_BATCH, rounds))]
@@ -86,6 +93,6 @@ def bits_of(coded: CodedMessages) -> Iterator[tuple[str, float]]:
 
 def report(run: Run, iteration: int, training: float, held_out: float) -> None:
     """Print a line of progress on rank 0."""
-    if run.ranks.rank == 0:
+    if run.ranks.global_rank == 0:
         text = f"  iteration {iteration}: training loss {training:.4f}, held-out {held_out:.4f}"
         print(text, file=sys.stderr, flush=True)

@@ -38,6 +38,9 @@ MUON = (
 )
 
 
+INTERVALS = (10, 30, 100)  # steps that nodes take alone
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """What differs from the baseline: settings by a name of `zero_json`, flags, further keys."""
@@ -65,6 +68,20 @@ def _muon_variants() -> dict[str, Variant]:
     return variants
 
 
+def _local_variants() -> dict[str, Variant]:
+    """Return variants whose nodes step alone: inner optimizer, interval, bits of a difference."""
+    variants = {}
+    for prefix, name, flags in (("", "AdamW", ""), ("muon-", "Muon", MUON)):
+        for interval in INTERVALS:
+            for ending, bits in (("", 4), ("-fp32", 32)):
+                variants[f"{prefix}local-{interval}{ending}"] = Variant(
+                    meaning=f"nodes step alone with {name} for {interval} steps; {bits} bits",
+                    flags=flags,
+                    zeropp={"sync_every": interval, "sync_bits": bits, "muon_blocks": "whole"},
+                )
+    return variants
+
+
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
         BASELINE: Variant(meaning="ZeRO stage 3, nothing quantized"),
@@ -86,6 +103,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
             flags="--moe-dispatch-bits 8",
         ),
         **_muon_variants(),
+        **_local_variants(),
     }
 )
 # Those that run unless others are named.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -77,14 +78,15 @@ def save(
     save_optimizer: bool = True,
     writer: AsyncWriter | None = None,
     lock: FolderLock | None = None,
+    others: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Path:
     """Write `folder/iter_N`, and let the pointer file name it; return its path.
 
     Older checkpoints are kept as `keep` says. With a `writer`, this waits until its previous save
     is done, and then only copies the state; the writer's `finish` waits until the checkpoint is
-    complete. `lock` is the run's lock of the folder. Raises InputError on all ranks if the folder
-    cannot be written, the disk is full, or another job has taken the folder over; it is then as it
-    was before.
+    complete. `others` are further tensors of the run. `lock` is the run's lock of the folder.
+    Raises InputError on all ranks if the folder cannot be written, the disk is full, or another job
+    has taken the folder over; it is then as it was before.
     """
     checkpoints = with_owner(checkpoint_folder(Path(folder), lock))
     with fail_together():
@@ -96,6 +98,7 @@ def save(
             state_text=state_text(state),
             keep=keep,
         )
+        tensors |= others
     tensors = name_by_rank(tensors, names_elsewhere(model)) | codes_to_save(model)
     if writer is None:
         with _new_checkpoint(tensors, hooks) as partial:
@@ -153,13 +156,14 @@ def load(
     tokenizer: str | None = None,
     verify: bool = True,
     iteration: int | None = None,
+    others: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> TrainingState | None:
     """Read the newest complete checkpoint into model and optimizer, in place; return its state.
 
     None if there is no checkpoint in `folder`. A damaged one is named in a warning and the one
-    before it is used; with an `iteration`, only that one. Raises InputError if none is usable, or
-    if the checkpoint is of another program, architecture or tokenizer (with every size and setting
-    that differs).
+    before it is used; with an `iteration`, only that one. `others` are further tensors to
+    read, those that are there. Raises InputError if none is usable, or if the checkpoint is of
+    another program, architecture or tokenizer (with every size and setting that differs).
     """
     path = choose(folder, verify=verify, iteration=iteration)
     if path is None:
@@ -175,8 +179,26 @@ def load(
             if load_optimizer:
                 check_optimizer_saved(path, state)
 
-        load_state(path, model, optimizer, check=check, with_optimizer_state=load_optimizer)
+        load_state(
+            path,
+            model,
+            optimizer,
+            check=check,
+            with_optimizer_state=load_optimizer,
+            others=others,
+        )
     return state
+
+
+def load_weights(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Read the weights of a checkpoint alone, of the same model, in place."""
+
+    def check(differences: list[str]) -> None:
+        if differences:
+            raise InputError(f"{path} is of another model: {first_few(differences)}")
+
+    with os_errors_as_input_errors(f"cannot load {path}"):
+        load_state(path, model, optimizer, check=check, with_optimizer_state=False)
 
 
 def choose(

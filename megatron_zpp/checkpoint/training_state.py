@@ -58,7 +58,8 @@ class TrainingState:
 
     `architecture` holds what must be equal in a model that loads the checkpoint, `configuration`
     all settings of the run that saved it, `tokenizer` the fingerprint of its tokenizer.
-    `optimizer_saved` is set when the checkpoint is saved.
+    `optimizer_saved` is set when the checkpoint is saved. `num_worlds`: how many nodes that step
+    alone have saved one each.
     """
 
     iteration: int
@@ -71,6 +72,7 @@ class TrainingState:
     stage: int
     tokenizer: str
     optimizer_saved: bool = True
+    num_worlds: int = 1
     loss_scaler: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
     history: dict[str, Any] = field(default_factory=dict)

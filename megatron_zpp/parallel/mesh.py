@@ -21,9 +21,10 @@ from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.settings.config import ParallelConfig
+from zeropp.optim.local_steps.outer_group import OuterGroup, join_outer_group
 from zeropp.ranks.coordination import fail_together, require_same
 from zeropp.ranks.groups import set_time_limit, shared_group, time_limit
-from zeropp.ranks.process_group import pick_device, start_process_group
+from zeropp.ranks.process_group import pick_device, start_process_group, world_store
 from zeropp.ranks.topology import Environment
 from zeropp.wire.route import Hop, Nodes
 from zeropp.wire.traffic import Traffic
@@ -49,12 +50,37 @@ class Ranks(RankGrid):
     store: dist.Store
     context_size: int = 1
     ranks_per_node: int | None = None  # as launched if None
+    outer: OuterGroup | None = None  # where nodes step alone, each a world of its own
     activations: Traffic = field(default_factory=partial(Traffic, AXES))  # what this rank has sent
     main_thread: MainThread = field(default_factory=MainThread)
 
     @property
     def rank(self) -> int:
         return self.environment.rank
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's world, of those that step alone."""
+        return self.outer.node if self.outer else 0
+
+    @property
+    def num_worlds(self) -> int:
+        return self.outer.size if self.outer else 1
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number among those of all worlds."""
+        return self.node * self.num_ranks + self.rank
+
+    @property
+    def all_replicas(self) -> int:
+        """How many replicas see different samples, those of other worlds included."""
+        return self.num_worlds * self.num_replicas
+
+    @property
+    def place_of_replica(self) -> int:
+        """The place of this rank's replica among `all_replicas`."""
+        return self.node * self.num_replicas + self.replica
 
     @cached_property
     def grid(self) -> torch.Tensor:
@@ -159,6 +185,11 @@ class Ranks(RankGrid):
         """Return each value summed over all ranks in fp64, with one collective of CPU tensors."""
         return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
 
+    def sum_over_worlds(self, *values: float) -> list[float]:
+        """Return `sum` over the ranks of all worlds."""
+        values = self.sum(*values)
+        return self.outer.sum(*values) if self.outer else values
+
     def sum_tensor(self, values: torch.Tensor) -> torch.Tensor:
         """Return a tensor, on this rank's device or CPU, summed over all ranks in fp64."""
         total = values.to(torch.float64, copy=True)
@@ -188,23 +219,37 @@ def join_ranks(
     config: ParallelConfig,
     ranks_per_node: int | None = None,
     settings: Mapping[str, str] = MappingProxyType({}),
+    *,
+    steps_alone: bool = False,
 ) -> Ranks:
     """Start the process group and build the mesh of all ranks that the configuration names.
 
-    Raises InputError on all ranks if they do not have the same `settings`, texts by their names.
+    With `steps_alone`, the ranks of a node are a world, or those of several nodes that share a
+    model. Raises InputError on all ranks if they do not have the same `settings`, texts by their
+    names.
     """
     device = pick_device(environment)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    store = start_process_group(environment, device, timeout, config.distributed_backend)
+    world, outer = environment, None
+    if steps_alone:
+        per_node = ranks_per_node or environment.local_world_size
+        world = environment.within(config.world_ranks(per_node))
+    store = start_process_group(
+        environment, device, timeout, config.distributed_backend, world=world
+    )
+    if steps_alone:
+        outer = join_outer_group(store, environment, world, timeout)
+        store = world_store(store, environment, world)
     require_same(settings, SAME_COMMAND)
-    mesh = build_mesh(device, environment.world_size, config)
+    mesh = build_mesh(device, world.world_size, config)
     for axis in mesh.mesh_dim_names:
         set_time_limit(mesh.get_group(axis), timeout)
     return Ranks(
-        environment=environment,
+        environment=world,
         device=device,
         mesh=mesh,
         store=store,
+        outer=outer,
         context_size=config.context_parallel_size,
         ranks_per_node=ranks_per_node,
     )

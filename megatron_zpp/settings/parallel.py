@@ -212,6 +212,21 @@ class ParallelConfig(ExpertParallelConfig):
         sizes = [count // chunks for count in by_rank] * chunks
         return [range(first, end) for first, end in pairwise((0, *accumulate(sizes)))]
 
+    def world_ranks(self, ranks_per_node: int) -> int:
+        """Return how many ranks train a model by themselves, where nodes step alone.
+
+        Those of a node, or of several if a model takes as many. Raises InputError if they do not
+        fit.
+        """
+        of_model = prod(getattr(self, name) for name in SIZES)
+        if of_model % ranks_per_node and ranks_per_node % of_model:
+            raise InputError(
+                f"a model takes {of_model} ranks ({', '.join(map(self._shown, SIZES))}), which is "
+                f"neither a part of a node's {ranks_per_node} ranks nor whole nodes, and "
+                "zeropp.sync_every lets nodes step alone"
+            )
+        return max(of_model, ranks_per_node)
+
     def _layers_by_rank(self, num_layers: int) -> list[int]:
         """Return how many layers each rank of a pipeline has."""
         size = self.pipeline_model_parallel_size

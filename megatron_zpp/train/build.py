@@ -23,6 +23,7 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.recipe.apex import find_apex
 from megatron_zpp.recipe.expert_ranks import expert_rows, with_expert_ranks
+from megatron_zpp.recipe.local_steps import build_local_steps
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.optimizer import build_optimizer
@@ -34,7 +35,7 @@ from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trainer import Trainer
-from zeropp import LossScaler, __version__
+from zeropp import LossScaler, Sharding, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.optim.muon.muon import MuonGroups, moments_per_weight
@@ -61,27 +62,27 @@ def build_run(
     """
     check_nodes(requested, ranks)
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
-    step_watch = open_step_watch(config, ranks) if config.log.plan_file is not None else None
     apex, fill = find_apex(ranks.device), pretrained.fill if pretrained else None
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
-    passes = sharding.model
-    if not isinstance(passes, Pipeline):
-        passes = OneStage(sharding=sharding, main_thread=ranks.main_thread)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
-    starting_point = load(config, sharding, optimizer, scaler, tokenizer.fingerprint)
+    local_steps = build_local_steps(config, ranks, sharding, optimizer)
+    starting_point = load(
+        config, ranks, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps
+    )
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, starting_point)
     trainer = Trainer(
         config=config,
         ranks=ranks,
         sharding=sharding,
-        passes=passes,
+        passes=passes_of(sharding, ranks),
         optimizer=optimizer,
         scaler=scaler,
         schedules=starting_point.schedules,
         counters=starting_point.counters,
         communication=CommunicationMeter(config, sharding, ranks, optimizer),
+        local_steps=local_steps,
     )
     saver = Saver(
         trainer=trainer,
@@ -101,7 +102,7 @@ def build_run(
         saver=saver,
         metrics=metrics,
         stopping=stopping,
-        step_watch=step_watch,
+        step_watch=open_step_watch(config, ranks),
     )
     rows = summary(run)
     console.table("Megatron-Z++", rows)
@@ -109,8 +110,17 @@ def build_run(
     return run
 
 
-def open_step_watch(config: Config, ranks: Ranks) -> StepWatch:
+def passes_of(sharding: Sharding, ranks: Ranks) -> OneStage | Pipeline:
+    """What runs forward and backward passes of a model."""
+    if isinstance(sharding.model, Pipeline):
+        return sharding.model
+    return OneStage(sharding=sharding, main_thread=ranks.main_thread)
+
+
+def open_step_watch(config: Config, ranks: Ranks) -> StepWatch | None:
     """What compares steps with the plan in `--plan-file`; InputError if it is not of this run."""
+    if config.log.plan_file is None:
+        return None
     with fail_together():
         config = with_expert_ranks(config, ranks.nodes)
         return StepWatch(read_expected_step(config.log.plan_file, config, ranks.num_ranks))
@@ -141,7 +151,7 @@ def open_metrics(
     counters = starting_point.counters
     writers = open_writers(
         config.log,
-        rank=ranks.rank,
+        rank=ranks.global_rank,
         world_size=ranks.num_ranks,
         resumed_at=counters if counters.iteration else None,
         settings={
@@ -157,7 +167,7 @@ def open_metrics(
         config.log,
         console,
         lines(throughput=config.log.log_throughput),
-        world_size=ranks.num_ranks,
+        world_size=ranks.num_worlds * ranks.num_ranks,
         flops=TokenFlops.of(config.model, config.recompute, tokenizer.vocab_size),
         rate=rate,
         writers=writers,
@@ -171,7 +181,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     """Rows of the table printed before training, as (name, value)."""
     config, trainer, ranks, model = run.config, run.trainer, run.ranks, run.config.model
     sharding, batch = trainer.sharding, trainer.schedules.batch_size.final
-    micro_batches = batch // (config.batch.micro_batch_size * ranks.num_replicas)
+    micro_batches = batch // (config.batch.micro_batch_size * ranks.all_replicas)
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {run.tokenizer.vocab_size:,}"
@@ -190,7 +200,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
             "batch",
             f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-"
             f"batch{'es' * (micro_batches > 1)} of {config.batch.micro_batch_size} on each of "
-            f"{ranks.num_replicas} {share}",
+            f"{ranks.all_replicas} {share}",
         ),
         ("length", length_of(run)),
         ("checkpoints", checkpoints_of(run)),

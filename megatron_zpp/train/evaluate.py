@@ -14,7 +14,7 @@ def evaluate(
     """Return the mean loss of the next `num_micro_batches` micro-batches of every rank.
 
     The mean is over the tokens that have a loss, in nats per token, the same on all ranks; None if
-    no token has one.
+    no token has one. Nodes that step alone evaluate the weights that each has.
     """
     model = sharding.model
     model.eval()
@@ -27,7 +27,7 @@ def evaluate(
         num_tokens += count
     model.train()
     sharding.release()
-    sum_of_losses, sum_of_tokens = ranks.sum(total.item(), num_tokens.item())
+    sum_of_losses, sum_of_tokens = ranks.sum_over_worlds(total.item(), num_tokens.item())
     if not sum_of_tokens:
         return None
     # All ranks count tokens; those that are not at the end of a pipeline have no loss.

@@ -50,8 +50,8 @@ class Batches:
             self.data,
             consumed_samples=consumed_samples,
             micro_batch_size=self.micro_batch_size,
-            rank=self.ranks.replica,
-            world=self.ranks.num_replicas,
+            rank=self.ranks.place_of_replica,
+            world=self.ranks.all_replicas,
             eod=self.eod,
             device=self.ranks.device,
             skipped=skipped,
@@ -69,7 +69,7 @@ def open_inputs(
     Raises InputError for a file that cannot be read and for inputs that do not fit together.
     """
     with_model, pretrained = with_initial_model(requested)
-    require_divisible(with_model, ranks.num_replicas)
+    require_divisible(with_model, ranks.all_replicas)
     data, tokenizer = ranks.rank_zero_first(
         lambda: resolve_data(with_model.data, with_model.tokenizer)
     )

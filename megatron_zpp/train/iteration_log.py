@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 
 from megatron_zpp.monitor.log_lines import duration
 from megatron_zpp.monitor.loss_watch import LossWatch
-from megatron_zpp.monitor.metrics import Interval
+from megatron_zpp.monitor.metrics import Interval, Iteration
 from megatron_zpp.train.diagnosis import describe_spike, source_of_non_finite
 from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.run import Run
+from megatron_zpp.train.worlds.means import over_worlds
 from zeropp import InputError
 
 
@@ -23,6 +24,7 @@ class IterationLog:
     loss_watch: LossWatch = field(default_factory=LossWatch)
     unread: PendingIteration | None = None
     _has_announced_save: bool = False
+    _unlogged: list[Iteration] = field(default_factory=list)
 
     def add(self, iteration: PendingIteration) -> None:
         """Add an iteration, which may be logged later than now; log the one before."""
@@ -36,6 +38,19 @@ class IterationLog:
         if self.unread is not None:
             unread, self.unread = self.unread, None
             self._log(unread)
+
+    def end(self) -> None:
+        """Log all iterations; all nodes do so after the same one."""
+        self.flush()
+        self._write()
+
+    def _write(self) -> None:
+        """Write what has not been written, with the means over nodes that step alone."""
+        iterations, self._unlogged = self._unlogged, []
+        for iteration in over_worlds(iterations, self.run.ranks):
+            interval = self.run.metrics.iteration(iteration)
+            if interval is not None and not self._has_announced_save:
+                self._announce_save(interval)
 
     def _announce_save(self, interval: Interval) -> None:
         """Log when the next checkpoint is due; once, as soon as the time of a step is known."""
@@ -64,9 +79,10 @@ class IterationLog:
                 "--lr-warmup-iters, lower --clip-grad, or look at the data; then resume from the "
                 f"last checkpoint, with --skip-samples {samples} without this batch"
             )
-        interval = run.metrics.iteration(iteration)
-        if interval is not None and not self._has_announced_save:
-            self._announce_save(interval)
+        self._unlogged.append(iteration)
+        is_due = iteration.iteration % run.config.log.log_interval == 0
+        if run.ranks.outer is None or is_due:
+            self._write()
         warning = run.step_watch.warning(iteration.seconds) if run.step_watch else None
         if warning is not None:
             run.console.line(warning)

@@ -32,10 +32,12 @@ def train(run: Run) -> bool:
                 log.add(run.trainer.step(batches, log.unread))
 
             evaluates = is_due(counters.iteration, config.evaluation.eval_interval)
-            stop_reason = run.stopping.reason(counters.iteration, run.ranks)
+            stop_reason = run.stopping.reason(
+                counters.iteration, run.ranks, meets=run.trainer.meets
+            )
             saves = stop_reason or is_due(counters.iteration, config.checkpoint.save_interval)
             if evaluates or saves:
-                log.flush()
+                log.end()
 
             garbage.after_iteration(counters.iteration)
             if evaluates:
@@ -51,7 +53,7 @@ def train(run: Run) -> bool:
                 run.saver.finish()
                 run.console.line(f"stopping after iteration {counters.iteration}: {stop_reason}")
                 return False
-        log.flush()
+        log.end()
 
     if counters.iteration != counters.saved_iteration:
         run.saver.save()
@@ -65,6 +67,7 @@ def leave_out_batch(run: Run) -> None:
     first = counters.consumed_samples
     size = run.trainer.schedules.batch_size(first)
     counters.advance(size, run.config.model.seq_length, skipped=True)
+    run.trainer.meet_other_nodes()
     run.console.line(
         f"iteration {counters.iteration} is left out: samples {first}:{first + size} "
         "(--skip-samples)"
@@ -84,7 +87,7 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
     consumed = counters.consumed_valid_samples if split == VALIDATION else 0
     if consumed + num_samples > len(dataset):
         consumed = 0  # this run has fewer validation samples than the one that saved the checkpoint
-    samples_per_pass = config.batch.micro_batch_size * run.ranks.num_replicas
+    samples_per_pass = config.batch.micro_batch_size * run.ranks.all_replicas
     with run.batches.loader(split, consumed) as batches:
         loss = evaluate(run.trainer.sharding, run.ranks, batches, num_samples // samples_per_pass)
     if split == VALIDATION:

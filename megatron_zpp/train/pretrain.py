@@ -23,6 +23,7 @@ from megatron_zpp.train.inputs import TEST, VALIDATION
 from megatron_zpp.train.loop import evaluate_split, train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
+from megatron_zpp.train.worlds.own_folders import with_own_folders
 from zeropp import InputError
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.checkpoint.shared_folder import hold_folder
@@ -65,7 +66,14 @@ def main(
             ):
                 per_node = config.zero.zeropp.ranks_per_node
                 settings = shared_settings(config)
-                ranks = join_ranks(environment, config.parallel, per_node, settings)
+                ranks = join_ranks(
+                    environment,
+                    config.parallel,
+                    per_node,
+                    settings,
+                    steps_alone=config.zero.zeropp.sync_every != 1,
+                )
+                config = with_own_folders(config, ranks)
                 return _with_heartbeat(config, ranks, console, stopping)
         except NetworkError as error:
             message = str(error)
@@ -112,7 +120,7 @@ def train_and_evaluate(config: Config, run: Run) -> None:
                 run.metrics.sample(sample)
     title = "Finished" if finished else f"Stopped; {how_to_resume(config.checkpoint)}"
     rows = [*trainer.communication.summary_rows(), *output_folders(config)]
-    if run.ranks.rank == 0:
+    if run.ranks.global_rank == 0:
         rows += report_rows(config.log)
     console.ending(run.metrics.history, rows, sample, title)
 
@@ -169,9 +177,11 @@ def _with_heartbeat(config: Config, ranks: Ranks, console: Console, stopping: St
         limit = 60 * config.parallel.distributed_timeout_minutes
         heartbeat = Heartbeat(ranks.store, ranks.rank, ranks.num_ranks, ranks.main_thread, limit)
     status = _pretrain_and_report(config, ranks, console, stopping, heartbeat)
+    if ranks.outer and status == 0:
+        ranks.outer.close()
     if heartbeat:
         heartbeat.close(keeps_store=ranks.rank == 0 and not ranks.environment.launcher_has_store)
-    if status and ranks.rank == 0:
+    if status and ranks.global_rank == 0:
         for name, value in report_after_failure(config.log):
             console.line(f"{name} so far: {value}")
     if status == 0 or heartbeat is None:  # after a failure this could wait for a rank that has died

@@ -15,13 +15,17 @@ from megatron_zpp.checkpoint.iteration_folders import Retention
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Metrics
+from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
+from megatron_zpp.train.worlds.saved_run import SavedRun, saved_run
 from zeropp import InputError, LossScaler, Sharding
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
+from zeropp.optim.local_steps.local_steps import LocalSteps
+from zeropp.optim.local_steps.trained_weights import TrainedWeights
 
 # Settings that determine the order of the samples, by section.
 SAMPLE_ORDER = (
@@ -76,6 +80,7 @@ class Saver:
             save_optimizer=not options.no_save_optim,
             writer=self.writer,
             lock=self.lock,
+            others=trainer.local_steps.state() if trainer.local_steps else {},
         )
         if self.writer is None:
             self.console.line(f"saved checkpoint {path}")
@@ -109,6 +114,7 @@ class Saver:
             seed=config.training.seed,
             world_size=trainer.ranks.num_ranks,
             stage=trainer.sharding.stage,
+            num_worlds=trainer.ranks.num_worlds,
             tokenizer=self.tokenizer.fingerprint,
             loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},
             schedule={"scheduled_samples": counters.scheduled_samples, **trainer.schedules.state()},
@@ -120,30 +126,24 @@ class Saver:
 
 def load(
     config: Config,
+    ranks: Ranks,
     sharding: Sharding,
     optimizer: torch.optim.Optimizer,
     scaler: LossScaler | None,
     tokenizer_fingerprint: str,
+    local_steps: LocalSteps | None = None,
 ) -> StartingPoint:
     """Load weights, optimizer and loss scaler from the newest checkpoint in `--load`, if any.
 
-    All ranks call it. Raises InputError for a checkpoint that does not fit the run.
+    All ranks call it. Where nodes step alone, each loads its own; those that as many nodes as now
+    have not saved are averaged. Raises InputError for a checkpoint that does not fit the run.
     """
-    options, schedules, model = config.checkpoint, Schedules.of(config), sharding.model
+    options, schedules = config.checkpoint, Schedules.of(config)
     beginning = StartingPoint(counters=Counters(), schedules=schedules, history={})
     if options.load is None:
         return beginning
-    load_optimizer = not (options.no_load_optim or options.finetune)
-    sharding.weights_changed()
-    state = checkpoint.load(
-        options.load,
-        model,
-        optimizer,
-        load_optimizer=load_optimizer,
-        architecture=architecture(config.model, model.vocab_size),
-        tokenizer=tokenizer_fingerprint,
-        verify=not options.no_verify_checkpoint,
-        iteration=options.ckpt_step,
+    state = _read(
+        config, saved_run(options, ranks), sharding, optimizer, tokenizer_fingerprint, local_steps
     )
     if state is None:
         if options.exit_on_missing_checkpoint:
@@ -154,7 +154,7 @@ def load(
         return beginning
     log.info("loaded checkpoint of iteration %d from %s", state.iteration, options.load)
     _require_same_adapters(config, state)
-    if scaler and state.loss_scaler and load_optimizer:
+    if scaler and state.loss_scaler and not (options.no_load_optim or options.finetune):
         scaler.load_state_dict(state.loss_scaler)
     if options.finetune or options.reset_iteration or not state.iteration:
         return beginning
@@ -173,6 +173,40 @@ def load(
         schedules=schedules,
         history=state.history,
     )
+
+
+def _read(
+    config: Config,
+    source: SavedRun,
+    sharding: Sharding,
+    optimizer: torch.optim.Optimizer,
+    tokenizer_fingerprint: str,
+    local_steps: LocalSteps | None,
+) -> TrainingState | None:
+    """Read a checkpoint into weights and optimizer, and what nodes that step alone have beside."""
+    options, model = config.checkpoint, sharding.model
+    load_optimizer = not (options.no_load_optim or options.finetune or source.is_averaged)
+    goes_on = local_steps is not None and source.is_of_each and load_optimizer
+    others = local_steps.state() if goes_on else {}
+    sharding.weights_changed()
+    state = checkpoint.load(
+        source.folder,
+        model,
+        optimizer,
+        load_optimizer=load_optimizer,
+        architecture=architecture(config.model, model.vocab_size),
+        tokenizer=tokenizer_fingerprint,
+        verify=not options.no_verify_checkpoint,
+        iteration=source.iteration,
+        others=others,
+    )
+    if state is not None and source.is_averaged:
+        source.average(TrainedWeights(sharding=sharding, optimizer=optimizer), state.iteration)
+    if goes_on:
+        local_steps.load(others)
+    elif local_steps is not None:
+        local_steps.restart()
+    return state
 
 
 def _log_other_samples(config: Config, state: TrainingState) -> None:

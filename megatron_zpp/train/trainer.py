@@ -23,6 +23,7 @@ from megatron_zpp.settings.scheduled_values import Schedules, is_due
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
 from zeropp import LossScaler, Sharding, optimizer_step
 from zeropp.checkpoint.state_tensors import masters_of
+from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.step_or_skip import global_norm, local_part
 
 
@@ -77,6 +78,7 @@ class Trainer:
     schedules: Schedules
     counters: Counters
     communication: CommunicationMeter
+    local_steps: LocalSteps | None = None  # where nodes step alone
 
     @cached_property
     def experts(self) -> ExpertBalance:
@@ -101,6 +103,8 @@ class Trainer:
         if losses.routing is not None:
             numbers = self.experts.end(losses.routing, self.sharding.model)
         backward_ended = self._timer_now()
+        if self.local_steps:
+            self.local_steps.before_update(counters.iteration + 1)
         update = optimizer_step(
             self.optimizer,
             self.sharding,
@@ -111,6 +115,7 @@ class Trainer:
         )
         skipped = self.scaler is not None and update.skipped
         counters.advance(global_batch_size, config.model.seq_length, skipped)
+        self.meet_other_nodes()
 
         fields = self._known_fields(global_batch_size, loss_scale, skipped)
         if config.log.log_timers_to_tensorboard:
@@ -119,6 +124,17 @@ class Trainer:
         return PendingIteration(
             fields, losses, update, started, previous, numbers, self.scaler is not None
         )
+
+    def meet_other_nodes(self) -> None:
+        """Exchange with nodes that step alone how far they came, if that is due."""
+        if self.local_steps:
+            iteration, last = self.counters.iteration, self.schedules.length.iterations
+            self.local_steps.after_update(iteration, is_last=iteration == last)
+
+    @property
+    def meets(self) -> bool:
+        """Whether all nodes are at the same place, after an iteration in which they exchanged."""
+        return self.local_steps is None or not self.local_steps.differs(self.counters.iteration)
 
     def forward_backward(
         self, batches: Loader, global_batch_size: int, loss_scale: float
@@ -130,7 +146,7 @@ class Trainer:
         """
         ranks, config = self.ranks, self.config
         num_micro_batches = global_batch_size // (
-            config.batch.micro_batch_size * ranks.num_replicas
+            config.batch.micro_batch_size * ranks.all_replicas
         )
         num_empty = torch.zeros((), dtype=torch.float64, device=ranks.device)
         samples = self._micro_batches(batches, num_micro_batches, num_empty)
@@ -174,7 +190,7 @@ class Trainer:
 
         Adds to `num_empty` (0-d) how many of them have no token with a loss.
         """
-        place = self.ranks.replica * self.config.batch.micro_batch_size
+        place = self.ranks.place_of_replica * self.config.batch.micro_batch_size
         for _ in range(count):
             first_sample, batch = batches.consumed_samples + place, next(batches)
             num_empty += ~batch.loss_mask.any()

@@ -57,8 +57,11 @@ def load_state(
     *,
     check: Callable[[list[str]], None],
     with_optimizer_state: bool,
+    others: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
     """Read the checkpoint in `folder` into model and optimizer, in place; all ranks call it.
+
+    Also into `others`, those of its further tensors that it has.
 
     Gathered weights must have been dropped before, by `Sharding.weights_changed`.
 
@@ -92,7 +95,8 @@ def load_state(
             delayed = {name: weight for name, weight in delayed.items() if name in saved}
         obstacle = "are of a model with other tensors than this run's" if differences else None
         codes = codes_to_load(model, with_codes, obstacle=obstacle)
-    tensors = {**weights, **optimizer_state, **delayed}
+    others = {name: tensor for name, tensor in others.items() if name in saved}
+    tensors = {**weights, **optimizer_state, **delayed, **others}
     read_shards(folder, codes.tensors | {names[name]: tensor for name, tensor in tensors.items()})
     codes.restore()
     if with_optimizer_state:

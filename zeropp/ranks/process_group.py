@@ -61,9 +61,17 @@ def choose_backend(environment: Environment, num_gpus: int, requested: str | Non
 
 
 def start_process_group(
-    environment: Environment, device: torch.device, timeout: timedelta, backend: str | None = None
+    environment: Environment,
+    device: torch.device,
+    timeout: timedelta,
+    backend: str | None = None,
+    *,
+    world: Environment | None = None,
 ) -> dist.Store:
-    """Initialize the default process group, and return the store that its ranks share.
+    """Initialize the default process group, and return the store that all ranks share.
+
+    With a `world` (`Environment.within`) the group is of its ranks alone, which use the part
+    `world_store` of the store.
 
     `backend` is a name that PyTorch knows ("gloo", "nccl", ...), or None for the one that suits the
     machine. Raises NetworkError if the ranks cannot meet or cannot connect to each other.
@@ -83,14 +91,20 @@ def start_process_group(
         ) from error
     except dist.DistStoreError as error:
         raise NetworkError(str(error)) from error
+    own = world or environment
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("ranks", store),
-        rank=environment.rank,
-        world_size=environment.world_size,
+        store=dist.PrefixStore("ranks", world_store(store, environment, own)),
+        rank=own.rank,
+        world_size=own.world_size,
         timeout=timeout,
     )
     return store
+
+
+def world_store(store: dist.Store, environment: Environment, world: Environment) -> dist.Store:
+    """Return the part of a store that is for the ranks of one world among all."""
+    return dist.PrefixStore(f"world/{environment.rank // world.world_size}", store)
 
 
 def refuse_to_start(environment: Environment, reason: str) -> None:

@@ -6,7 +6,7 @@ other. No other module reads the environment.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeropp.errors import InputError
 
@@ -60,6 +60,26 @@ class Environment:
         if not 0 <= environment.rank < world_size:
             raise InputError(f"RANK={environment.rank} is not below WORLD_SIZE={world_size}")
         return environment
+
+    def within(self, size: int) -> "Environment":
+        """Return this process's environment in a world of `size` consecutive ranks.
+
+        Raises InputError if the ranks cannot be cut into such worlds.
+        """
+        if self.world_size % size:
+            raise InputError(
+                f"{self.world_size} ranks cannot be cut into nodes of {size} that step alone: "
+                f"start a multiple of {size}, or set zeropp.ranks_per_node to a divisor"
+            )
+        rank, local_size = self.rank % size, min(size, self.local_world_size)
+        return replace(
+            self,
+            rank=rank,
+            world_size=size,
+            local_rank=rank % local_size,
+            local_world_size=local_size,
+            machines=-(-size // local_size) if self.machines > 1 else 1,
+        )
 
 
 def usable_cores() -> list[int]:

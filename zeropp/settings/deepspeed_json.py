@@ -20,6 +20,7 @@ from zeropp.errors import InputError
 from zeropp.settings.json_keys import JsonSection, Key, json_text
 from zeropp.settings.keys_without_effect import keys_without_effect
 from zeropp.settings.schema import settings_of
+from zeropp.settings.sync_schedule import read_phases
 
 _ZERO = "zero_optimization"
 _DEVICE = MappingProxyType({True: "cpu", False: "none"})
@@ -179,7 +180,10 @@ class _Reader:
         else:
             if entry.type is Mapping and isinstance(value, Mapping):
                 _check_ignored_object(entry, value)
-            value = _to_setting_type(value, entry)
+            is_phases = entry.by_phase and isinstance(value, Mapping)
+            value = (
+                read_phases(entry.dotted, value) if is_phases else _to_setting_type(value, entry)
+            )
             entry.check(value)
             self._values[entry.dotted] = value
 

@@ -14,13 +14,20 @@ class Key(Setting):
 
     `auto`: "auto" may stand for its value; `infinity_is_null`: infinity, which accelerate writes,
     means null; `keys`: the names inside an object that is accepted whole and has no effect, any
-    if there are none; `not_enabled`: why such an object may not be switched on.
+    if there are none; `not_enabled`: why such an object may not be switched on; `by_phase`: an
+    object from steps to values may stand for the value, which is then `Phases`.
     """
 
     auto: bool = False
     infinity_is_null: bool = False
     keys: tuple[str, ...] = ()
     not_enabled: str = ""
+    by_phase: bool = False
+
+    def check(self, value: Any, name: str = "") -> None:
+        """Raise InputError unless the value, or that of each phase, is in the setting's range."""
+        for each in phase_values(value) if self.by_phase else (value,):
+            super().check(each, name)
 
     @property
     def dotted(self) -> str:
@@ -33,13 +40,19 @@ class Key(Setting):
         is_section = isinstance(self.type, type) and issubclass(self.type, Section)
         return self.type if is_section else None
 
+    def json_value(self, value: Any) -> Any:
+        """A value as JSON has it: lists for tuples, an object for phases."""
+        if not isinstance(value, tuple):
+            return value
+        return {str(step): each for step, each in value} if self.by_phase else list(value)
+
     def text(self, value: Any) -> str:
         """A value as JSON spells it."""
         return json_text(value)
 
     def assignment(self, value: Any, name: str = "") -> str:
         """For example `fp16.enabled = true`."""
-        return f"{name or self.dotted} = {json_text(value)}"
+        return f"{name or self.dotted} = {json_text(self.json_value(value))}"
 
     def expected(self) -> str:
         """What the value may be, in words."""
@@ -58,6 +71,11 @@ class JsonSection(Section):
 
 
 key = partial(setting, Key)
+
+
+def phase_values(value: Any) -> tuple[Any, ...]:
+    """Return the values of all phases, or the one of a setting without phases."""
+    return tuple(each for _, each in value) if isinstance(value, tuple) else (value,)
 
 
 def needs(dotted: str) -> NoEffect:

@@ -251,6 +251,9 @@ class Scheduler(_Named):
     params: SchedulerParams = key(SchedulerParams())
 
 
+_NEEDS_LOCAL_STEPS = NoEffect(
+    "it needs zeropp.sync_every above 1", when=lambda c: c.zeropp.sync_every == 1
+)
 _NEEDS_MUON = NoEffect('it needs optimizer.type "Muon"', when=lambda c: c.optimizer.type != "Muon")
 
 
@@ -268,6 +271,10 @@ class Zeropp(JsonSection):
     `reduce_gradients_once`: ranks accumulate whole gradients and average them at the end of a step,
     as stages 0 and 1 do. `delayed_param_update`: the host's update runs beside the next step, which
     computes with the weights before it; not in the first `delayed_param_update_warmup` steps.
+    `sync_every`: nodes step alone and exchange how far they came after every so many steps, which
+    may grow with the steps. A difference has `sync_bits`; `outer_lr` and `outer_momentum` (of
+    Nesterov) are those of the step that all nodes take with the mean difference. The weights of the
+    last exchange are on the host with `sync_on_host`.
     `muon_blocks`: which rows of a matrix Muon orthogonalizes together, those of a `node`, of a
     `rank`, or the `whole` matrix, and `muon_whole_every`: all in every so-manyth step.
     """
@@ -302,5 +309,10 @@ class Zeropp(JsonSection):
     delayed_param_update_warmup: int = key(
         40, minimum=0, no_effect=needs("zeropp.delayed_param_update")
     )
+    sync_every: int = key(1, minimum=1, by_phase=True)
+    sync_bits: int = key(4, choices=(4, 8, 32), no_effect=_NEEDS_LOCAL_STEPS)
+    outer_lr: float = key(0.7, above=0, no_effect=_NEEDS_LOCAL_STEPS)
+    outer_momentum: float = key(0.5, minimum=0, below=1, no_effect=_NEEDS_LOCAL_STEPS)
+    sync_on_host: bool = key(False, no_effect=_NEEDS_LOCAL_STEPS)
     muon_blocks: str = key("node", choices=("node", "rank", "whole"), no_effect=_NEEDS_MUON)
     muon_whole_every: int | None = key(None, minimum=1, no_effect=_NEEDS_MUON)

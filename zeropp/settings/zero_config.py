@@ -232,7 +232,7 @@ class ZeroConfig(JsonSection):
                 inside = result
                 for section in sections:
                     inside = inside.setdefault(section, {})
-                inside[name] = list(value) if isinstance(value, tuple) else value
+                inside[name] = entry.json_value(value)
         return result
 
     def resolve_batch(self, world_size: int) -> BatchSizes:

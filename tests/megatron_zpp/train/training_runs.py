@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from megatron_zpp.train.build import build_run
 from megatron_zpp.train.pretrain import pretrain
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
+from megatron_zpp.train.worlds.own_folders import with_own_folders
 from tests.ranks import ranks
+from tests.worlds import worlds
+from zeropp.optim.local_steps.outer_group import OuterGroup
 from zeropp.ranks.topology import Environment
 
 TINY = (
@@ -29,13 +33,18 @@ TINY = (
 RELATIVE = 1e-5  # the promise for unquantized fp32 runs
 
 
-def log_of(flags: str, device: str = "cpu", kind: type[Ranks] = Ranks) -> str:
+def log_of(
+    flags: str,
+    device: str = "cpu",
+    kind: type[Ranks] = Ranks,
+    outer: OuterGroup | None = None,
+) -> str:
     """What rank 0 prints for `TINY` and `flags` on the ranks of this test's process group.
 
-    The samples are made up unless `flags` name a dataset.
+    The samples are made up unless `flags` name a dataset. With an `outer` group, nodes step alone.
     """
     printed = io.StringIO()
-    with _job(flags, printed, device, kind) as job:
+    with _job(flags, printed, device, kind, outer) as job:
         pretrain(*job)
     return printed.getvalue()
 
@@ -90,6 +99,41 @@ def on_4(flags: str, path: Path) -> None:
     write_log(flags, path)
 
 
+def run_alone(num_ranks: int, world: int, flags: str, folder: Path) -> str:
+    """The log of a run on 2 or 4 ranks, of which `world` to a node step alone."""
+    path = folder / "log.txt"
+    {2: worlds_on_2, 4: worlds_on_4}[num_ranks](world=world, flags=flags, path=path)
+    return path.read_text()
+
+
+@ranks(2, timeout=120)
+def worlds_on_2(world: int, flags: str, path: Path) -> None:
+    """Run on two ranks, of which `world` to a node step alone."""
+    write_log_alone(world, flags, path)
+
+
+@ranks(4, timeout=120)
+def worlds_on_4(world: int, flags: str, path: Path) -> None:
+    """Run on four ranks, of which `world` to a node step alone."""
+    write_log_alone(world, flags, path)
+
+
+def write_log_alone(world: int, flags: str, path: Path) -> None:
+    """Run on all ranks, and leave the first one's log at `path`."""
+    rank = dist.get_rank()
+    with TemporaryDirectory() as own, worlds(world, shared_folder(own)) as outer:
+        log = log_of(flags, outer=outer)
+    if rank == 0:
+        path.write_text(log)
+
+
+def shared_folder(own: str) -> Path:
+    """Return the first rank's folder on all ranks."""
+    folders = [None] * dist.get_world_size()
+    dist.all_gather_object(folders, own)
+    return Path(folders[0])
+
+
 def losses(log: str) -> list[str]:
     """The printed training losses."""
     return re.findall(r"lm loss: (\S+) \|", log)
@@ -123,17 +167,22 @@ def require_same_digits_after_a_stop(flags: str, folder: Path, stop: int) -> Non
 
 @contextmanager
 def _job(
-    flags: str, printed: io.StringIO, device: str = "cpu", kind: type[Ranks] = Ranks
+    flags: str,
+    printed: io.StringIO,
+    device: str = "cpu",
+    kind: type[Ranks] = Ranks,
+    outer: OuterGroup | None = None,
 ) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     source = "" if "--data-path" in flags else "--mock-data "
-    config = parse((TINY + source + flags).split(), world)
+    config = parse((TINY + source + flags).split(), world * (outer.size if outer else 1))
     mesh = build_mesh(torch.device(device), world, config.parallel)
     place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     size = config.parallel.context_parallel_size
     joined = kind(
         environment=place, device=torch.device(device), mesh=mesh, store=None, context_size=size,
-        ranks_per_node=config.zero.zeropp.ranks_per_node,
+        ranks_per_node=config.zero.zeropp.ranks_per_node, outer=outer,
     )  # fmt: skip
+    config = with_own_folders(config, joined)
     with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
         yield config, joined, console, stop

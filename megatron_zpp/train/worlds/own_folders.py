@@ -1,0 +1,24 @@
+"""Where each world saves and loads checkpoints, where nodes step alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.settings.config import Config
+
+
+def with_own_folders(config: Config, ranks: Ranks) -> Config:
+    """Return the configuration with the folders of this world's checkpoints.
+
+    The first world has those that the flags name, and others a folder in each.
+    """
+    if not ranks.node:
+        return config
+    options = config.checkpoint
+    save, load = (folder_of(each, ranks.node) for each in (options.save, options.load))
+    return replace(config, checkpoint=replace(options, save=save, load=load))
+
+
+def folder_of(folder: str | None, node: int) -> str | None:
+    """Return the folder of a world's checkpoints, by that of the first one's."""
+    return folder if folder is None else str(Path(folder) / f"node_{node}")

@@ -1,0 +1,128 @@
+"""The trained weights of this rank as flat tensors, wherever they are, each element on one rank.
+
+A shard is its rank's alone. What all ranks of the data axis hold, as at stage 0, is cut into
+slices, one for each of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.optim.step_or_skip import local_part
+from zeropp.sharding.sharding import Sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedWeights:
+    """The trained parameters of a sharded model, and the optimizer that may hold their fp32 ones.
+
+    All ranks of a node call the same methods.
+    """
+
+    sharding: Sharding
+    optimizer: torch.optim.Optimizer
+
+    @cached_property
+    def named(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by their names in the model."""
+        named = self.sharding.model.named_parameters()
+        return {name: each for name, each in named if each.requires_grad}
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many elements each tensor of `read` has."""
+        return [len(each) for each in self.read()]
+
+    def read(self) -> list[Tensor]:
+        """Return fp32 weights of this rank, flat, which share their memory where they can."""
+        return [self._slice(parameter, whole) for parameter, whole in self._wholes()]
+
+    @torch.no_grad()
+    def write(self, values: Sequence[Tensor]) -> None:
+        """Let the weights be these values, in the order of `read`."""
+        for (parameter, whole), value in zip(self._wholes(), values, strict=True):
+            whole.copy_(self._joined(parameter, value, whole.numel()).view(whole.shape))
+        for holder, copy in getattr(self.optimizer, "copies", {}).items():
+            copy.copy_(local_part(holder))
+        if self._masters:
+            self.optimizer.loaded(behind=False)
+        self.sharding.weights_changed()
+
+    def gradients(self) -> list[Tensor]:
+        """Return the averaged gradients in the order of `read`, zeros where there are none."""
+        if getattr(self.optimizer, "takes_factor", False):
+            self.optimizer.await_gradients()
+        parts = []
+        for parameter, whole in self._wholes():
+            gradient = self.sharding.gradients.of(parameter)
+            part = torch.zeros_like(whole) if gradient is None else local_part(gradient)
+            parts.append(self._slice(parameter, part).float())
+        return parts
+
+    @torch.no_grad()
+    def write_gradients(self, values: Sequence[Tensor]) -> None:
+        """Let the gradients be these values, but not those of weights without one."""
+        for (parameter, whole), value in zip(self._wholes(), values, strict=True):
+            gradient = self.sharding.gradients.of(parameter)
+            joined = self._joined(parameter, value, whole.numel())
+            if gradient is not None:
+                local_part(gradient).copy_(joined.view(whole.shape))
+
+    def saved(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return values in the order of `read` by their parameters' names, as these are sharded."""
+        named = zip(self.named.items(), self._wholes(), values, strict=True)
+        return {
+            name: fsdp.shard_like(parameter, joined) if isinstance(parameter, DTensor) else joined
+            for (name, parameter), (_, whole), value in named
+            for joined in [self._joined(parameter, value, whole.numel()).view(whole.shape)]
+        }
+
+    def loaded(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return, in the order of `read`, what `saved` has returned, with other values."""
+        return [
+            self._slice(parameter, local_part(named[name]))
+            for name, parameter in self.named.items()
+        ]
+
+    def _wholes(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter, and this rank's part of its fp32 weights."""
+        masters = self._masters
+        for parameter in self.named.values():
+            yield parameter, local_part(masters.get(parameter, parameter).detach())
+
+    @property
+    def _masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """The fp32 weights of an offloaded optimizer, after its last update."""
+        return getattr(self.optimizer, "masters", {})
+
+    def _is_on_all(self, parameter: nn.Parameter) -> bool:
+        sharding = self.sharding
+        is_shard = sharding.shards_gradients and isinstance(parameter, DTensor)
+        return sharding.num_ranks > 1 and not is_shard
+
+    def _slice(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        flat = whole.reshape(-1)
+        if not self._is_on_all(parameter):
+            return flat
+        length = self._slice_length(len(flat))
+        first = min(dist.get_rank(self.sharding.group) * length, len(flat))
+        return flat[first : first + length]
+
+    def _joined(self, parameter: nn.Parameter, value: Tensor, size: int) -> Tensor:
+        """Return what `value` is a slice of, with those of the other ranks."""
+        if not self._is_on_all(parameter):
+            return value
+        length, group = self._slice_length(size), self.sharding.group
+        padded = torch.cat((value, value.new_zeros(length - len(value))))
+        slices = [torch.empty_like(padded) for _ in range(group.size())]
+        dist.all_gather(slices, padded, group=group)
+        return torch.cat(slices)[:size]
+
+    def _slice_length(self, size: int) -> int:
+        return -(-size // self.sharding.num_ranks)

@@ -1,0 +1,79 @@
+"""Every how many steps nodes exchange how far they came: one number, or one for each phase."""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from zeropp.errors import InputError
+
+Phases = tuple[tuple[int, int], ...]  # (the steps before a phase, its interval), in order
+
+
+def read_phases(name: str, content: Mapping) -> Phases:
+    """Return the phases in an object as {"0": 1, "2000": 10}; raises InputError for others."""
+
+    def wrong(why: str) -> InputError:
+        return InputError(
+            f"{name} = {dict(content)}: {why}; expected intervals by the steps where they begin, "
+            'as in {"0": 1, "2000": 10}'
+        )
+
+    phases = []
+    for step, interval in content.items():
+        if not str(step).isdecimal():
+            raise wrong(f'"{step}" is no number of steps')
+        if type(interval) is not int or interval < 1:
+            raise wrong(f'"{step}" has the interval {interval}, which is no number of at least 1')
+        phases.append((int(step), interval))
+    phases.sort()
+    if not phases or phases[0][0] != 0:
+        raise wrong('nothing begins at step "0"')
+    if any(before[0] == after[0] for before, after in pairwise(phases)):
+        raise wrong("two phases begin at the same step")
+    if any(before[1] > after[1] for before, after in pairwise(phases)):
+        raise wrong("an interval is shorter than the one before, and they may only grow")
+    return tuple(phases)
+
+
+@dataclass(frozen=True)
+class SyncSchedule:
+    """When nodes exchange. Steps are numbered from 1."""
+
+    phases: Phases
+
+    @classmethod
+    def of(cls, sync_every: int | Phases) -> "SyncSchedule":
+        """Return the schedule of a value of `zeropp.sync_every`."""
+        return cls(sync_every if isinstance(sync_every, tuple) else ((0, sync_every),))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all nodes take every step together, as one data axis."""
+        return self.phases == ((0, 1),)
+
+    def interval(self, step: int) -> int:
+        """Return the interval of the phase that a step belongs to."""
+        return self.phases[self._phase(step)][1]
+
+    def averages_gradients(self, step: int) -> bool:
+        """Whether nodes average the gradients of a step, so that they stay alike."""
+        return self.interval(step) == 1
+
+    def is_due(self, step: int) -> bool:
+        """Whether nodes exchange how far they came after a step: their weights differ until then.
+
+        Also at the end of a phase.
+        """
+        if self.averages_gradients(step):
+            return False
+        start, interval = self.phases[self._phase(step)]
+        return (step - start) % interval == 0 or step in self._starts
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(start for start, _ in self.phases)
+
+    def _phase(self, step: int) -> int:
+        return bisect_right(self._starts, max(step - 1, 0)) - 1
