@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from megatron_zpp.model.lora import adapt, is_adapter
 from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.parallel.collectives import moved, sum_whole
-from megatron_zpp.parallel.peers import Peers
 from megatron_zpp.settings.config import LoraConfig
 from zeropp.optim.step_or_skip import gradient_parts, local_part
+from zeropp.wire.tokens.peers import Peers
 
 ROUTERS_AND_EXPERTS = re.compile(r"\.mlp\.(router|shared_gate|experts\.\w+(\.lora_[AB])?)\.weight$")
 OF_OWN_CHANNELS = re.compile(r"\.attention\.[qk]_norm\.|\.mlp\.activation\.")

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.peers import AXES
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
 from zeropp.optim.muon.muon import MuonGroups
+from zeropp.wire.tokens.peers import AXES
 from zeropp.wire.traffic import HOPS, PURPOSES, CodedMessages
 
 OTHERS = (OPTIMIZER, *AXES)  # named where they are in use

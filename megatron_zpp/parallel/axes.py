@@ -37,7 +37,7 @@ from megatron_zpp.parallel.collectives import (
     sum_rows,
     sum_whole,
 )
-from megatron_zpp.parallel.peers import Peers
+from zeropp.wire.tokens.peers import Peers
 
 
 def part_of(parameter: nn.Parameter, dim: int, size: int, mesh: DeviceMesh | None) -> nn.Parameter:

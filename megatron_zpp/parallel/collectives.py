@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_zpp.parallel.peers import Peers
+from zeropp.wire.tokens.peers import Peers
 
 Move = Callable[[Tensor, Peers], Tensor]
 

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_zpp.parallel.expert_axis import AXIS_NAMES
 from megatron_zpp.parallel.main_thread import MainThread
-from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.settings.config import ParallelConfig
@@ -27,6 +26,7 @@ from zeropp.ranks.groups import set_time_limit, shared_group, time_limit
 from zeropp.ranks.process_group import pick_device, start_process_group, world_store
 from zeropp.ranks.topology import Environment
 from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.tokens.peers import AXES, Peers
 from zeropp.wire.traffic import Traffic
 
 SAME_COMMAND = (

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.peers import EXCHANGE, Peers
 from zeropp.wire.communicator import traced
+from zeropp.wire.tokens.peers import EXCHANGE, Peers
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
 from megatron_zpp.parallel.expert_axis import ExpertAxis
-from megatron_zpp.parallel.peers import Peers
 from megatron_zpp.settings.config import ParallelConfig
+from zeropp.wire.tokens.peers import Peers
 
 
 class RankGrid(ABC):

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from megatron_zpp.parallel.peers import AXES
 from megatron_zpp.planner.planned_run import Places, PlannedRun
 from megatron_zpp.recipe.activation_forecast import Forecast, Move
 from zeropp.sharding.forecast import node_bytes
+from zeropp.wire.tokens.peers import AXES
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
 
 Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes

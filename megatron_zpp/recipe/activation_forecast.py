@@ -21,13 +21,13 @@ from megatron_zpp.model.part import Part
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.peers import AXES, EXCHANGE, GATHER, REDUCE, Peers
 from megatron_zpp.parallel.token_copies import copies_across_nodes
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.route import Hop
+from zeropp.wire.tokens.peers import AXES, EXCHANGE, GATHER, REDUCE, Peers
 from zeropp.wire.traffic import Traffic
 
 FP32_BYTES = 4

@@ -16,11 +16,11 @@ from megatron_zpp.model.moe.auxiliary_losses import AuxiliaryLosses
 from megatron_zpp.model.moe.experts import Experts
 from megatron_zpp.model.moe.relay import return_sums, send_copies
 from megatron_zpp.model.moe.router import Router
-from megatron_zpp.model.moe.rows import RowsOfPairs, RowsOfTokens
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.routing_record import Assignment
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step_or_skip import local_part
+from zeropp.wire.tokens.rows import RowsOfPairs, RowsOfTokens
 
 
 class MoE(nn.Module):

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.parallel.mesh import mesh_sizes
-from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.sharding.grid import nodes_of_grid
 from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.tokens.peers import AXES, Peers
 from zeropp.wire.traffic import Traffic
 
 

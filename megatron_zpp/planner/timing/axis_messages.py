@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_zpp.model.part import Part
-from megatron_zpp.parallel.peers import AXES, EXCHANGE, REDUCE
 from megatron_zpp.planner.node_traffic import axis_forecast
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.planned_run import PlannedRun
@@ -16,6 +15,7 @@ from megatron_zpp.planner.timing.hardware import Rates
 from megatron_zpp.planner.timing.links import Message, exchange, ring
 from megatron_zpp.planner.timing.messages import ALL_REDUCE_RINGS
 from megatron_zpp.recipe.activation_forecast import Move
+from zeropp.wire.tokens.peers import AXES, EXCHANGE, REDUCE
 from zeropp.wire.traffic import Traffic
 
 PIPELINE = "pipeline"

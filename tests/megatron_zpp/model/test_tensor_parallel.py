@@ -18,7 +18,6 @@ from megatron_zpp.model.tensor_parallel import (
     VocabParallelEmbedding,
 )
 from megatron_zpp.parallel.axes import TensorAxis
-from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.recipe import model as recipe
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.inputs import TRAIN
@@ -38,6 +37,7 @@ from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.tokens.peers import AXES, Peers
 from zeropp.wire.traffic import Traffic
 
 

@@ -8,9 +8,9 @@ import torch
 
 from megatron_zpp.monitor.communication import Communication, CommunicationMeter
 from megatron_zpp.monitor.tensorboard_names import communication_scalars
-from megatron_zpp.parallel.peers import AXES
 from megatron_zpp.settings.config import Config
 from zeropp.wire.route import Nodes
+from zeropp.wire.tokens.peers import AXES
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
 
 MIB = 2**20

@@ -18,9 +18,9 @@ from megatron_zpp.parallel.collectives import (
     sum_rows,
     sum_whole,
 )
-from megatron_zpp.parallel.peers import AXES, Peers
 from tests.ranks import ranks
 from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.tokens.peers import AXES, Peers
 from zeropp.wire.traffic import Traffic
 
 SIZE = 4

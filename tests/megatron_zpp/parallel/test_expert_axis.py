@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.parallel.expert_axis import ExpertAxis
-from megatron_zpp.parallel.peers import AXES, Peers
 from tests.ranks import ranks
 from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.tokens.peers import AXES, Peers
 from zeropp.wire.traffic import Traffic
 
 SIZE, EXPERTS, WIDTH = 4, 8, 5

@@ -17,7 +17,6 @@ from megatron_zpp.model.moe.layer import MoE
 from megatron_zpp.model.moe.relay import COUNT_BYTES, copy_bytes
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.expert_axis import ExpertAxis
-from megatron_zpp.parallel.peers import AXES, Peers
 from megatron_zpp.parallel.token_copies import break_even_tokens, copies_across_nodes
 from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.moe.small_experts import (
@@ -30,6 +29,7 @@ from tests.megatron_zpp.model.moe.small_experts import (
 from tests.ranks import ranks
 from zeropp.ranks.groups import shared_group
 from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.tokens.peers import AXES, Peers
 from zeropp.wire.traffic import Traffic
 
 SIZE = 4

@@ -1,0 +1,92 @@
+"""The way of tokens to the experts that other ranks have, and back.
+
+A rank sends each expert's rows to the rank that has the expert (`dispatch`), and gets back what the
+experts made of them (`combine`), in its own order. How many rows go where is known only when the
+router has decided, so the numbers cross first; the host waits for them once in a layer.
+
+    rows of a rank, by expert  ->  rows of all ranks, by rank  ->  by own expert  ->  back
+
+Source: GShard (Lepikhin et al. 2020), section 3.2; here without padding.
+T tokens times experts of each on a rank, M rows that arrive, H hidden, E experts, P ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeropp.wire.tokens.peers import Peers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """Rows [M, H] by this rank's experts, the number of each int64 [E/P], and where they are from.
+
+    order: of each row its place among those that arrived, by ranks. sent, received: rows to and
+    from each rank.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    order: Tensor
+    sent: Sequence[int]
+    received: Sequence[int]
+
+
+@torch.compiler.disable  # it enters what is sent into a ledger, each time
+def dispatch(rows: Tensor, counts: Tensor, peers: Peers) -> Dispatched:
+    """Send `rows` [T, H], by expert, of which each expert gets as many as `counts` [E] says.
+
+    Each of the peers has as many of the E experts as the others.
+    """
+    sent = counts.view(peers.size, -1)
+    received = torch.empty_like(sent)
+    peers.exchange(sent, received)
+    splits = [numbers.sum(1).tolist() for numbers in (sent, received)]
+    arrived = _Exchanged.apply(rows, *splits, peers)
+    experts = torch.arange(sent.shape[1], device=rows.device).repeat(peers.size)
+    order = experts.repeat_interleave(received.flatten()).argsort(stable=True)
+    return Dispatched(
+        rows=_Permuted.apply(arrived, order),
+        counts=received.sum(0),
+        order=order,
+        sent=splits[0],
+        received=splits[1],
+    )
+
+
+@torch.compiler.disable
+def combine(rows: Tensor, dispatched: Dispatched, peers: Peers) -> Tensor:
+    """Return [T, H], in the order of what was dispatched, of what experts made of it [M, H]."""
+    by_rank = _Permuted.apply(rows, dispatched.order.argsort())
+    return _Exchanged.apply(by_rank, dispatched.received, dispatched.sent, peers)
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows [M, H] that arrive, `received` from each rank, for rows [T, H], `sent` to each."""
+
+    @staticmethod
+    def forward(
+        ctx, rows: Tensor, sent: Sequence[int], received: Sequence[int], peers: Peers
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.peers = sent, received, peers
+        return peers.exchange_rows(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.peers.exchange_rows(gradient, ctx.received, ctx.sent), None, None, None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order: the backward pass needs no sum, as autograd's indexing does."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return gradient[order.argsort()], None
