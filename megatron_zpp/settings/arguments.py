@@ -62,6 +62,11 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
             "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
             "--lora-rank all weights are trained: give a rank (finetune_gpt.py), or leave it out"
         )
+    if config.zero.expert_ranks > 1:
+        raise InputError(
+            f"expert_parallel.autoep_size = {config.zero.expert_ranks} is for models of "
+            "zeropp.initialize: leave the section out, and give --expert-model-parallel-size"
+        )
     if config.zero.offloads_weights and not config.zero.offloads_optimizer:
         raise InputError(
             'zero_optimization.offload_param.device = "cpu" and '

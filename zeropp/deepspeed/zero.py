@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
@@ -108,7 +109,7 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     require_shards(each for each in parameters if isinstance(each, nn.Parameter))
     with ExitStack() as agreement:
         if modifier_rank is not None:
-            for group in dict.fromkeys(map(_group_of, sharded)):
+            for group in dict.fromkeys(group for each in sharded for group in _groups_of(each)):
                 agreement.enter_context(raising_together(group, "GatheredParameters"))
         wholes = [fsdp.WholeParameter.of(parameter) for parameter in sharded]
         before = [scalar.detach().clone() for scalar in scalars]
@@ -174,9 +175,23 @@ def _in_place_of(sharded: list[DTensor], wholes: list[fsdp.WholeParameter]) -> I
         notify_weights_replaced(sharded)
 
 
-def _group_of(parameter: DTensor) -> dist.ProcessGroup:
-    """The ranks that hold a parameter; the mesh of stage 0 has two axes, all are on the first."""
-    return parameter.device_mesh.get_group(0)
+def _groups_of(parameter: DTensor) -> list[dist.ProcessGroup]:
+    """This rank's group along each axis of a parameter's mesh that has several ranks.
+
+    The mesh of stage 0 has all ranks on its first axis, that of experts some on each.
+    """
+    mesh = parameter.device_mesh
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    return [mesh.get_group(axis) for axis in axes or [0]]
+
+
+def _broadcast(values: torch.Tensor, mesh: DeviceMesh, source: int) -> None:
+    """Send `values` of the rank `source` to all ranks of a mesh, along one axis after another."""
+    places = (mesh.mesh == source).nonzero()[0].tolist()
+    for axis, place in enumerate(places):
+        if mesh.size(axis) > 1:
+            group = mesh.get_group(axis)
+            dist.broadcast(values, src=dist.get_global_rank(group, place), group=group)
 
 
 def _write_back(
@@ -186,5 +201,5 @@ def _write_back(
     with torch.no_grad():
         for parameter, whole in zip(sharded, wholes, strict=True):
             values = whole.detach().as_subclass(torch.Tensor).contiguous()
-            dist.broadcast(values, src=modifier_rank, group=_group_of(parameter))
+            _broadcast(values, parameter.device_mesh, modifier_rank)
             parameter.to_local().copy_(part_for_rank(values, parameter))

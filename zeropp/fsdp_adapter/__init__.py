@@ -98,6 +98,7 @@ from zeropp.fsdp_adapter.units import (
     shard_like,
     shard_of,
     shard_unit,
+    sharded_dim,
     shards,
     store,
     use_all_gather,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
 
 from zeropp.fsdp_adapter.param_groups import Unit, groups_of, parameters_of
 from zeropp.fsdp_adapter.parameters import inherit, inherit_when_gathered
@@ -75,6 +77,7 @@ def shard_unit(
         mp_policy=precision,
         offload_policy=place,
         reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=partial(_placement, num_ranks=mesh.size(mesh.ndim - 1)),
         ignored_params=others,
     )
     for parameter in parameters_of(modules[0]):
@@ -82,6 +85,25 @@ def shard_unit(
         inherit(parameter.sharded_param, originals[info.module][info.param_name])
         inherit_when_gathered(parameter)
         keep_shard_of_whole(parameter)
+
+
+def sharded_dim(parameter: torch.Tensor, num_ranks: int) -> int:
+    """Return the dim in which a parameter is cut into parts for `num_ranks`.
+
+    It is the first one. A parameter that is split in it over another axis, as experts are, may have
+    fewer rows left than there are ranks: padding would multiply what is gathered, so it is cut in
+    its second dim where that is divided evenly and the first one is not.
+    """
+    if not isinstance(parameter, DTensor):
+        return 0
+    rows, *others = parameter.to_local().shape
+    is_uneven = rows % num_ranks and parameter.ndim > 1
+    return int(bool(is_uneven) and others[0] % num_ranks == 0)
+
+
+def _placement(parameter: nn.Parameter, num_ranks: int) -> ShardPlacement | None:
+    dim = sharded_dim(parameter, num_ranks)
+    return ShardPlacement(dim) if dim else None
 
 
 def replica_axes(mesh: DeviceMesh) -> DeviceMesh:

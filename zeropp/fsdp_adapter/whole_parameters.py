@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from zeropp.errors import InputError
 from zeropp.fsdp_adapter.param_groups import Unit, groups_of, parameters_of
@@ -25,6 +25,12 @@ def gather_whole(tensor: DTensor) -> torch.Tensor:
     cannot gather, return a new one."""
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    for axis, placement in enumerate(tensor.placements):
+        if type(placement) is not Replicate and axis + 1 < len(tensor.placements):
+            # one axis after another, or PyTorch warns that it takes several collectives
+            placements = [*tensor.placements]
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
 
 

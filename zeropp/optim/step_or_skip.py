@@ -188,4 +188,4 @@ def _sum_over_ranks(terms: list[torch.Tensor], sharding: Sharding) -> torch.Tens
     total = torch.zeros((), dtype=torch.float64, device=device)
     if terms:
         total += torch.stack([term.to(device) for term in terms]).sum(dtype=torch.float64)
-    return sharding.grid.sum(total, over_data=sharding.shards_gradients)
+    return sharding.grid.sum(total, over_data=sharding.parts_gradients)

@@ -70,14 +70,6 @@ RULES = (
         "the ranks of a node as the partition",
     ),
     Rule(
-        ("expert_parallel.enabled", "expert_parallel.autoep_size"),
-        lambda enabled, size: enabled and size > 1,
-        "{} and {}: here ranks do not send each other tokens, and each gathers the experts of a "
-        "block like other weights: set 1. Ranks do split experts if transformers loads the model "
-        "with DistributedConfig(ep_size=...), for zeropp.attach, and in pretrain_gpt.py with "
-        "--expert-model-parallel-size",
-    ),
-    Rule(
         BATCH_KEYS,
         lambda samples, micro, steps: (samples or 0) % ((micro or 1) * (steps or 1)) != 0,
         "{} and {} and {}: the first must be the product of the other two and the number of ranks",

@@ -92,7 +92,7 @@ class ExpertParallel(JsonSection):
     enabled: bool = key(
         False,
         no_effect=NoEffect(
-            "each rank gathers all experts of a block anyway",
+            "with autoep_size 1 each rank gathers all experts of a block",
             when=lambda c: c.expert_parallel.autoep_size == 1,
         ),
     )

@@ -158,6 +158,11 @@ class ZeroConfig(JsonSection):
         return self.zero_optimization.zero_quantized_nontrainable_weights
 
     @property
+    def expert_ranks(self) -> int:
+        """How many consecutive ranks split the experts of a layer, as DeepSpeed's AutoEP does."""
+        return self.expert_parallel.autoep_size if self.expert_parallel.enabled else 1
+
+    @property
     def compute_format(self) -> str:
         """What forward and backward compute in, as torch calls it."""
         if self.fp16.enabled:

@@ -96,29 +96,35 @@ def require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             taken.setdefault(module, name)
 
 
+def require_expert_meshes(experts: Mapping[nn.Module, DeviceMesh], config: ZeroConfig) -> None:
+    """Raise InputError unless each of the experts has a mesh of two axes with names."""
+    if config.expert_ranks > 1 and not experts:
+        raise InputError(
+            f"expert_parallel.autoep_size = {config.expert_ranks}: zeropp.shard replaces no layers "
+            "of a model; give the model to zeropp.initialize, which does, or leave it out and give "
+            "experts="
+        )
+    for module, mesh in experts.items():
+        if mesh.ndim != 2 or not mesh.mesh_dim_names:
+            raise InputError(
+                f"experts= of zeropp.shard: a {type(module).__name__} has a mesh of {mesh.ndim} "
+                "axes: expected two axes with names, of the ranks that share each expert and of "
+                "those that split the experts"
+            )
+
+
 def require_experts(
     experts: Mapping[nn.Module, DeviceMesh],
     blocks: Sequence[nn.Module],
     data: DeviceMesh,
-    config: ZeroConfig,
 ) -> None:
     """Raise InputError for experts that cannot be units of their own inside `blocks`."""
     inside = {module for block in blocks for module in block.modules()}.difference(blocks)
     ranks = data.mesh.flatten().tolist()
     for module, mesh in experts.items():
         what = f"experts= of zeropp.shard: a {type(module).__name__}"
-        if config.stage == 0:
-            raise InputError(
-                f"{what} is split over ranks, and zero_optimization.stage = 0 keeps whole weights: "
-                "set stage 1, 2 or 3"
-            )
         if module not in inside:
             raise InputError(f"{what} is not inside a unit: give modules inside those of units=")
-        if mesh.ndim != 2 or not mesh.mesh_dim_names:
-            raise InputError(
-                f"{what} has a mesh of {mesh.ndim} axes: expected two axes with names, of the "
-                "ranks that share each expert and of those that split the experts"
-            )
         if not {*ranks} <= {*mesh.mesh.flatten().tolist()} or mesh.size() % len(ranks):
             raise InputError(
                 f"{what} has a mesh of the ranks {mesh.mesh.tolist()}, and the data axis has "
@@ -217,6 +223,13 @@ def require_attachable_settings(config: ZeroConfig) -> None:
         raise InputError(
             "zero_optimization.stage = 0 keeps whole weights on every rank, and zeropp.attach is "
             "for models whose weights are sharded: set 3, or 2 and 1, which here mean the same"
+        )
+    if config.expert_ranks > 1:
+        raise InputError(
+            f"expert_parallel.autoep_size = {config.expert_ranks} splits experts, and "
+            "zeropp.attach leaves weights where they are: give the model to zeropp.initialize, or "
+            "let transformers split its experts, by DistributedConfig(ep_size=...), and leave it "
+            "out"
         )
     for is_set, key in (
         (config.offloads_optimizer, "offload_optimizer"),

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import replicas
 from zeropp.sharding.plan import DataAxis, UnitPlan
@@ -77,7 +78,13 @@ def plan_units(
         for module in filter(experts.__contains__, block.modules() if experts else ()):
             its_axis = experts[module]
             ranks = its_axis.nodes.num_ranks
-            kind = replace(like, axis=its_axis, num_shards=ranks, is_apart=True)
+            kind = replace(
+                like,
+                axis=its_axis,
+                num_shards=1 if config.stage == 0 else ranks,
+                is_apart=True,
+                casts_inputs=False,  # inputs are what the block computes
+            )
             units += _plan_unit(module, own.get(module, ()), kind)
     # The root's own parameters are used first in forward and last in backward or, as with a tied
     # head, at both ends: they stay gathered from its forward to its backward.
@@ -110,22 +117,60 @@ def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan
 
 def cut(plans: Sequence[UnitPlan], place: fsdp.OffloadPolicy) -> tuple[fsdp.FSDPModule, ...]:
     """Make FSDP2's units as planned, in place, each over its axis; return them in order."""
-    root = plans[-1]
-    copies = None
-    if root.num_shards < root.axis.mesh.size():  # shards of one rank, averaged over all
-        parameters = (parameter for plan in plans for parameter in plan.parameters)
-        has_others = any(isinstance(each, DTensor) for each in parameters)
-        copies = replicas(root.axis.mesh, with_others=has_others)
+    copies: dict[DeviceMesh, DeviceMesh] = {}
+    for plan in plans:
+        mesh = plan.axis.mesh
+        if plan.num_shards < mesh.size() and mesh not in copies:  # shards of one rank, averaged
+            same = (
+                parameter
+                for each in plans
+                if each.axis is plan.axis
+                for parameter in each.parameters
+            )
+            copies[mesh] = replicas(
+                mesh, with_others=any(isinstance(each, DTensor) for each in same)
+            )
     for plan in sorted(plans, key=lambda plan: plan.is_apart):  # a unit cut first hides its modules
         fsdp.shard_unit(
             plan.modules,
             plan.parameters,
-            copies or plan.axis.mesh,
+            copies.get(plan.axis.mesh, plan.axis.mesh),
             _precision(plan),
             reshard_after_forward=plan.regathers,
             place=place,
         )
     return tuple(plan.modules[0] for plan in plans)
+
+
+def split_experts(experts: Mapping[nn.Module, DeviceMesh]) -> None:
+    """Let each rank keep its part of the whole parameters of these modules, in place.
+
+    The first dim is split evenly over the last axis of the module's mesh, on which the parameters
+    become DTensors. Raises InputError for one that cannot be.
+    """
+    parts: dict[nn.Parameter, nn.Parameter] = {}
+    for module, mesh in experts.items():
+        axis = mesh[mesh.mesh_dim_names[-1]]
+        for owner in module.modules():
+            for name, parameter in tuple(owner.named_parameters(recurse=False)):
+                if not isinstance(parameter, DTensor):
+                    if parameter not in parts:
+                        parts[parameter] = _part(parameter, axis, f"{type(module).__name__}.{name}")
+                    owner.register_parameter(name, parts[parameter])
+
+
+def _part(parameter: nn.Parameter, axis: DeviceMesh, name: str) -> nn.Parameter:
+    size, shape = axis.size(), parameter.shape
+    if not shape or shape[0] % size:
+        raise InputError(
+            f"experts= of zeropp.shard: {name} has the shape {list(shape)}, and {size} ranks split "
+            "its first dim evenly: choose a number of ranks that divides it"
+        )
+    local = parameter.detach().chunk(size)[axis.get_local_rank()].clone()
+    part = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
+    result = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    fsdp.inherit(result, parameter)
+    return result
 
 
 def _precision(plan: UnitPlan) -> fsdp.MixedPrecisionPolicy:

@@ -85,6 +85,12 @@ class Grid:
         return copies * prod(holding.values())
 
 
+def num_replicas(tensor: DTensor) -> int:
+    """Return how many ranks of a tensor's mesh hold the same part of it."""
+    axes = enumerate(tensor.placements)
+    return prod(tensor.device_mesh.size(axis) for axis, each in axes if each.is_replicate())
+
+
 def data_axis(mesh: DeviceMesh, axis: str | None) -> DeviceMesh:
     """Return the one-axis mesh of the data-parallel ranks.
 

@@ -194,7 +194,10 @@ def spec_of(parameter: nn.Parameter, num_shards: int, stored_bits: int | None = 
     """
     shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
     row = math.prod(shape[1:])
-    elements = -(-shape[0] // num_shards) * row  # FSDP2 cuts the first dim, rounded up
+    rows = -(-shape[0] // num_shards)  # FSDP2 cuts the first dim, rounded up
+    if fsdp.sharded_dim(parameter, num_shards):
+        row, rows = row // num_shards, shape[0]
+    elements = rows * row
     is_stored = stored_bits and len(shape) >= 2 and not parameter.requires_grad
     return ShardSpec(
         elements=elements,

@@ -33,11 +33,12 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
     require_blocks,
     require_dense_gradients,
+    require_expert_meshes,
     require_experts,
     require_same_model,
     require_shardable,
 )
-from zeropp.sharding.cut import cut, offload_policy, places_of, plan_units
+from zeropp.sharding.cut import cut, offload_policy, places_of, plan_units, split_experts
 from zeropp.sharding.grid import (
     Grid,
     data_axis,
@@ -87,7 +88,8 @@ def shard(
         units: What is gathered at a time, in forward order; by default the entries of the model's
             outermost `nn.ModuleList`s.
         experts: Modules inside units, with a mesh of two axes each. Over its last axis their
-            parameters are split already, as DTensors; over its first they are sharded.
+            parameters are split, as DTensors or by this call in the first dim; over its first they
+            are sharded.
         cast_forward_inputs: Whether units cast their floating-point inputs to the compute format.
         keeps_root: Whether the root stays gathered throughout a step, as pipelines need it.
 
@@ -111,7 +113,9 @@ def shard(
         data = data_axis(mesh, axis)
         inherit_time_limits(mesh)
         require_same_model(model, data)
+    require_expert_meshes(experts, config)
     recorded_tensors = replace_by_meta(model)
+    split_experts(experts)
     plan = _make_plan(
         model, mesh, data, config, units, experts, cast_forward_inputs, keeps_root=keeps_root
     )
@@ -217,7 +221,7 @@ def _make_plan(
     blocks = tuple(outermost_blocks(model) if units is None else units)
     require_blocks(model, blocks)
     if experts:
-        require_experts(experts, blocks, data, config)
+        require_experts(experts, blocks, data)
     places = places_of(model, {*blocks, *experts})
     require_shardable(places)
     axis = _axis_of(mesh, data, config, data.size())

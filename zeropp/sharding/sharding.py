@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import close_groups
 from zeropp.sharding.forecast import rank_bytes
-from zeropp.sharding.grid import Grid
+from zeropp.sharding.grid import Grid, num_replicas
 from zeropp.sharding.plan import Plan
 from zeropp.sharding.report import Rows, describe
 from zeropp.sharding.root import Root
@@ -153,9 +153,16 @@ class Sharding:
         if self.group is not None:
             close_groups(dist.get_process_group_ranks(self.group))
 
+    @property
+    def parts_gradients(self) -> bool:
+        """Whether data ranks hold different gradients: slices of them, or those of experts."""
+        return self.shards_gradients or len(self.plan.axes) > 1
+
     def num_copies(self, parameter: torch.Tensor) -> int:
         """Return how many of the ranks whose parts are summed hold the same part of a parameter."""
-        is_on_all = self.shards_gradients and not isinstance(parameter, DTensor)
+        if self.parts_gradients and not self.shards_gradients and isinstance(parameter, DTensor):
+            return num_replicas(parameter)
+        is_on_all = self.parts_gradients and not isinstance(parameter, DTensor)
         return self.num_copies_beside(parameter) * (self.num_ranks if is_on_all else 1)
 
     def num_copies_beside(self, parameter: torch.Tensor) -> int:

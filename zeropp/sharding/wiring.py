@@ -46,7 +46,7 @@ class Wiring:
             return
         if stage == 0 or plan.axis.nodes.num_ranks == 1:
             self.watch(unit)
-            if stage > 0 and plan.axis.num_losses > 1:
+            if plan.axis.num_losses > plan.axis.nodes.num_ranks:
                 fsdp.divide_gradients(unit, plan.axis.num_losses)
             return
         self.undo.callback(fsdp.restore_collectives, unit, fsdp.collectives_of(unit))

@@ -65,7 +65,6 @@ def accepted(draw: st.DrawFn) -> dict[str, object]:
     values[ZERO + "stage"] = 3
     for name in ("bf16.enabled", "train_batch_size"):
         values.pop(name, None)
-    values.pop("expert_parallel.enabled", None)  # allows a size of 1 only
     if values.get("zeropp.weight_steps"):
         values |= {ZERO + "zero_quantized_weights": True, ZERO + "zero_hpz_partition_size": 2}
         values["zeropp.weight_bits"] = 8
@@ -127,7 +126,6 @@ def test_the_tutorials_file_is_read(tmp_path: Path) -> None:
         {ZERO + "zero_quantized_gradients": True, ZERO + "stage": 0},
         {ZERO + "zero_quantized_nontrainable_weights": True, ZERO + "stage": 0},
         {ZERO + "offload_optimizer.device": "cpu", ZERO + "stage": 0},
-        {"expert_parallel.enabled": True, "expert_parallel.autoep_size": 2},
         {
             "train_batch_size": 9,
             "train_micro_batch_size_per_gpu": 2,

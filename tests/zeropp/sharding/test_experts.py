@@ -21,9 +21,10 @@ def tokens_of(step: int, num_micro_batches: int) -> list[list[torch.Tensor]]:
     return [list(rank) for rank in torch.randint(0, VOCAB_SIZE, shape, generator=generator)]
 
 
-def sharded(size: int, config: ZeroConfig) -> Sharding:
+def sharded(size: int, config: ZeroConfig, *, whole: bool = False) -> Sharding:
+    """A sharded model; with `whole`, its experts are split by `shard`, not before."""
     mesh = expert_mesh(size)
-    model = ExpertModel(EXPERTS, mesh)
+    model = ExpertModel(EXPERTS, mesh, whole=whole)
     return shard(model, data_mesh(), config, experts=dict.fromkeys(model.experts, mesh))
 
 
@@ -64,14 +65,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [2, 4])
 @ranks(WORLD)
 def test_split_experts_train_as_one_process_does(
     size: int, stage: int, num_micro_batches: int
 ) -> None:
     batches = [tokens_of(step, num_micro_batches) for step in range(STEPS)]
-    sharding = sharded(size, zero_config({"stage": stage}, ranks_per_node=2))
+    config = zero_config({"stage": stage}, ranks_per_node=2)
+    sharding = sharded(size, config, whole=stage in (0, 3))
     norms = train(sharding, batches)
     expected, alone = train_alone(batches)
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
@@ -129,12 +131,12 @@ def test_split_experts_with(size: int, settings: dict) -> None:
 def test_experts_that_do_not_fit_are_refused() -> None:
     mesh, data = expert_mesh(2), data_mesh()
     split = ExpertModel(EXPERTS, mesh)
-    plain = ExpertModel(EXPERTS)
+    odd = ExpertModel(EXPERTS)
+    odd.experts[1].up = torch.nn.Parameter(torch.zeros(9, 16))
     crossed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "expert_data"))
     for model, modules, settings, text in (
-        (split, dict.fromkeys(split.experts, mesh), {"stage": 0}, "keeps whole weights"),
-        (plain, dict.fromkeys(plain.experts, mesh), {"stage": 3}, "is not split over 'expert'"),
-        (split, {split.embedding: mesh}, {"stage": 3}, "is not inside a unit"),
+        (odd, dict.fromkeys(odd.experts, mesh), {"stage": 3}, "shape .9, 16., and 2 ranks"),
+        (split, {split.blocks[0]: mesh}, {"stage": 3}, "is not inside a unit"),
         (split, dict.fromkeys(split.experts, data), {"stage": 3}, "a mesh of 1 axes"),
         (split, dict.fromkeys(split.experts, crossed), {"stage": 3}, "is not split over"),
     ):

@@ -1,0 +1,160 @@
+"""Experts that ranks split by DeepSpeed's JSON, against one process in plain PyTorch.
+
+Sums of fp32 in another order differ by 1e-7 or so of themselves; an Adam step is at most the
+learning rate, 1e-2, times the relative error of its gradient.
+"""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.deepspeed.expert_parallel.mixtures import (
+    EPS,
+    LR,
+    assert_close,
+    config_of,
+    engine_of,
+    expected,
+    mixture,
+    run,
+    run_alone,
+)
+from zeropp import InputError
+
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+ALL_THREE = {**QUANTIZED, "zero_hpz_partition_size": 2}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+
+def check_equal(family: str, size: int, stage: int, micro_batches: int, num_experts: int) -> None:
+    engine = engine_of(mixture(family, num_experts), size, stage=stage, micro_batches=micro_batches)
+    results, weights = expected(family, dist.get_world_size(), micro_batches, num_experts)
+    assert_close(run(engine), results)
+    state = engine.module_state_dict()
+    assert state.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@ranks(2)
+def test_two_ranks_equal_one_process(family: str, stage: int) -> None:
+    check_equal(family, 2, stage, micro_batches=2, num_experts=4)
+
+
+# With 2 experts, 2 ranks share one, whose second dim is cut.
+@pytest.mark.parametrize("size, num_experts", [(2, 4), (4, 4), (2, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@ranks(4)
+def test_four_ranks_equal_one_process(family: str, stage: int, size: int, num_experts: int) -> None:
+    check_equal(family, size, stage, micro_batches=1 + stage % 2, num_experts=num_experts)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero": ALL_THREE},
+        {"zero": ALL_THREE, "bf16": {"enabled": True}},
+        {"zero": ALL_THREE, "bf16": {"enabled": True}, "zeropp": {"weight_steps": True}},
+        {"zero": QUANTIZED, "fp16": {"enabled": True}},
+        {"zero": QUANTIZED, "stage": 1},
+        {"bf16": {"enabled": True}, "stage": 0},
+        {"zero": {**QUANTIZED, **OFFLOADED}, "optimizer": {"type": "AdamW", "params": {"lr": LR}}},
+    ],
+    ids=lambda settings: "+".join(settings),
+)
+@pytest.mark.parametrize("size", [2, 4])
+@ranks(4)
+def test_quantized_and_16_bit_losses_are_near(size: int, settings: dict) -> None:
+    engine = engine_of(mixture("qwen3_moe"), size, micro_batches=2, **settings)
+    losses = [loss for loss, _ in run(engine)]
+    assert_close(losses, [loss for loss, _ in expected("qwen3_moe", 4, 2)[0]], 3e-3)
+
+
+@ranks(4)
+def test_unusual_engines_equal_one_process() -> None:
+    results, _ = expected("mixtral", 4, 1)
+    recomputing = mixture("mixtral")
+    recomputing.config.use_cache = False
+    recomputing.gradient_checkpointing_enable()
+    assert_close(run(engine_of(recomputing, 2)), results)
+    with zeropp.zero.Init():
+        recorded = mixture("mixtral")
+    assert_close(run(engine_of(recorded, 2)), results)
+    model, json = mixture("mixtral"), config_of(4)
+    del json["optimizer"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, foreach=True)
+    engine = zeropp.initialize(model=model, optimizer=optimizer, config=json)[0]
+    assert_close(run(engine), results)
+    for implementation in ("eager", "batched_mm"):
+        model = mixture("mixtral")
+        model.set_experts_implementation(implementation)
+        assert_close(run(engine_of(model, 2)), results)
+
+
+@pytest.mark.parametrize("zero", [{}, {**ALL_THREE, "zero_quantized_nontrainable_weights": True}])
+@ranks(4)
+def test_adapters_of_attention_beside_frozen_experts(zero: dict) -> None:
+    def adapted() -> torch.nn.Module:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+        torch.manual_seed(3)
+        return peft.get_peft_model(mixture("qwen3_moe"), config)
+
+    results = run(engine_of(adapted(), 2, zero=zero))
+    assert_close(results[0][0], run_alone(adapted(), 4)[0][0], 3e-3)
+    if not zero:
+        assert_close(results, run_alone(adapted(), 4))
+
+
+@ranks(4, timeout=180)
+def test_a_run_stops_and_resumes_also_with_other_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "same"
+    for settings in ({"zero": ALL_THREE, "bf16": {"enabled": True}}, {"stage": 1}):
+        whole = engine_of(mixture("qwen3_moe"), 2, **settings)
+        run(whole, 2)
+        whole.save_checkpoint(folder, client_state={"step": 2})
+        results = run(whole, 2, first=2)
+        resumed = engine_of(mixture("qwen3_moe"), 2, **settings)
+        assert resumed.load_checkpoint(folder)[1] == {"step": 2}
+        assert run(resumed, 2, first=2) == results  # to the last digit
+    for size, stage in ((4, 3), (1, 2), (2, 0)):
+        other = engine_of(mixture("qwen3_moe"), size, stage=stage)
+        other.load_checkpoint(folder)
+        assert_close(run(other, 2, first=2), results)
+        other.save_checkpoint(tmp_path / f"{size}")
+        again = engine_of(mixture("qwen3_moe"), 2, stage=1)
+        again.load_checkpoint(tmp_path / f"{size}")
+        assert_close(run(again, 1, first=4), run(other, 1, first=4))
+
+
+@ranks(4)
+def test_tokens_stay_in_their_node_unless_more_ranks_split_experts() -> None:
+    for size in (2, 4):
+        engine = engine_of(mixture("qwen3_moe"), size)
+        run(engine, 1)
+        sent = engine.token_traffic.take()
+        assert sent["expert", "in_node"] > 0
+        assert (sent["expert", "across_nodes"] > 0) == (size == 4)
+
+
+@ranks(4)
+def test_ranks_and_settings_that_do_not_fit_are_refused() -> None:
+    model = mixture("qwen3_moe")
+    for size, text in ((3, "4 ranks: choose a number"), (8, "divides the ranks")):
+        with pytest.raises(InputError, match=text):
+            engine_of(model, size)
+    with pytest.raises(InputError, match="has 6 experts"):
+        engine_of(mixture("qwen3_moe", 6), 4)
+    with pytest.raises(InputError, match="some experts would be split in a node"):
+        engine_of(model, 2, zeropp={"ranks_per_node": 3})
+    config = zeropp.ZeroConfig.from_json(config_of(2))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(InputError, match="give the model to zeropp.initialize"):
+        zeropp.shard(model, mesh, config)

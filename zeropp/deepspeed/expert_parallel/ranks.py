@@ -1,0 +1,92 @@
+"""Puts layers whose experts ranks split in the places of a model's experts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeropp.deepspeed.expert_parallel.fused_experts import SIZE, FusedExperts
+from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
+from zeropp.errors import InputError
+from zeropp.ranks.groups import shared_group
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.grid import inherit_time_limits, own_ranks_per_node, ranks_of
+from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.tokens.peers import AXES, Peers
+from zeropp.wire.traffic import Traffic
+
+AXIS_NAMES = ("expert_data", "expert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitExperts:
+    """Layers with the mesh of their experts, and the ledger of the tokens that this rank sends."""
+
+    meshes: dict[nn.Module, DeviceMesh] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=partial(Traffic, AXES))
+    text: str = ""
+
+
+def split(found: Sequence[FusedExperts], mesh: DeviceMesh, config: ZeroConfig) -> SplitExperts:
+    """Put a layer of split experts in the place of each of those found, with whole parameters.
+
+    Consecutive ranks of the data axis `mesh` split them. `zeropp.shard` keeps this rank's part.
+    """
+    if not found:
+        return SplitExperts()
+    size, ranks = config.expert_ranks, ranks_of(mesh)
+    place = mesh.get_local_rank()
+    lines = {
+        "expert_data": ranks[place % size :: size],
+        "expert": ranks[place // size * size :][:size],
+    }
+    grid = DeviceMesh.from_group(
+        [shared_group(name, lines[name], ranks) for name in AXIS_NAMES],
+        mesh.device_type,
+        mesh=mesh.mesh.view(-1, size),
+        mesh_dim_names=AXIS_NAMES,
+    )
+    inherit_time_limits(grid)
+    world = dist.get_world_size()
+    nodes = Nodes(num_ranks=world, ranks_per_node=min(own_ranks_per_node(config), world))
+    hop = Hop(members=tuple(lines["expert"]), nodes=nodes)
+    result = SplitExperts(text=_text(found, hop))
+    peers = Peers(
+        purpose="expert",
+        rank=dist.get_rank(),
+        group=grid.get_group("expert"),
+        hop=hop,
+        traffic=result.traffic,
+    )
+    for experts in found:
+        layer = ExpertParallel(experts.module, ExpertRanks(peers))
+        setattr(experts.parent, experts.name, layer)
+        result.meshes[layer] = grid
+    return result
+
+
+def require_ranks(mesh: DeviceMesh, config: ZeroConfig) -> None:
+    """Raise InputError unless equal groups of ranks, in nodes or of nodes, can split experts."""
+    size, per_node = config.expert_ranks, own_ranks_per_node(config)
+    if mesh.size() % size:
+        raise InputError(
+            f"{SIZE} = {size} and {mesh.size()} ranks: choose a number that divides the ranks"
+        )
+    if per_node % size and size % per_node:
+        raise InputError(
+            f"{SIZE} = {size} and {per_node} ranks per node: some experts would be split in a node "
+            "and others across two; choose a number that divides the ranks of a node, or a "
+            "multiple of these"
+        )
+
+
+def _text(found: Sequence[FusedExperts], hop: Hop) -> str:
+    numbers = sorted({each.num_experts for each in found})
+    experts = " or ".join(map(str, numbers))
+    return (
+        f"{hop.size} ranks {hop.place} split the {experts} experts of each of {len(found)} layers, "
+        "and send each other tokens in the format of computing"
+    )
