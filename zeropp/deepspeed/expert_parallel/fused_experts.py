@@ -40,7 +40,7 @@ def find_experts(model: nn.Module, size: int) -> list[FusedExperts]:
 
     Raises InputError if there are none, and for those that cannot be split.
     """
-    found = list(_find(model, ""))
+    found = list(_find(model))
     if not found:
         raise InputError(
             f"{SIZE} = {size}: {type(model).__name__} has no experts that can be split: a module "
@@ -48,15 +48,15 @@ def find_experts(model: nn.Module, size: int) -> list[FusedExperts]:
             "first is its num_experts, and forward(hidden_states, top_k_index, top_k_weights), as "
             "in transformers; for any other layer set 1, and each rank gathers all experts"
         )
-    shared = [each.path for each in found if found.count(each) > 1]
+    shared: dict[str, None] = {}
     owners: dict[int, str] = {}
     for each in found:
         for parameter in each.module.parameters():
             if owners.setdefault(id(parameter), each.path) != each.path:
-                shared += [owners[id(parameter)], each.path]
+                shared |= dict.fromkeys((owners[id(parameter)], each.path))
     if shared:
         raise InputError(
-            f"{SIZE} = {size}: {first_few(dict.fromkeys(shared))} share parameters, and tied "
+            f"{SIZE} = {size}: {first_few([*shared])} share parameters, and tied "
             "experts cannot be split: set 1, and each rank gathers all experts"
         )
     for each in found:
@@ -64,13 +64,14 @@ def find_experts(model: nn.Module, size: int) -> list[FusedExperts]:
     return found
 
 
-def _find(module: nn.Module, prefix: str) -> Iterator[FusedExperts]:
-    """Yield the experts inside a module, those of modules in several places several times."""
-    for name, child in module.named_children():
-        if _are_experts(child):
-            yield FusedExperts(path=prefix + name, parent=module, name=name, module=child)
-        else:
-            yield from _find(child, f"{prefix}{name}.")
+def _find(model: nn.Module) -> Iterator[FusedExperts]:
+    """Yield the experts of a model, those of modules in several places several times."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path and _are_experts(module):
+            parent, _, name = path.rpartition(".")
+            yield FusedExperts(
+                path=path, parent=model.get_submodule(parent), name=name, module=module
+            )
 
 
 def _are_experts(module: nn.Module) -> bool:

@@ -1,0 +1,120 @@
+"""A layer whose experts ranks split computes what the module in its place does."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import DeepseekV3Config, GptOssConfig, NemotronHConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+from tests.ranks import ranks
+from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
+from zeropp.sharding.cut import split_experts
+from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.tokens.peers import AXES, Peers
+from zeropp.wire.traffic import Traffic
+
+EXPERTS, HIDDEN, TOP_K = 4, 16, 2
+
+
+def experts_of(family: str) -> nn.Module:
+    """A module of random experts: gated, with biases and transposed, or not gated."""
+    torch.manual_seed(2)
+    if family == "deepseek_v3":
+        config = DeepseekV3Config(hidden_size=HIDDEN, moe_intermediate_size=8)
+        config.num_local_experts = config.n_routed_experts = EXPERTS
+        module = DeepseekV3Experts(config)
+    elif family == "gpt_oss":
+        config = GptOssConfig(
+            hidden_size=HIDDEN, intermediate_size=8, num_local_experts=EXPERTS, head_dim=4
+        )
+        module = GptOssExperts(config)
+    else:
+        config = NemotronHConfig(
+            hidden_size=HIDDEN, moe_intermediate_size=8, n_routed_experts=EXPERTS
+        )
+        module = NemotronHExperts(config)
+    config._experts_implementation = "eager"
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+def choices(case: str, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, indices and weights of a rank."""
+    generator = torch.Generator().manual_seed(rank)
+    num = {"no tokens on a rank": 5 * (rank == 0), "no tokens": 0}.get(case, 3 + rank)
+    x = torch.randn(num, HIDDEN, generator=generator)
+    index = torch.rand(num, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
+    if case == "one expert":
+        index = torch.full_like(index, 1)
+        index[:, 1] = EXPERTS  # no second one
+    return x, index, torch.rand(num, TOP_K, generator=generator)
+
+
+def split_layer(module: nn.Module) -> ExpertParallel:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("expert_data", "expert"))
+    hop = Hop(members=tuple(range(size)), nodes=Nodes(num_ranks=size, ranks_per_node=size))
+    group = mesh.get_group("expert")
+    peers = Peers(purpose="expert", rank=rank, group=group, hop=hop, traffic=Traffic(AXES))
+    layer = ExpertParallel(module, ExpertRanks(peers))
+    split_experts({layer: mesh})
+    return layer
+
+
+@pytest.mark.parametrize("case", ["any", "one expert", "no tokens on a rank", "no tokens"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "nemotron_h"])
+@ranks(2)
+def test_outputs_and_gradients_are_those_of_the_whole_module(family: str, case: str) -> None:
+    rank, module = dist.get_rank(), experts_of(family)
+    layer = split_layer(copy.deepcopy(module))
+    total = [torch.zeros_like(each) for each in module.parameters()]
+    for other in range(2):
+        inputs = choices(case, other)
+        if case == "one expert":  # whole modules take a choice of no expert only in some families
+            index = inputs[1].clamp(max=EXPERTS - 1)
+            inputs = inputs[0], index, inputs[2] * (inputs[1] < EXPERTS)
+        tensors = [inputs[0].requires_grad_(), inputs[2].detach().requires_grad_()]
+        y = module(tensors[0], inputs[1], tensors[1])
+        gradients = torch.autograd.grad(
+            y.square().sum() + 0 * sum(each.sum() for each in module.parameters()),
+            [*tensors, *module.parameters()],
+            allow_unused=True,
+        )
+        for sum_, gradient in zip(total, gradients[2:], strict=True):
+            sum_ += gradient
+        if other == rank:
+            wanted, of_inputs = y, gradients[:2]
+    x, index, weights = choices(case, rank)
+    x.requires_grad_()
+    weights.requires_grad_()
+    y = layer(x, index, weights)
+    torch.testing.assert_close(y, wanted)
+    y.square().sum().backward()
+    if of_inputs[0] is not None:
+        torch.testing.assert_close(x.grad, of_inputs[0])
+        chosen = index < EXPERTS
+        torch.testing.assert_close(weights.grad[chosen], of_inputs[1][chosen])
+    for (name, own), expected in zip(layer.named_parameters(), total, strict=True):
+        assert isinstance(own.grad, DTensor), name
+        torch.testing.assert_close(own.grad.full_tensor(), expected)
+
+
+@ranks(2)
+def test_what_calls_it_may_name_arguments_and_copies_are_whole() -> None:
+    module = experts_of("deepseek_v3")
+    layer = split_layer(copy.deepcopy(module))
+    x, index, weights = choices("any", 0)
+    wanted = module(x, index, weights)
+    named = layer(hidden_states=x, top_k_weights=weights, top_k_index=index)
+    torch.testing.assert_close(named, wanted)
+    alone = ExpertParallel(module, ExpertRanks(None))
+    assert torch.equal(copy.deepcopy(alone)(x, index, weights), wanted)
+    assert alone.state_dict().keys() == module.state_dict().keys()
