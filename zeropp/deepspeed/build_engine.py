@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zeropp.deepspeed.comm import DEEPSPEED_PORT, init_distributed, refuse_port
 from zeropp.deepspeed.engine import Engine
-from zeropp.deepspeed.expert_parallel.fused_experts import find_experts
-from zeropp.deepspeed.expert_parallel.ranks import require_ranks, split
+from zeropp.deepspeed.expert_parallel.ranks import experts_to_split, split
 from zeropp.deepspeed.fp32_weights import use_fp32_weights
 from zeropp.deepspeed.ops import adam
 from zeropp.deepspeed.parameter_values import has_engine
@@ -89,10 +88,7 @@ def initialize(
     names = names_of(model)
     parameters = None if model_parameters is None else listed(model_parameters)
     require_same_model(model, mesh, caller="zeropp.initialize", with_buffers=True)
-    found = []
-    if zero.expert_ranks > 1:
-        require_ranks(mesh, zero)
-        found = find_experts(model, zero.expert_ranks)
+    found = experts_to_split(model, mesh, zero)
     copy_from_first_rank(model, mesh.get_group(), device)
     held = parameters or getattr(optimizer, "param_groups", ())
     use_fp32_weights(model, parameters_in(held), zero.compute_format)
@@ -112,13 +108,17 @@ def initialize(
     if optimizer is not None:  # DeepSpeed has this call on the optimizer
         optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
     if mesh.get_local_rank() == 0:
-        for line in notices:
-            log.info(line)
-        log.info("ZeRO stage %d, %d ranks, %s", zero.stage, mesh.size(), batch)
-        rows = [("experts", experts.text)] if experts.text else []
-        for name, text in (*sharding.describe(batch.micro_batches), *rows):
-            log.info("%s: %s", name, text)
+        _log(engine, (*notices, *experts.lines))
     return engine, optimizer, loader, schedule
+
+
+def _log(engine: Engine, lines: Iterable[str]) -> None:
+    for line in lines:
+        log.info(line)
+    sharding, batch = engine.sharding, engine.batch
+    log.info("ZeRO stage %d, %d ranks, %s", sharding.stage, engine.world_size, batch)
+    for name, text in sharding.describe(batch.micro_batches):
+        log.info("%s: %s", name, text)
 
 
 def _require_model(model: Any) -> None:

@@ -85,11 +85,9 @@ def shard(
         mesh: The data-parallel ranks, or a mesh with an axis of them; None for one rank.
         config: ZeRO stage, quantization and formats.
         axis: Name of the data-parallel axis of a mesh of several.
-        units: What is gathered at a time, in forward order; by default the entries of the model's
-            outermost `nn.ModuleList`s.
-        experts: Modules inside units, with a mesh of two axes each. Over its last axis their
-            parameters are split, as DTensors or by this call in the first dim; over its first they
-            are sharded.
+        units: What is gathered at a time, in order; by default entries of outer `nn.ModuleList`s.
+        experts: Modules inside units, with a mesh of two axes each. Their parameters are split over
+            its last axis, as DTensors or by this call in the first dim, and sharded over its first.
         cast_forward_inputs: Whether units cast their floating-point inputs to the compute format.
         keeps_root: Whether the root stays gathered throughout a step, as pipelines need it.
 
@@ -123,9 +121,8 @@ def shard(
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
     _refresh(sharding)
-    if config.stores_frozen and _has_frozen_values(model):
-        return store_frozen(sharding, config)
-    return sharding
+    stores = config.stores_frozen and _has_frozen_values(model)
+    return store_frozen(sharding, config) if stores else sharding
 
 
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.deepspeed.expert_parallel.fused_experts import SIZE, FusedExperts
+from zeropp.deepspeed.expert_parallel.fused_experts import SIZE, FusedExperts, find_experts
 from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
 from zeropp.errors import InputError
 from zeropp.ranks.groups import shared_group
@@ -23,11 +23,14 @@ AXIS_NAMES = ("expert_data", "expert")
 
 @dataclass(frozen=True, kw_only=True)
 class SplitExperts:
-    """Layers with the mesh of their experts, and the ledger of the tokens that this rank sends."""
+    """Layers with the mesh of their experts, and the ledger of the tokens that this rank sends.
+
+    `lines` say what splits what.
+    """
 
     meshes: dict[nn.Module, DeviceMesh] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=partial(Traffic, AXES))
-    text: str = ""
+    lines: tuple[str, ...] = ()
 
 
 def split(found: Sequence[FusedExperts], mesh: DeviceMesh, config: ZeroConfig) -> SplitExperts:
@@ -53,7 +56,7 @@ def split(found: Sequence[FusedExperts], mesh: DeviceMesh, config: ZeroConfig) -
     world = dist.get_world_size()
     nodes = Nodes(num_ranks=world, ranks_per_node=min(own_ranks_per_node(config), world))
     hop = Hop(members=tuple(lines["expert"]), nodes=nodes)
-    result = SplitExperts(text=_text(found, hop))
+    result = SplitExperts(lines=(_line(found, hop),))
     peers = Peers(
         purpose="expert",
         rank=dist.get_rank(),
@@ -63,12 +66,23 @@ def split(found: Sequence[FusedExperts], mesh: DeviceMesh, config: ZeroConfig) -
     )
     for experts in found:
         layer = ExpertParallel(experts.module, ExpertRanks(peers))
-        setattr(experts.parent, experts.name, layer)
+        experts.parent.register_module(experts.name, layer)
         result.meshes[layer] = grid
     return result
 
 
-def require_ranks(mesh: DeviceMesh, config: ZeroConfig) -> None:
+def experts_to_split(model: nn.Module, mesh: DeviceMesh, config: ZeroConfig) -> list[FusedExperts]:
+    """Return the experts of a model's layers if ranks are to split them; changes nothing.
+
+    Raises InputError unless groups of ranks of the data axis `mesh` can.
+    """
+    if config.expert_ranks == 1:
+        return []
+    _require_ranks(mesh, config)
+    return find_experts(model, config.expert_ranks)
+
+
+def _require_ranks(mesh: DeviceMesh, config: ZeroConfig) -> None:
     """Raise InputError unless equal groups of ranks, in nodes or of nodes, can split experts."""
     size, per_node = config.expert_ranks, own_ranks_per_node(config)
     if mesh.size() % size:
@@ -83,10 +97,10 @@ def require_ranks(mesh: DeviceMesh, config: ZeroConfig) -> None:
         )
 
 
-def _text(found: Sequence[FusedExperts], hop: Hop) -> str:
+def _line(found: Sequence[FusedExperts], hop: Hop) -> str:
     numbers = sorted({each.num_experts for each in found})
     experts = " or ".join(map(str, numbers))
     return (
-        f"{hop.size} ranks {hop.place} split the {experts} experts of each of {len(found)} layers, "
-        "and send each other tokens in the format of computing"
+        f"experts: {hop.size} ranks {hop.place} split the {experts} experts of each of "
+        f"{len(found)} layers, and send each other tokens in the format of computing"
     )
