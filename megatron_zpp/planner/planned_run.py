@@ -41,6 +41,7 @@ class Unit:
     fp32_gradient: the whole gradient in fp32.
     gather_buffer: what a gather receives, before it is copied out.
     packed_buffer: packed rows that a gather receives from other nodes.
+    repeated_buffer: the same where the secondary copy exists, none if that has all rows.
     secondary_copy: hpZ's secondary copy.
     hop_buffers: gradients that are sent and received, for each hop.
     """
@@ -57,6 +58,7 @@ class Unit:
     fp32_gradient: int
     gather_buffer: int
     packed_buffer: int
+    repeated_buffer: int
     secondary_copy: int
     hop_buffers: tuple[int, ...]
 
@@ -217,7 +219,9 @@ class PlannedRun:
             packed_rows = route.nodes.num_ranks
         else:
             packed_rows = route.outer
+        packed_buffer = packed_row * packed_rows if num_shards > 1 else 0
         has_secondary_copy = route.keeps and self.stage
+        is_copy_whole = has_secondary_copy and route.inner == 1
         return Unit(
             layer=planned.layer,
             is_experts=planned.is_experts,
@@ -230,7 +234,8 @@ class PlannedRun:
             gradient=num_shards * trained * itemsize,
             fp32_gradient=num_shards * trained * FP32_BYTES,
             gather_buffer=num_shards * row if num_shards > 1 else 0,
-            packed_buffer=packed_row * packed_rows if num_shards > 1 else 0,
+            packed_buffer=packed_buffer,
+            repeated_buffer=0 if is_copy_whole else packed_buffer,
             secondary_copy=route.outer * packed_row if has_secondary_copy else 0,
             hop_buffers=self._hop_buffers(trainable, planned.axis) if num_shards > 1 else (),
         )

@@ -68,6 +68,7 @@ class StepSimulation:
         self._accumulated: set[int] = set()  # units with whole gradients of earlier micro-batches
         self._reduced: set[int] = set()  # units with reduced gradients
         self._in_flight: list[tuple[int, ...]] = []  # bytes of each reduction, by remaining hop
+        self._reduced_gradient = 0  # whole gradient of the last one, which FSDP2 keeps to the next
         self._sent = 0  # bytes of the gradients that were last sent to the stage before
 
     def run_step(self) -> None:
@@ -151,7 +152,8 @@ class StepSimulation:
         self._record({HEAD: activations.embedding.backward})
         self._end_backward(chunk.root, is_last=is_last, gradient=activations.embedding.after)
         self._in_flight.clear()
-        self.allocated[IN_FLIGHT] = 0
+        self._reduced_gradient = 0
+        self._count_in_flight()
         received = chunk.message * (2 - stage.is_first - stage.is_last)
         sent = 0 if stage.is_first else chunk.message
         self.allocated[ACTIVATIONS] += sent - self._sent - received - result
@@ -221,8 +223,12 @@ class StepSimulation:
 
     def _gather_buffers(self, indices: Sequence[int]) -> int:
         """Return the buffers of gathers that are in progress for these units."""
-        units = [self.run.units[index] for index in indices if index not in self._gathered]
-        return sum(unit.gather_buffer + unit.packed_buffer for unit in units)
+        total = 0
+        for index in set(indices) - self._gathered:
+            unit = self.run.units[index]
+            packed = unit.repeated_buffer if index in self._copied else unit.packed_buffer
+            total += unit.gather_buffer + packed
+        return total
 
     def _free_gathered(self, index: int) -> None:
         if index in self._gathered:
@@ -248,6 +254,8 @@ class StepSimulation:
             return
         if not unit.trained:
             return
+        self._reduced_gradient = 0
+        self._count_in_flight()
         self._record({IN_FLIGHT: unit.fp32_gradient + (0 if was_accumulated else new_gradient)})
         if was_accumulated:
             self._accumulated.remove(index)
@@ -264,27 +272,23 @@ class StepSimulation:
         run, is_first = self.run, index not in self._reduced
         mean_gradient = FP32_BYTES * unit.trained
         is_asynchronous = run.is_cpu and unit.hop_buffers and is_first and not run.offloads
-        bytes_by_hop: tuple[int, ...] = (unit.fp32_gradient,)
-        if is_asynchronous:
-            bytes_by_hop = tuple(unit.fp32_gradient + buffer for buffer in unit.hop_buffers)
         first_buffer = unit.hop_buffers[0] if unit.hop_buffers else 0
-        # `allocated` already contains the current hops of all reductions in flight.
-        in_flight_change = self._in_flight_bytes() - self.allocated[IN_FLIGHT]
-        self._record(
-            {IN_FLIGHT: unit.fp32_gradient + first_buffer + mean_gradient + in_flight_change}
-        )
+        self._record({IN_FLIGHT: unit.fp32_gradient + first_buffer + mean_gradient})
         if is_asynchronous:
             self._in_flight = [hops[1:] for hops in self._in_flight if len(hops) > 1]
+            bytes_by_hop = tuple(unit.fp32_gradient + buffer for buffer in unit.hop_buffers)
+            self._in_flight.append(bytes_by_hop)
         else:
             self._in_flight = []
-        self._in_flight.append(bytes_by_hop)
-        self.allocated[IN_FLIGHT] = self._in_flight_bytes()
+            self._reduced_gradient = unit.fp32_gradient
+        self._count_in_flight()
         if is_first and not run.offloads:
             self.allocated[GRADIENTS] += mean_gradient
         self._reduced.add(index)
 
-    def _in_flight_bytes(self) -> int:
-        return sum(hops[0] for hops in self._in_flight)
+    def _count_in_flight(self) -> None:
+        running = sum(hops[0] for hops in self._in_flight)
+        self.allocated[IN_FLIGHT] = running + self._reduced_gradient
 
 
 def _chunks(run: PlannedRun, activations: Sequence[Activations]) -> list[_Chunk]:

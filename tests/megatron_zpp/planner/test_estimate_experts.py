@@ -46,6 +46,7 @@ CASES = [
     (EP2 + BF16 + THREE + FULL, {"stage": 3}),
     (EP4 + ONE, {"stage": 3}),
     (EP2 + BF16 + ONE + SHARED, {"stage": 3, **HPZ}),
+    (EP1 + TP2 + SP + BF16 + ONE + SHARED + FULL, {"stage": 3, **HPZ}),
     (EP4 + BF16 + ONE + SELECTIVE + LATENT, {"stage": 2}),
     (EP2 + BF16 + ONE + CAPACITY, {"stage": 1, "offload_optimizer": {"device": "cpu"}}),
     (EP2 + PP2 + BF16 + THREE, {"stage": 3}),
