@@ -77,6 +77,17 @@ def test_singular_values_come_close_to_one(name):
     assert not orthogonalize(torch.zeros(3, 5), coefficients).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_batch_is_each_matrix_by_itself(dtype):
+    """Also one of zeros beside others; products of one matrix or of several round alike."""
+    for shape in ((40, 24), (24, 40), (64, 96)):
+        matrices = torch.randn(3, *shape).to(dtype)
+        matrices[1] = 0
+        each = torch.stack([orthogonalize(matrix, [JORDAN] * 5) for matrix in matrices])
+        together = orthogonalize(matrices, [JORDAN] * 5)
+        assert torch.equal(together, each) and not together[1].any()
+
+
 def random_parts(draw: random.Random, rows: int, columns: int) -> Matrix:
     """A matrix of one to three parts, of several runs each."""
     kinds = [draw.randrange(3) for _ in range(draw.randint(1, 8))]

@@ -47,7 +47,7 @@ class Exchange:
             for member, each in enumerate(sizes)
         ]
         lengths = [len(sent[member]) if member != own else 0 for member in range(len(sizes))]
-        message = torch.cat([*sent.values()])
+        message = joined([*sent.values()], torch.empty(0, dtype=torch.uint8, device=self.device))
         work, arrived = self.communicator.all_to_all_unequal(message, lengths, rooms, PURPOSE)
 
         def wait() -> list[Tensors]:
@@ -90,11 +90,13 @@ class Exchange:
 
     def _packed(self, tensors: Tensors, member: int) -> Tensor:
         """Return the message to a member, uint8."""
-        numbers = torch.cat([*tensors, torch.empty(0, device=self.device)]).to(self.device)
         layout = self._layout([len(each) for each in tensors], member)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        if any(each.device != like.device for each in tensors):
+            tensors = [torch.cat(tensors).to(like.device)]
         if layout is None:
-            return numbers.to(self.dtype).view(torch.uint8)
-        return quantize(numbers.float().view(1, -1), layout).view(-1)
+            return joined(tensors, like).view(torch.uint8)
+        return quantize(joined(tensors, like.float()).view(1, -1), layout).view(-1)
 
     def _unpacked(self, message: Tensor, sizes: Sequence[int], member: int) -> Tensors:
         layout = self._layout(sizes, member)
@@ -103,3 +105,14 @@ class Exchange:
         numbers = torch.empty(1, sum(sizes), dtype=self.dtype, device=message.device)
         dequantize(message.view(1, -1), numbers, layout)
         return [*numbers.view(-1).split([*sizes])]
+
+
+def joined(tensors: Tensors, like: Tensor) -> Tensor:
+    """Return flat tensors one after another, with the dtype of the empty tensor `like`.
+
+    A single one of that dtype, without gaps, is not copied.
+    """
+    if len(tensors) == 1:
+        return tensors[0].to(like.dtype).contiguous()
+    result = like.new_empty(sum(map(len, tensors)))
+    return torch.cat(tensors, out=result) if tensors else result

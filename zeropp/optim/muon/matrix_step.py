@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeropp.optim.muon.blocks import Block, Matrix, Round, Run
-from zeropp.optim.muon.exchange import PURPOSE, Exchange, Tensors
+from zeropp.optim.muon.exchange import PURPOSE, Exchange, Tensors, joined
 from zeropp.optim.muon.line import Line, line_of, matrix_of, peers_of, require_rows
 from zeropp.optim.muon.names import BLOCKWISE, NODE, WHOLE
 from zeropp.optim.muon.newton_schulz import Peers, orthogonalize, scale
@@ -106,6 +106,7 @@ class MatrixStep:
         self.options, self.traffic = options, Traffic((PURPOSE,))
         self._config, self._device, self._matrices = config, device, dict(matrices)
         self._lines: dict[Tensor, Line] = {}
+        self._peers_of: dict[Tensor, Peers | None] = {}
         self._exchanges: dict[tuple[Line, str], Exchange] = {}
 
     def run(
@@ -121,7 +122,7 @@ class MatrixStep:
                 gradient=local_part(parameter.grad),
                 momentum=local_part(state[MOMENTUM]),
                 matrix=matrix,
-                peers=None if matrix.is_apart else peers_of(parameter, self.options.tp_mode),
+                peers=self._peers(parameter, matrix),
                 options=options,
                 copy=copy,
             )
@@ -178,6 +179,12 @@ class MatrixStep:
             self._matrices[parameter] = matrix_of(parameter)
         return self._matrices[parameter]
 
+    def _peers(self, parameter: Tensor, matrix: Matrix) -> Peers | None:
+        if parameter not in self._peers_of:
+            mode = BLOCKWISE if matrix.is_apart else self.options.tp_mode
+            self._peers_of[parameter] = peers_of(parameter, mode)
+        return self._peers_of[parameter]
+
     def _exchange(self, line: Line, blocks: str) -> Exchange:
         if (line, blocks) not in self._exchanges:
             hop = line.hop(blocks)
@@ -232,21 +239,33 @@ class _Rounds:
         for block in blocks:
             matrix = self.matrices[block.matrix]
             rows = [matrix.direction(run).flatten() for run in block.runs[self.place]]
-            outgoing[block.owner].append(torch.cat(rows) if rows else matrix.momentum.new_empty(0))
+            outgoing[block.owner].append(joined(rows, matrix.momentum.new_empty(0)))
         own = self._owned(blocks)
         sizes = [[block.size(member) for block in own] for member in range(self.size)]
         return self.exchange.start(outgoing, sizes)
 
     def _orthogonalized(self, blocks: Round, momenta: list[Tensors]) -> list[Tensor]:
-        results = []
-        for block, parts in zip(self._owned(blocks), zip(*momenta, strict=True), strict=True):
-            rows = torch.cat(parts).view(-1, block.columns).to(self.dtype)
+        """Return the update of each block that this rank owns; those of one shape are a batch."""
+        own, parts = self._owned(blocks), [*zip(*momenta, strict=True)]
+        batches: dict[tuple, list[int]] = {}
+        for index, block in enumerate(own):
             trained = self.matrices[block.matrix]
-            options = trained.options
-            results.append(
-                orthogonalize(rows, options["ns_coefficients"], options["eps"], trained.peers)
+            apart = None if trained.peers is None else index
+            key = block.rows, block.columns, id(trained.options), apart
+            batches.setdefault(key, []).append(index)
+        results: dict[int, Tensor] = {}
+        for (rows, columns, *_), batch in batches.items():
+            trained = self.matrices[own[batch[0]].matrix]
+            shape = (rows, columns) if len(batch) == 1 else (len(batch), rows, columns)
+            momentum = torch.cat([part for index in batch for part in parts[index]]).view(shape)
+            update = orthogonalize(
+                momentum.to(self.dtype),
+                trained.options["ns_coefficients"],
+                trained.options["eps"],
+                trained.peers,
             )
-        return results
+            results |= zip(batch, [update] if len(batch) == 1 else update, strict=True)
+        return [results[index] for index in range(len(own))]
 
     def _return(self, blocks: Round, results: list[Tensor]) -> Callable[[], list[Tensors]]:
         """Send each member its rows of the blocks that this rank owns."""

@@ -65,18 +65,20 @@ def orthogonalize(
     """Return a matrix [m, n] with the singular vectors of `matrix`, its singular values about 1.
 
     It is computed in the dtype of `matrix`, with m ≤ n or as its transpose. A matrix of zeros stays
-    one. With `peers`, `matrix` is this rank's part, and so is the result.
+    one. Several of one shape, [k, m, n], are each taken by itself, in fewer calls. With `peers`,
+    `matrix`, [m, n], is this rank's part, and so is the result.
     """
     if peers is not None:
         return _with_peers(matrix, coefficients, eps, peers)
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=eps)
+    product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for a, b, c in coefficients:
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return x.T if is_tall else x
+        gram = x @ x.mT
+        polynomial = product(gram, gram, gram, beta=b, alpha=c)
+        x = product(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
 
 
 def _with_peers(

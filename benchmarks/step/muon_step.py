@@ -1,0 +1,242 @@
+"""How long a training step takes with Muon beside AdamW, and how many bytes of state each holds.
+
+    python -m benchmarks.step.muon_step [--tokens 4096 1024] [--ranks 4] [--json FILE]
+
+The step of pretrain_gpt.py, at stage 3 on ranks in two nodes: AdamW, and Muon whose blocks are the
+rows of a node or of a rank. Before anything is timed, the losses and gradient norms of the first
+step must be AdamW's to the last digit, and the first update of every block must be the
+orthogonalized momentum of its rows, taken from the whole matrix. Then all take one step each in
+turn. Beside the ratio of the times stands that of the operations: Newton-Schulz iterations of the
+rank that has most, over those of the model for a rank's tokens.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.table import RATIOS, Column, table
+from benchmarks.shared.training_setup import CPU, DTYPES, TrainingSetup, largest_of_ranks
+from benchmarks.shared.zero_json import zero_json
+from benchmarks.step.loop_comparison import TimedLoop, time_in_turn
+from benchmarks.step.training_loops import TrainingLoop, ours
+from megatron_zpp.model.flops import flops_per_token
+from megatron_zpp.parallel.mesh import join_ranks
+from megatron_zpp.settings.config import ParallelConfig
+from zeropp.errors import InputError
+from zeropp.optim.muon.blocks import rows_within, shard_rows
+from zeropp.optim.muon.matrix_step import MOMENTUM, cpu_has_bf16
+from zeropp.optim.muon.newton_schulz import orthogonalize, scale
+from zeropp.optim.step_or_skip import local_part
+from zeropp.ranks.topology import Environment
+
+ADAMW, LOOPS = "AdamW", ("AdamW", "Muon, node", "Muon, rank")
+MUON = "--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov"
+NODES = 2
+# Rows of another block have an update of their own, about as far away as it is long; products in
+# bf16 in another order, 15 of them, each off by some 2^-9 of its length, come to 0.03.
+FAR = 0.1
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError for ranks that are not two nodes, and tokens that are no micro-batches."""
+    if options.ranks % NODES:
+        raise InputError(f"--ranks {options.ranks}: expected a multiple of {NODES}, the nodes")
+    step = options.shape["seq"] * options.shape["micro-batch"]
+    if wrong := [str(tokens) for tokens in options.tokens if tokens % step or not tokens]:
+        raise InputError(
+            f"--tokens {' '.join(wrong)}: expected multiples of --seq x --micro-batch, {step}"
+        )
+
+
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Compare the optimizers on ranks of this machine."""
+    result["rounds"] = options.rounds
+    result["comparisons"] = run_on_ranks(
+        __spec__.name, options.ranks, sys.argv[1:], ranks_per_node=options.ranks // NODES
+    )
+
+
+def on_rank(options: argparse.Namespace) -> list[dict]:
+    """This rank's part of the comparison at each number of tokens."""
+    ranks = join_ranks(Environment.read(), ParallelConfig())
+    tokens_of_micro_batch = options.shape["seq"] * options.shape["micro-batch"]
+    return [
+        compare(
+            TrainingSetup(
+                shape={**options.shape, "micro-batches": tokens // tokens_of_micro_batch},
+                ranks=ranks,
+                dtype=options.dtype,
+            ),
+            tokens,
+            options.rounds,
+        )
+        for tokens in options.tokens
+    ]
+
+
+def compare(setup: TrainingSetup, tokens: int, rounds: int) -> dict:
+    """Verify the first step of each optimizer, and time one of each in turn."""
+    verified, timed = {}, []
+    for name in LOOPS:
+        loop = ours(with_optimizer(setup, name), name)
+        before = whole_weights(loop.model)
+        numbers = loop.step()()
+        timed.append(TimedLoop(loop=loop, history=[numbers]))
+        if timed[0].history != timed[-1].history:
+            raise Disagreement(f"{name}: the first loss and norm are {numbers}, not AdamW's")
+        if name != ADAMW:
+            verified[name] = distance_of_updates(loop, before)
+            if not verified[name] <= FAR:
+                raise Disagreement(
+                    f"{name}: updates differ from the orthogonalized momentum of their blocks by "
+                    f"{verified[name]:.2e} of its length, allowed {FAR}; they were not timed"
+                )
+    time_in_turn(timed, setup, rounds)
+    config = setup.config
+    model_flops = tokens * flops_per_token(config.model, config.recompute, setup.vocab_size)
+    rows = [
+        {
+            **each.row(timed[0]),
+            "operations": operations(each.loop) / model_flops,
+            "state_bytes": state_bytes(each.loop),
+        }
+        for each in timed
+    ]
+    for each in timed:
+        each.loop.close()
+    threads = torch.get_num_threads()
+    return {"tokens": tokens, "threads": threads, "verified": verified, "loops": rows}
+
+
+def with_optimizer(setup: TrainingSetup, name: str) -> TrainingSetup:
+    """The setup of one of `LOOPS`."""
+    zero = zero_json("zero3", setup.ranks.num_ranks // NODES)
+    flags = "--optimizer adam"
+    if name != ADAMW:
+        flags, zero["zeropp"]["muon_blocks"] = MUON, name.removeprefix("Muon, ")
+    text = json.dumps(zero, separators=(",", ":"))
+    return dataclasses.replace(setup, extra_flags=f"{flags} --deepspeed-config {text}")
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the whole weights by name, on every rank."""
+    return {name: whole(each).clone() for name, each in model.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which ranks have shards, without its graph."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def distance_of_updates(loop: TrainingLoop, before: dict[str, Tensor]) -> float:
+    """The largest L2 distance of a block's first update to what it should be, over its length."""
+    largest = 0.0
+    groups = [group for group in loop.optimizer.param_groups if group["use_muon"]]
+    names = {parameter: name for name, parameter in loop.model.named_parameters()}
+    for group in groups:
+        for parameter in group["params"]:
+            decayed = before[names[parameter]] * (1 - group["lr"] * group["weight_decay"])
+            moved = (decayed - whole(parameter)) / group["lr"]
+            for rows, expected in expected_updates(loop, parameter, group):
+                difference = (moved[rows] - expected).norm() / expected.norm()
+                largest = max(largest, difference.item())
+    return largest
+
+
+def expected_updates(
+    loop: TrainingLoop, parameter: Tensor, group: dict
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of each block of a matrix, and their update after one step from no momentum."""
+    matrices, mu = loop.optimizer.matrices, group["momentum"]
+    momentum = whole(loop.optimizer.state[parameter][MOMENTUM])
+    sent = (momentum / (1 - mu)).lerp(momentum, mu).bfloat16()  # Nesterov's
+    line, matrix = matrices.line(parameter), matrices.matrix(parameter)
+    size, num_ranks = line.hop(matrices.options.blocks).size, len(line.ranks)
+    shards = [shard_rows(matrix.shape[0], num_ranks, place) for place in range(num_ranks)]
+    for first in range(0, num_ranks, size):
+        start, stop = shards[first][0], shards[first + size - 1][1]
+        for part in matrix.parts:
+            runs = rows_within(part.runs, (start, stop))
+            if not runs:
+                continue
+            rows = torch.cat([torch.arange(start + a, start + b) for a, b in runs])
+            block = sent[rows] if cpu_has_bf16() else sent[rows].float()
+            update = orthogonalize(block, group["ns_coefficients"], group["eps"]).float()
+            yield (
+                rows,
+                update * group["extra_scale_factor"] * scale(part.shape, group["scale_mode"]),
+            )
+
+
+def operations(loop: TrainingLoop) -> float:
+    """The operations of the Newton-Schulz iterations of the rank that has most; AdamW has none."""
+    own = getattr(loop.optimizer, "flops", int)()
+    return largest_of_ranks(own, CPU)
+
+
+def state_bytes(loop: TrainingLoop) -> float:
+    """Bytes of state of a parameter of the blocks' matrices, counted on all ranks' shards."""
+    matrices = [
+        each
+        for name, each in loop.model.named_parameters()
+        if name.startswith("blocks.") and each.ndim == 2
+    ]
+    counts = [0.0, 0.0]
+    for parameter in matrices:
+        state = loop.optimizer.state[parameter].values()
+        counts[0] += sum(local_part(each).nbytes for each in state if each.ndim)
+        counts[1] += local_part(parameter).numel()
+    sums = torch.tensor(counts, dtype=torch.float64)
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+def show(result: dict) -> str:
+    """A table for each number of tokens."""
+    shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
+    parts = [f"shape: {shape}, but as many micro-batches as the tokens take"]
+    for each in result["comparisons"]:
+        verified = ", ".join(f"{name} {far:.1e}" for name, far in each["verified"].items())
+        parts.append(f"{each['tokens']:,} tokens per rank; updates differ by: {verified}")
+        parts.append(
+            table(
+                each["loops"],
+                Column("", "name"),
+                Column("median, ms", "median", ".1f", 1e3),
+                *RATIOS,
+                Column("processor time", "processor_ratio", ".3f"),
+                Column("operations", "operations", "+.1%"),
+                Column("bytes of state", "state_bytes", ".2f"),
+            )
+        )
+    return "\n\n".join(parts)
+
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--tokens", (4096, 1024), "of a step, on each rank"),
+        Flag("--dtype", "fp32", "of the products of the model", choices=tuple(DTYPES)),
+        Flag("--ranks", 4, "in two nodes", least=NODES),
+        Flag("--rounds", 12, "timed steps of each"),
+    ),
+    shape={"hidden": 512, "heads": 8, "seq": 256, "micro_batch": 2},
+    check=check,
+    measure=measure,
+    on_rank=on_rank,
+    show=show,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())
