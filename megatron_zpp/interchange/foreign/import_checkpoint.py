@@ -52,7 +52,12 @@ READERS: Mapping[FormatKind, Callable[..., ForeignCheckpoint]] = MappingProxyTyp
     }
 )
 # Where the optimizer's state is apart from the weights, so that they can be read alone.
-APART = (FormatKind.TORCH_DIST, FormatKind.MEGATRON_RANKS)
+APART = (
+    FormatKind.TORCH_DIST,
+    FormatKind.MEGATRON_RANKS,
+    FormatKind.ZERO,
+    FormatKind.UNIVERSAL,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

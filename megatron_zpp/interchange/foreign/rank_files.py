@@ -6,7 +6,7 @@ the distributed optimizer is in distrib_optim.pt beside it (distributed_optimize
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from megatron_zpp.interchange.foreign.rank_parts import (
     with_experts_joined,
 )
 from megatron_zpp.interchange.foreign.tensor_files import (
+    IS_MUONS,
+    MUONS,
     NOT_ASKED_FOR,
     ForeignCheckpoint,
     LazyTensor,
@@ -84,6 +86,8 @@ def _state_of_all(paths: Paths, files: Files, grid: Grid) -> ByKey:
 
     Raises UnmappedStateError if they cannot be mapped to weights.
     """
+    if any(MUONS in each for each in _all_states(files[0, 0])):
+        raise UnmappedStateError(IS_MUONS)
     states = {each: path.parent / STATE_FILE for each, path in paths.items()}
     if any(path.exists() for path in states.values()):
         return read_state_files(states, _shapes(files), args_in(files[0, 0], grid.where), grid)
@@ -238,6 +242,15 @@ def _groups(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def _state(content: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
     optimizer = _optimizer(content)
     return optimizer.get("optimizer", optimizer).get("state", {})
+
+
+def _all_states(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the state of each parameter, of one optimizer or of several in a chain."""
+    optimizer = content.get("optimizer")
+    for each in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        if isinstance(each, Mapping):
+            state = each.get("optimizer", each).get("state", {})
+            yield from state.values() if isinstance(state, Mapping) else state
 
 
 def _step(content: Mapping[str, Any]) -> float:

@@ -29,6 +29,8 @@ from megatron_zpp.interchange.foreign.rank_parts import Grid, with_experts_joine
 from megatron_zpp.interchange.foreign.shard_tensors import ShardTensors
 from megatron_zpp.interchange.foreign.tensor_files import (
     COMMON_STATE,
+    IS_MUONS,
+    MUONS,
     NOT_ASKED_FOR,
     ForeignCheckpoint,
     LazyTensor,
@@ -104,6 +106,8 @@ def _state(
 
     Raises UnmappedStateError if there are none that can be mapped to weights.
     """
+    if any(f".{MUONS}." in name for name in tensors.names()):
+        raise UnmappedStateError(IS_MUONS)
     if has_rank_states(tensors):
         state = read_rank_states(tensors, by_kind.get("", {}), args, _grid(tensors, args))
         step = updates(tensors)

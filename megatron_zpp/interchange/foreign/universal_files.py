@@ -26,14 +26,16 @@ from zeropp.optim.adam import MOMENTS
 FP32, STEP = "fp32", "step"
 
 
-def read_universal_files(folder: Path) -> ForeignCheckpoint:
+def read_universal_files(folder: Path, *, load_optimizer: bool = True) -> ForeignCheckpoint:
     """Return what is in a checkpoint; raises InputError if it is damaged or incomplete."""
     model_files = sorted(folder.glob("*mp_rank_00_model_states.pt"))
     if not model_files:
         raise InputError(f"{folder}: mp_rank_00_model_states.pt is missing, with the arguments")
     content = load_pickle(model_files[0])
     grid = grid_of(content, folder)
-    by_key: dict[str, dict[str, LazyTensor]] = {key: {} for key in (FP32, *MOMENTS)}
+    by_key: dict[str, dict[str, LazyTensor]] = {
+        key: {} for key in ((FP32, *MOMENTS) if load_optimizer else (FP32,))
+    }
     steps = set()
     paths = sorted(each for each in (folder / "zero").iterdir() if each.is_dir())
     names = core_names([path.name for path in paths])
@@ -52,6 +54,8 @@ def read_universal_files(folder: Path) -> ForeignCheckpoint:
         if (path / f"{STEP}.pt").is_file():
             steps.add(float(load_pickle(path / f"{STEP}.pt")))
     steps = steps or _common_steps(folder)
+    if not load_optimizer:
+        steps = {0.0}
     if not steps:
         raise InputError(
             f"{folder}: neither step.pt nor zero/optimizer_state.pt says how many updates were made"

@@ -21,6 +21,9 @@ from megatron_zpp.interchange.foreign.megatron_names import core_names
 from megatron_zpp.interchange.foreign.pickles import load_pickle
 from megatron_zpp.interchange.foreign.rank_parts import Grid, flat_tensors, join_stages
 from megatron_zpp.interchange.foreign.tensor_files import (
+    IS_MUONS,
+    MUONS,
+    REMEDY,
     ForeignCheckpoint,
     LazyTensor,
     NamedTensors,
@@ -36,7 +39,7 @@ STAGES_1_2 = "single_partition_of_fp32_groups"
 Files = dict[tuple[int, int], dict[str, Any]]  # contents by data-parallel and tensor rank
 
 
-def read_zero_files(folder: Path) -> ForeignCheckpoint:
+def read_zero_files(folder: Path, *, load_optimizer: bool = True) -> ForeignCheckpoint:
     """Return what is in a checkpoint; raises InputError if it is damaged or incomplete."""
     models, states = _load(folder, MODEL_FILES), _load(folder, STATE_FILES)
     first = _first(models, folder)
@@ -47,13 +50,12 @@ def read_zero_files(folder: Path) -> ForeignCheckpoint:
     steps = {content.get("global_steps") for content in models.values()}
     if len(steps) > 1:
         raise InputError(f"{folder}: its files are of steps {sorted(steps)}: mixed up")
-    joined = {
-        key: join_stages([_parts(models, states, grid, key)], grid) for key in (WEIGHTS, *MOMENTS)
-    }
+    keys = (WEIGHTS, *MOMENTS) if load_optimizer else (WEIGHTS,)
+    joined = {key: join_stages([_parts(models, states, grid, key)], grid) for key in keys}
     return ForeignCheckpoint(
         weights=NamedTensors(str(folder), joined.pop(WEIGHTS)),
         moments={key: NamedTensors(f"{folder}: {key}", each) for key, each in joined.items()},
-        step=_step(states[0, 0], folder),
+        step=_step(states[0, 0], folder) if load_optimizer else 0.0,
         iteration=iteration_of(first),
         args=args_in(first, str(folder)),
     )
@@ -237,8 +239,11 @@ def _groups(state: Mapping[str, Any], key: str, where: str) -> list[Tensor]:
     if key == WEIGHTS:
         return state[STAGE_3] if STAGE_3 in state else state[STAGES_1_2]
     inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
-    if not isinstance(inner, Mapping) or not all(key in each for each in inner["state"].values()):
-        raise InputError(f"{where}: its optimizer has no {key}, so it is not Adam")
+    kept = [*inner["state"].values()] if isinstance(inner, Mapping) else []
+    if any(MUONS in each for each in kept):
+        raise InputError(f"{where}: has the state of an optimizer, and {IS_MUONS}{REMEDY}")
+    if not kept or not all(key in each for each in kept):
+        raise InputError(f"{where}: its optimizer has no {key}, so it is not Adam{REMEDY}")
     return [inner["state"][number][key] for number in sorted(inner["state"])]
 
 

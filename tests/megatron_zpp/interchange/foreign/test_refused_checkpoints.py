@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.interchange.foreign.import_checkpoint import import_checkpoint
-from megatron_zpp.interchange.foreign.pickles import load_metadata
+from megatron_zpp.interchange.foreign.pickles import load_metadata, load_pickle
+from megatron_zpp.interchange.foreign.tensor_files import IS_MUONS, MUONS
+from megatron_zpp.interchange.foreign.zero_files import STAGES_1_2
 from megatron_zpp.interchange.open_model import open_model
 from tests.megatron_zpp.interchange.foreign.recorded_checkpoints import unpack
 
@@ -209,6 +212,59 @@ def test_a_flat_parameter_of_another_length(tmp_path, capsys):
     torch.save(torch.ones(767), path)
     text = error_of(capsys, source)
     assert f"{path}: holds 767 numbers, but the parameter of shape [48, 16] has 768" in text
+
+
+def with_muons_state(name: str, folder: Path) -> Path:
+    """A recorded checkpoint in which matrices have Muon's state, as the program saves it."""
+    source = unpack(name, folder)
+    if name == TORCH_DIST:  # a chain of Muon and Adam
+        (path,) = source.glob("iter*/.metadata")
+        metadata = load_metadata(path.parent)
+        old, new = "optimizer.state.exp_avg.", f"chained_0.optimizer.state.{MUONS}."
+        kept, places = metadata.state_dict_metadata, metadata.storage_data
+        metadata.state_dict_metadata = {key.replace(old, new): kept[key] for key in kept}
+        metadata.storage_data = {
+            replace(key, fqn=key.fqn.replace(old, new)): places[key] for key in places
+        }
+        path.write_bytes(pickle.dumps(metadata))
+    for path in source.glob("iter*/mp_rank*/*.pt") if name == LEGACY else ():
+        content = load_pickle(path)
+        adam = content["optimizer"]
+        state = {key: {MUONS: each["exp_avg"]} for key, each in adam["state"].items()}
+        content["optimizer"] = [{"optimizer": {**adam, "state": state}}, {"optimizer": adam}]
+        save_again(content, path)
+    for path in source.glob("*/*optim_states.pt") if name == ZERO_2 else ():
+        content = load_pickle(path)["optimizer_state_dict"]
+        kept = {key: content[key] for key in ("base_optimizer_state", STAGES_1_2)}
+        state = kept["base_optimizer_state"]["state"]
+        state[0] = {MUONS: state[0]["exp_avg"]}
+        save_again({"optimizer_state_dict": kept}, path)
+    return source
+
+
+def save_again(content: object, path: Path) -> None:
+    """Write what may be mapped from the file that it replaces."""
+    new = path.with_suffix(".new")
+    torch.save(content, new)
+    new.replace(path)
+
+
+@pytest.mark.parametrize("name", [TORCH_DIST, LEGACY, ZERO_2])
+def test_muons_state_is_left_out_by_name(name, tmp_path, capsys):
+    """Megatron's weights are imported with a line, ZeRO's with the flag that the error names."""
+    source = with_muons_state(name, tmp_path)
+    flags = ["--from-checkpoint", str(source), "--save"]
+    if name == ZERO_2:
+        text = error_of(capsys, source)
+        assert f"{IS_MUONS}; --no-load-optim imports the weights alone" in text
+        flags = ["--no-load-optim", *flags]
+    assert main([*flags, str(tmp_path / "ours")]) == 0
+    said = "it was not asked for" if name == ZERO_2 else IS_MUONS
+    assert f"without Adam's state: {said}" in capsys.readouterr().out
+    import_checkpoint(unpack(name, tmp_path / "again"), tmp_path / "expected")
+    expected = dict(open_model(tmp_path / "expected").tensors())
+    weights = dict(open_model(tmp_path / "ours").tensors())
+    assert all(torch.equal(weights[key], each) for key, each in expected.items())
 
 
 @pytest.mark.parametrize(
