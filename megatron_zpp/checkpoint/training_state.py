@@ -82,7 +82,7 @@ class TrainingState:
 
 def state_text(state: TrainingState) -> str:
     """The content of state.json."""
-    return json.dumps({"format": FORMAT, **asdict(state)}, indent=1) + "\n"
+    return json.dumps({"format": FORMAT, **vars(state)}, indent=1) + "\n"
 
 
 def read_state(checkpoint: Path) -> TrainingState:

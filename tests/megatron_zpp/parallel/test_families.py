@@ -1,5 +1,7 @@
 """Training a model of each family on ranks that share its work prints the numbers of one rank."""
 
+from itertools import product
+
 import pytest
 
 from megatron_zpp.interchange.conversion import import_model
@@ -19,8 +21,13 @@ SCALED = "no gains, scaled queries, norms after rotary"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss "
 
 
-@pytest.mark.parametrize("how", [TP2 + AGAIN, TP2 + SP, PP2 + "--zero-stage 1 "])
-@pytest.mark.parametrize("name", OF_DENSE)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *product(OF_DENSE, [TP2 + SP + AGAIN, PP2 + "--zero-stage 1 "]),
+        *product(["olmo2", "gemma2", "bloom", "gpt_neox, parallel", "apertus", SCALED], [TP2]),
+    ],
+)
 def test_losses_and_norms_are_those_of_one_rank(name, how, alone, tmp_path):
     """And what was sent is what the forecast says: the log line shows a formula only where not."""
     flags = SHORT + OF_DENSE[name]
@@ -29,8 +36,13 @@ def test_losses_and_norms_are_those_of_one_rank(name, how, alone, tmp_path):
     assert "(formula: " not in log
 
 
-@pytest.mark.parametrize("how", [TP2 + AGAIN, TP2 + SP, PP2 + "--zero-stage 1 ", EP2])
-@pytest.mark.parametrize("name", FLAGS_OF_MIXTURES)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *product(FLAGS_OF_MIXTURES, [TP2 + SP + AGAIN, PP2 + "--zero-stage 1 ", EP2]),
+        *product(["deepseek_v2", "minimax_m2", "granitemoe"], [TP2]),
+    ],
+)
 def test_mixtures(name, how, alone, tmp_path):
     """Weights are large, so that no two experts are about as good for a token."""
     flags = SHORT + FLAGS_OF_MIXTURES[name] + "--init-method-std 0.2 "

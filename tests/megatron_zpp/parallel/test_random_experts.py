@@ -25,7 +25,7 @@ SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1
 OF_EXPERTS = ["experts.gate", "experts.input", "experts.output"]
 LAYERS = [*OF_EXPERTS, "attention.qkv", "attention.output", "output"]
 KEPT = {"stage": 3, "zero_hpz_partition_size": 2}  # frozen weights in each node
-RUNS = int(os.environ.get("RANDOM_EXPERTS", "4"))
+RUNS = int(os.environ.get("RANDOM_EXPERTS", "2"))
 
 
 class Drawn:

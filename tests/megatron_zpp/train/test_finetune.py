@@ -84,10 +84,9 @@ def test_a_dry_run_forecasts_the_memory(base, zero, tmp_path):
 @ranks(2, timeout=180)
 def test_resuming_changes_no_digit_and_reads_the_frozen_weights_again(base, tmp_path):
     flags = base + with_json(tmp_path, MIXZ) + "--train-iters 4 "
-    saving = f"--save {tmp_path}/save --load {tmp_path}/save --save-interval 2 "
     whole = losses(log_of(flags))
-    first = losses(log_of(flags + saving + "--exit-interval 2"))
-    assert first + losses(log_of(flags + saving)) == whole
+    first = losses(log_of(f"{flags} --save {tmp_path}/save --exit-interval 2"))
+    assert first + losses(log_of(f"{flags} --load {tmp_path}/save")) == whole
 
 
 @ranks(1)

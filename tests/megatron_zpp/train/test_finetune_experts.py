@@ -44,12 +44,10 @@ def expected(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("how", "zero"),
     [
-        (EP1, {"stage": 3}),
         (EP2, {"stage": 2}),
         (EP4, {"stage": 3}),
         (EP2 + TP2 + SP + "--recompute-granularity full ", {"stage": 3}),
         (EP1 + TP2 + SP, {"stage": 1}),
-        (TP2, {"stage": 3}),
         (EP2 + PP2, {"stage": 1}),
     ],
 )
@@ -66,11 +64,10 @@ def test_beside_codes_a_stop_changes_no_digit_and_peft_opens_the_result(
 ) -> None:
     nodes = with_json(tmp_path / "zero.json", MIXZ | {"zero_quantized_gradients": True})
     flags, saved, out = f"{base} {EP2} {nodes}", tmp_path / "saved", tmp_path / "adapters"
-    straight = run(4, flags, tmp_path)
-    log = run(4, f"{flags} --save {saved} --exit-interval 2", tmp_path)
-    log += run(4, f"{flags} --save {saved} --load {saved}", tmp_path)
-    assert losses(log) == losses(straight) != []
-    first, *_, last = loss_values(log)
+    straight = run(4, f"{flags} --save {saved} --save-interval 2", tmp_path)
+    second = run(4, f"{flags} --load {saved} --ckpt-step 2", tmp_path)
+    assert losses(second) == losses(straight)[2:] != []
+    first, *_, last = loss_values(straight)
     assert last < 0.9 * first
     assert first == pytest.approx(loss_values(expected)[0], rel=0.005)  # what INT8 may move it by
     start, opened = open_model(folder_of(base)), open_model(saved)

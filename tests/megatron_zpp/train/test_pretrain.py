@@ -37,9 +37,8 @@ def test_a_stop_in_the_middle_changes_no_digit(precision, stage, tmp_path):
     flags += "--micro-batch-size 2 --global-batch-size 8 --dataloader-type cyclic "
     flags += "--lr-warmup-iters 2 --lr-decay-style cosine "
     straight = log_of(flags)
-    folder = f"--save {tmp_path} --load {tmp_path} "
-    first = log_of(flags + folder + "--exit-interval 4")
-    second = log_of(flags + folder)
+    first = log_of(flags + f"--save {tmp_path} --exit-interval 4")
+    second = log_of(flags + f"--load {tmp_path} ")
     if dist.get_rank() != 0:
         return
     assert len(losses(straight)) == 6 and len(losses(first)) == 4
@@ -78,7 +77,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "save", straight
 
 
-@pytest.mark.parametrize("then", [(2, 3), (2, 0), (1, 0), (4, 1)])
+@pytest.mark.parametrize("then", [(2, 3), (1, 1), (4, 0)])
 def test_resuming_on_other_ranks_and_another_stage(then, stopped, tmp_path):
     saved, straight = stopped
     flags = f"{RESUMED} --load {saved} --ckpt-step 2 --zero-stage {then[1]}"

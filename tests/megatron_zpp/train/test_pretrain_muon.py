@@ -19,7 +19,7 @@ from tests.megatron_zpp.train.stopped_runs import (
 )
 from tests.megatron_zpp.train.training_runs import losses, run
 
-RUNS = int(os.environ.get("RANDOM_MUON_RUNS", "4"))
+RUNS = int(os.environ.get("RANDOM_MUON_RUNS", "2"))
 SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]
 
 

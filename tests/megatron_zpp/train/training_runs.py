@@ -159,10 +159,9 @@ def require_equal(log: str, expected: str) -> None:
 def require_same_digits_after_a_stop(flags: str, folder: Path, stop: int) -> None:
     """Require the losses of a run that ends after `stop` iterations and goes on to be those of one
     that does not."""
-    saving = f"{flags} --save {folder} --load {folder} "
     straight = losses(log_of(flags))
-    first = losses(log_of(f"{saving} --exit-interval {stop}"))
-    assert first + losses(log_of(saving)) == straight
+    first = losses(log_of(f"{flags} --save {folder} --exit-interval {stop}"))
+    assert first + losses(log_of(f"{flags} --load {folder}")) == straight
 
 
 @contextmanager
