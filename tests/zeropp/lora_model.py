@@ -38,7 +38,7 @@ def add_adapters(model: SmallModel) -> SmallModel:
 
 
 def lora_model() -> SmallModel:
-    return add_adapters(small_model(2))
+    return add_adapters(small_model())
 
 
 def with_quantized_weights(model: nn.Module, num_ranks: int, bits: int = 8) -> nn.Module:

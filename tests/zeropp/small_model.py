@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 class SmallModel(nn.Module):
-    def __init__(self, num_blocks: int = 3) -> None:
+    def __init__(self, num_blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE)
         self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
@@ -33,7 +33,7 @@ class SmallModel(nn.Module):
         return F.linear(x, self.embedding.weight)  # tied head
 
 
-def small_model(num_blocks: int = 3) -> SmallModel:
+def small_model(num_blocks: int = 2) -> SmallModel:
     torch.manual_seed(5)
     return SmallModel(num_blocks)
 

@@ -69,7 +69,7 @@ def test_batch_sizes_and_counters():
     rank = dist.get_rank()
     assert (engine.global_rank, engine.local_rank, engine.world_size) == (rank, rank, 2)
     assert engine.device == torch.device("cpu") and engine.get_lr() == [ADAMW["params"]["lr"]]
-    assert len(engine.blocks) == 3  # found in the model
+    assert len(engine.blocks) == 2  # found in the model
     batches = [batch[0].tolist() for batch in loader]
     assert [len(batch) for batch in batches] == [2, 2]  # 11 samples: 5 per rank, full batches only
     everywhere = [None, None]

@@ -33,8 +33,8 @@ def engine_of(zero: dict, model: SmallModel | None = None, **more: object) -> En
 
 def partly_frozen() -> SmallModel:
     model = small_model()
-    model.blocks[1].requires_grad_(False)
-    model.blocks[2].down.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].down.requires_grad_(False)
     return model
 
 
@@ -52,8 +52,8 @@ def test_an_optimizer_may_hold_frozen_weights_too(settings):
 def test_a_parameter_unfrozen_later_is_an_error_before_a_gradient_is_lost(settings):
     engine = engine_of({"stage": 3} | ON_HOST, partly_frozen(), **settings)
     run(engine, 1)
-    engine.module.blocks[2].down.bias.requires_grad_(True)
-    with pytest.raises(InputError, match=r"blocks\.2\.down\.bias requires gradients.*freeze it"):
+    engine.module.blocks[1].down.bias.requires_grad_(True)
+    with pytest.raises(InputError, match=r"blocks\.1\.down\.bias requires gradients.*freeze it"):
         run(engine, 1)
 
 

@@ -54,7 +54,7 @@ def test_names_in_an_optimizer_stay_those_of_its_parameters():
     first, second = optimizer.param_groups
     named = dict(engine.module.named_parameters())
     assert [named[name] for name in first["param_names"]] == first["params"]
-    assert len(first["params"]) == 12 and second["params"] == second["param_names"] == []
+    assert len(first["params"]) == 8 and second["params"] == second["param_names"] == []
 
 
 @ranks(2)

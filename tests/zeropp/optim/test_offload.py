@@ -34,7 +34,7 @@ ADAM = dict(lr=1e-2, weight_decay=0.1)
 def sharded(zero: dict, settings: dict, device: str = "cpu") -> Sharding:
     per_node = min(2, dist.get_world_size())
     config = zero_config(zero, per_node, **settings)
-    model = small_model(2).to("cpu" if config.offloads_weights else device)
+    model = small_model().to("cpu" if config.offloads_weights else device)
     return shard(model, data_mesh(device), config)
 
 

@@ -62,7 +62,7 @@ class Taken:
         patch.setattr(fsdp, "after_backward", self._callbacks.append)
         patch.setattr(fsdp, "backward_id", lambda: self.backward)
         self.backward = 0
-        model = small_model()
+        model = small_model(3)
         self.offload = Offload(shard(model, None, ZeroConfig()), HOST, ratio=1.0, pin_memory=False)
         self.parameter = model.embedding.weight
         self.gradient = torch.zeros(37, 12)

@@ -50,7 +50,7 @@ def train(model: FSDPModule, *, micro_batches: int = 2, once: bool = True, steps
     return losses, [whole(weight).double().sum().item() for weight in model.parameters()]
 
 
-def last_loss(model: FSDPModule, steps: int = 8) -> float:
+def last_loss(model: FSDPModule, steps: int = 5) -> float:
     """The mean over all ranks in the last of some steps."""
     losses = torch.tensor(train(model, steps=steps)[0][-2:])
     dist.all_reduce(losses)
@@ -66,22 +66,26 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("layout", "size"), [*product(LAYOUTS, [2]), ("torchtitan", 4), ("transformers", 4)]
+    ("layout", "size", "once"),
+    [
+        *((layout, 2, bool(index % 2)) for index, layout in enumerate(LAYOUTS)),
+        ("torchtitan", 4, True),
+        ("transformers", 4, False),
+    ],
 )
 @ranks(4)
-def test_unquantized_it_trains_as_before(layout: str, size: int) -> None:
-    for once in (True, False):
-        losses, sums = train(sharded_experts(layout, size), once=once)
-        model = sharded_experts(layout, size)
-        attached = zeropp.attach(model, PLAIN)
-        assert attached.skipped == {}
-        assert "" in attached.units
-        assert ("blocks.1" in attached.units) is (layout != "one unit")
-        attached_losses, attached_sums = train(model, once=once)
-        assert attached_losses == pytest.approx(losses, rel=1e-6)
-        assert attached_sums == pytest.approx(sums, rel=1e-5, abs=1e-5)
-        sent = attached.expected_traffic(2, reduces_once=once)
-        assert attached.traffic.take() == {key: STEPS * each for key, each in sent.items()}
+def test_unquantized_it_trains_as_before(layout: str, size: int, once: bool) -> None:
+    losses, sums = train(sharded_experts(layout, size), once=once)
+    model = sharded_experts(layout, size)
+    attached = zeropp.attach(model, PLAIN)
+    assert attached.skipped == {}
+    assert "" in attached.units
+    assert ("blocks.1" in attached.units) is (layout != "one unit")
+    attached_losses, attached_sums = train(model, once=once)
+    assert attached_losses == pytest.approx(losses, rel=1e-6)
+    assert attached_sums == pytest.approx(sums, rel=1e-5, abs=1e-5)
+    sent = attached.expected_traffic(2, reduces_once=once)
+    assert attached.traffic.take() == {key: STEPS * each for key, each in sent.items()}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_with_all_of_zeropp_it_learns_the_same_and_sends_less(layout: str, confi
     assert last_loss(model) == pytest.approx(expected, rel=3e-3)
     across = sum(n for (_, hop), n in attached.traffic.take().items() if hop == "across_nodes")
     plain = attached.plain_traffic(2).items()
-    total = torch.tensor([across, 8 * sum(n for (_, hop), n in plain if hop == "across_nodes")])
+    total = torch.tensor([across, 5 * sum(n for (_, hop), n in plain if hop == "across_nodes")])
     dist.all_reduce(total)
     assert 3 * total[0] < total[1]
     model(tokens_of(0, dist.get_rank()))

@@ -187,7 +187,7 @@ def nested(prepare: Prepare) -> Iterator[Any]:
 
 def alone(prepare: Prepare) -> Iterator[Any]:
     """Units that run without their root, one of them before and after others that follow it."""
-    model = sharded(small_model(), prepare)
+    model = sharded(small_model(3), prepare)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in (1, 0, 2, 1):
         output = model.blocks[number](inputs(number))

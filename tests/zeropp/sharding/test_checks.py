@@ -171,7 +171,7 @@ def test_trainable_parameters_of_two_types_in_one_unit():
 @ranks(2)
 def test_a_weight_that_two_units_share():
     """FSDP2: parameters tied across groups raise; tied inside one group they work."""
-    model = small_model()
+    model = small_model(3)
     model.blocks[2].up.weight = model.blocks[0].up.weight
     message = "blocks.0.up.weight and blocks.2.up.weight are one parameter in two units"
     refused(message, {"stage": 3}, None, model)
@@ -180,8 +180,8 @@ def test_a_weight_that_two_units_share():
     loss_of(sharding.model, tokens_of(0)).backward()
     assert model.blocks[0].up.weight.grad is not None
     headed = small_model()
-    headed.blocks[2].head = headed.embedding
-    refused("embedding.weight and blocks.2.head.weight are one", {"stage": 3}, None, headed)
+    headed.blocks[1].head = headed.embedding
+    refused("embedding.weight and blocks.1.head.weight are one", {"stage": 3}, None, headed)
     inside = small_model()
     inside.blocks[0].again = inside.blocks[0].up
     shard(inside, data_mesh(), zero_config({"stage": 3}))

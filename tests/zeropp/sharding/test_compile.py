@@ -22,7 +22,7 @@ def in_place(model: SmallModel) -> None:
 
 
 def losses(zero: dict, compiled=lambda model: None) -> list[float]:
-    model = small_model(2)
+    model = small_model()
     compiled(model)
     sharding = shard_on_nodes(zero, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

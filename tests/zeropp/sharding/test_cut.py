@@ -62,7 +62,7 @@ def with_trained_biases() -> SmallModel:
 
 def with_attention() -> SmallModel:
     model = small_model()
-    for index in range(3):
+    for index in range(len(model.blocks)):
         model.blocks[index] = Attending()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("out_proj" in name)

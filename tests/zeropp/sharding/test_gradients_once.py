@@ -16,13 +16,13 @@ ONCE = {"reduce_gradients_once": True}
 
 
 def sharded(zero: dict, **settings: object) -> Sharding:
-    return shard(small_model(2), data_mesh(), zero_config(zero, 2, zeropp=ONCE, **settings))
+    return shard(small_model(), data_mesh(), zero_config(zero, 2, zeropp=ONCE, **settings))
 
 
 @pytest.mark.parametrize("zero", [{"stage": 2}, {"stage": 3}])
 @ranks(4)
 def test_losses_and_norms_are_those_of_one_process(zero):
-    alone = shard(small_model(2), None, ZeroConfig())
+    alone = shard(small_model(), None, ZeroConfig())
     expected_losses, expected_norms = train(alone, rank=0, num_micro_batches=1)
     losses, norms = train(sharded(zero), rank=dist.get_rank(), num_micro_batches=2)
     mean = torch.tensor(losses, dtype=torch.float64)
@@ -41,7 +41,7 @@ def test_gradients_and_the_root_are_sent_once_per_step(zero):
     one, two = sharding.expected_traffic(1), sharding.expected_traffic(2)
     gradients = [("gradients", hop) for hop in ("in_node", "across_nodes")]
     assert all(0 < one[key] == two[key] for key in gradients)
-    each_time = shard(small_model(2), data_mesh(), zero_config(zero, 2, bf16={"enabled": True}))
+    each_time = shard(small_model(), data_mesh(), zero_config(zero, 2, bf16={"enabled": True}))
     assert all(2 * two[key] == each_time.expected_traffic(2)[key] for key in gradients)
 
 

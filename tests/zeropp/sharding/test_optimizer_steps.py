@@ -35,7 +35,7 @@ def test_frozen_weights_that_an_optimizer_steps_are_seen(kind):
     """By gradients that are written, as in evolution strategies, or without any."""
 
     def losses(zero: dict) -> list[float]:
-        model = small_model(2).requires_grad_(False)
+        model = small_model().requires_grad_(False)
         sharding = shard_on_nodes(zero, model)
         weights = [*model.parameters()]
         optimizer = kind(weights, lr=0.5)
@@ -56,7 +56,7 @@ def test_frozen_weights_that_an_optimizer_steps_are_seen(kind):
 @ranks(4)
 def test_an_optimizer_of_one_rank_alone_does_not_part_the_ranks(zero):
     """A rank fits a model of its own, sharded over no ranks, while others do not."""
-    sharding, probe = shard_on_nodes(zero, small_model(2)), nn.Linear(2, 1)
+    sharding, probe = shard_on_nodes(zero, small_model()), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
     own = torch.optim.SGD(probe.parameters(), lr=0.5)
 
@@ -79,7 +79,7 @@ def test_weights_that_are_copied_from_an_optimizer_of_plain_tensors_are_seen():
     """Their masters are no shards, and are written back in a way that raises no version."""
 
     def losses(zero: dict) -> list[float]:
-        sharding = shard_on_nodes(zero, small_model(2))
+        sharding = shard_on_nodes(zero, small_model())
         weights = [*sharding.model.parameters()]
         masters = [weight.to_local().detach().clone() for weight in weights]
         optimizer = torch.optim.SGD(masters, lr=0.5)

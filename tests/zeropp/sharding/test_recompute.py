@@ -34,7 +34,7 @@ class Outside(SmallModel):
 
 def checkpoint_inside_blocks(reentrant: bool) -> SmallModel:
     """Recompute the forward pass of each block inside of its unit."""
-    model = small_model(2)
+    model = small_model()
     for block in model.blocks:
         block.wrapped = block.forward
         block.forward = lambda x, block=block: checkpoint(block.wrapped, x, use_reentrant=reentrant)
@@ -51,7 +51,7 @@ def checkpoint_around_blocks(reentrant: bool) -> SmallModel:
 def checkpoint_by_wrapper(reentrant: bool) -> SmallModel:
     """Recompute each block with PyTorch's own wrapper."""
     kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    model = small_model(2)
+    model = small_model()
     model.blocks = nn.ModuleList([checkpoint_wrapper(block, kind) for block in model.blocks])
     return model
 
@@ -90,7 +90,7 @@ def norms(model: nn.Module) -> list[float]:
 @ranks(4)
 def test_recomputation_changes_no_bit_and_no_byte(zero, ways):
     """DeepSpeed issues #4784; FSDP2: the wrapping goes inside `fully_shard`."""
-    expected, sent = train_and_evaluate(small_model(2), zero)
+    expected, sent = train_and_evaluate(small_model(), zero)
     for way, reentrant in ways:
         values, sent_again = train_and_evaluate(WAYS[way](reentrant), zero)
         assert values == expected, (way, reentrant)

@@ -35,7 +35,7 @@ class Experts(nn.Module):
 
 def with_experts() -> SmallModel:
     model = small_model()
-    for index in range(3):
+    for index in range(len(model.blocks)):
         model.blocks[index] = Experts()
     return add_adapters(model)
 

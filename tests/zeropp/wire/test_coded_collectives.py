@@ -315,8 +315,10 @@ def test_bad_settings_are_named(zero, settings, message):
         )
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
-@pytest.mark.parametrize("bits", [(8, 3), (8, 4), (8, 8), (16, 4), (16, 16)])
+@pytest.mark.parametrize(
+    ("per_node", "bits"),
+    [(1, (8, 3)), (2, (8, 3)), (2, (8, 4)), (1, (8, 8)), (2, (16, 4)), (1, (16, 16))],
+)
 @ranks(4, timeout=120)
 def test_coded_gradients_are_those_that_are_not_to_the_last_bit(per_node, bits):
     """On two and on four nodes; three bits are spread, rows of other widths beside them."""

@@ -78,7 +78,7 @@ def trained(
     device: str, zero: dict, steps: int, after: Callable[[], None] | None = None, **settings: dict
 ) -> list[float]:
     """This rank's losses over steps of two micro-batches; `after` is called behind every unit."""
-    sharding = shard(small_model().to(device), data_mesh(device), zero_config(zero, 2, **settings))
+    sharding = shard(small_model(3).to(device), data_mesh(device), zero_config(zero, 2, **settings))
     if after:
         for unit in sharding.units:
             unit.register_forward_hook(lambda *_: after())
@@ -130,7 +130,7 @@ def test_a_copy_gathered_on_one_stream_is_read_on_another():
 
 @ranks(4, ranks_per_node=2)
 def test_written_weights_are_seen_and_the_host_waits_for_no_computation():
-    sharding = shard(small_model().to(GPU), data_mesh(GPU), zero_config(ALL_THREE, 2))
+    sharding = shard(small_model(3).to(GPU), data_mesh(GPU), zero_config(ALL_THREE, 2))
     losses, tokens = [], tokens_of(1).to(GPU)
     for notifies in (True, False):
         for weight in sharding.model.parameters():

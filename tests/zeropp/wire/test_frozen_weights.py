@@ -258,7 +258,7 @@ def test_an_engine_of_a_model_that_is_frozen_before_or_after(when, settings):
     if when == "before":
         engine, *_ = zeropp.initialize(model=lora_model(), config=config)
     else:
-        engine, *_ = zeropp.initialize(model=small_model(2), config=config)
+        engine, *_ = zeropp.initialize(model=small_model(), config=config)
         add_adapters(engine.module)
         engine.optimizer.quantize_nontrainable_params()
     losses = engine_losses(engine, STEPS)

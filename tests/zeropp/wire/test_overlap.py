@@ -22,7 +22,7 @@ class EventModel(SmallModel):
     """A small model whose blocks record when they compute, in forward and in backward."""
 
     def __init__(self, events: list[str]) -> None:
-        super().__init__()
+        super().__init__(3)
         for index, block in enumerate(self.blocks):
             block.norm.register_forward_hook(self.mark(events, index))
 
@@ -110,7 +110,7 @@ def test_two_models_in_one_backward_pass():
     """DeepSpeed issues #4901 #7066: each has its own gathers, copies and reductions under way."""
 
     def gradients(together: bool) -> list[torch.Tensor]:
-        models = [shard_on_nodes(ALL_THREE, small_model()) for _ in range(2)]
+        models = [shard_on_nodes(ALL_THREE, small_model(3)) for _ in range(2)]
         mine = [tokens_of(number).chunk(4)[dist.get_rank()] for number in (0, 1)]
         for _ in range(2):  # the second time gradients are there already
             losses = (

@@ -18,7 +18,7 @@ def test_any_size_gives_the_same_bits(sizes, ranks_per_node):
     """D2: smaller than a node, larger, across nodes, the world, more than the world."""
 
     def losses(zero: dict) -> list[float]:
-        sharding = shard(small_model(2), data_mesh(), zero_config(zero, ranks_per_node))
+        sharding = shard(small_model(), data_mesh(), zero_config(zero, ranks_per_node))
         optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
         values = []
         for number in range(2):

@@ -136,8 +136,8 @@ def test_frozen_weights_of_another_type_in_a_unit():
 
     def losses(zero: dict, **settings: object) -> list[float]:
         model = small_model()
-        model.blocks[1].up.bfloat16().requires_grad_(False)
-        model.blocks[2].norm.double().requires_grad_(False)
+        model.blocks[0].up.bfloat16().requires_grad_(False)
+        model.blocks[1].norm.double().requires_grad_(False)
         shard_on_nodes(zero, model, **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         values = []
