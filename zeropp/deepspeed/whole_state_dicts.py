@@ -143,8 +143,8 @@ class WholeStateDicts:
                 "state_dict() of a model whose weights are sharded (ZeRO stages 1 to 3, or experts "
                 f"that ranks split) gathers them, and the ranks {error.ranks} of "
                 f"{self._group.size()} did not call it within {LIMIT.seconds} s: call it, or "
-                "save_pretrained, copy.deepcopy and whatever else calls it, on all ranks, and write "
-                "the file on one; at stage 0, with whole experts, one rank may call it alone"
+                "save_pretrained, copy.deepcopy and whatever else calls it, on all ranks, and "
+                "write the file on one; at stage 0, with whole experts, one rank may call it alone"
             ) from error
 
     def _split(

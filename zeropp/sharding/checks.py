@@ -96,29 +96,22 @@ def require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             taken.setdefault(module, name)
 
 
-def require_expert_meshes(experts: Mapping[nn.Module, DeviceMesh], config: ZeroConfig) -> None:
-    """Raise InputError unless each of the experts has a mesh of two axes with names."""
+def require_experts(
+    experts: Mapping[nn.Module, DeviceMesh],
+    blocks: Sequence[nn.Module],
+    data: DeviceMesh,
+    config: ZeroConfig,
+) -> None:
+    """Raise InputError for experts that cannot be units of their own inside `blocks`.
+
+    And for none, where the configuration splits some.
+    """
     if config.expert_ranks > 1 and not experts:
         raise InputError(
             f"expert_parallel.autoep_size = {config.expert_ranks}: zeropp.shard replaces no layers "
             "of a model; give the model to zeropp.initialize, which does, or leave it out and give "
             "experts="
         )
-    for module, mesh in experts.items():
-        if mesh.ndim != 2 or not mesh.mesh_dim_names:
-            raise InputError(
-                f"experts= of zeropp.shard: a {type(module).__name__} has a mesh of {mesh.ndim} "
-                "axes: expected two axes with names, of the ranks that share each expert and of "
-                "those that split the experts"
-            )
-
-
-def require_experts(
-    experts: Mapping[nn.Module, DeviceMesh],
-    blocks: Sequence[nn.Module],
-    data: DeviceMesh,
-) -> None:
-    """Raise InputError for experts that cannot be units of their own inside `blocks`."""
     inside = {module for block in blocks for module in block.modules()}.difference(blocks)
     ranks = data.mesh.flatten().tolist()
     for module, mesh in experts.items():

@@ -148,6 +148,13 @@ def split_experts(experts: Mapping[nn.Module, DeviceMesh]) -> None:
     The first dim is split evenly over the last axis of the module's mesh, on which the parameters
     become DTensors. Raises InputError for one that cannot be.
     """
+    for module, mesh in experts.items():
+        if mesh.ndim != 2 or not mesh.mesh_dim_names:
+            raise InputError(
+                f"experts= of zeropp.shard: a {type(module).__name__} has a mesh of {mesh.ndim} "
+                "axes: expected two axes with names, of the ranks that share each expert and of "
+                "those that split the experts"
+            )
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for module, mesh in experts.items():
         axis = mesh[mesh.mesh_dim_names[-1]]

@@ -33,7 +33,6 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
     require_blocks,
     require_dense_gradients,
-    require_expert_meshes,
     require_experts,
     require_same_model,
     require_shardable,
@@ -111,9 +110,9 @@ def shard(
         data = data_axis(mesh, axis)
         inherit_time_limits(mesh)
         require_same_model(model, data)
-    require_expert_meshes(experts, config)
     recorded_tensors = replace_by_meta(model)
-    split_experts(experts)
+    if experts:
+        split_experts(experts)
     plan = _make_plan(
         model, mesh, data, config, units, experts, cast_forward_inputs, keeps_root=keeps_root
     )
@@ -217,8 +216,8 @@ def _make_plan(
         )
     blocks = tuple(outermost_blocks(model) if units is None else units)
     require_blocks(model, blocks)
-    if experts:
-        require_experts(experts, blocks, data)
+    if experts or config.expert_ranks > 1:
+        require_experts(experts, blocks, data, config)
     places = places_of(model, {*blocks, *experts})
     require_shardable(places)
     axis = _axis_of(mesh, data, config, data.size())
