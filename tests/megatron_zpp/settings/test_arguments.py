@@ -308,6 +308,11 @@ def test_weights_on_the_host_need_the_optimizer_there():
     assert "offload_param" in message and "the optimizer on the CPU too" in message
 
 
+def test_experts_are_not_split_by_the_json(tmp_path):
+    file = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    assert "--expert-model-parallel-size" in error_of("", 1, file, tmp_path)
+
+
 def test_offload_needs_shards():
     assert "offload_optimizer.device" in error_of("--cpu-optimizer --zero-stage 0")
 
