@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2
+from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2, TWO_STAGES
 from tests.megatron_zpp.train.training_runs import field, losses, require_equal, run
 
 SIZES = (
@@ -44,6 +44,7 @@ CHOSEN = (
     (TP2, {}),
     (EP2 + CP2, {"size": 1}),
     (EP4 + CP2 + GATHERED, {}),
+    (EP2 + PP2, {"size": 1}),
     (PP2 + TP2 + SP + RECOMPUTED, {}),
 )
 
@@ -71,14 +72,29 @@ def test_losses_and_norms_are_those_of_one_rank(
 ) -> None:
     """Set ALL_EXPERT_RANKS to run all combinations."""
     (samples,) = re.findall(r"--global-batch-size \d+ ", how) or [""]
-    expected = alone(SOFTMAX + samples)
-    log = run(4, SOFTMAX + how + nodes_of(folder=tmp_path, **{"size": 2, **zero}), tmp_path)
+    require_those_of_one_rank(4, how, alone(SOFTMAX + samples), tmp_path, **{"size": 2, **zero})
+
+
+@pytest.mark.parametrize("how", [RECOMPUTED, TWO_STAGES, TP2 + SP])
+def test_tokens_of_each_stage_of_a_pipeline_cross_nodes(
+    how: str, alone: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Each stage has two nodes of two ranks, over which it splits its experts."""
+    log = require_those_of_one_rank(8, EP4 + PP2 + how, alone(SOFTMAX), tmp_path, size=2)
+    assert "tokens cross once to each node" in log
+
+
+def require_those_of_one_rank(
+    num_ranks: int, how: str, expected: str, folder: Path, **nodes: object
+) -> str:
+    log = run(num_ranks, SOFTMAX + how + nodes_of(folder=folder, **nodes), folder)
     require_equal(log, expected)
     for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "busiest expert"):
         numbers, others = (
             [each.strip("%") for each in field(log, name)] for log in (log, expected)
         )
         assert [*map(float, numbers)] == pytest.approx([*map(float, others)], rel=1e-5) != [], name
+    return log
 
 
 ALL_OF_IT = {

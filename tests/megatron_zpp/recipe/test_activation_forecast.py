@@ -64,6 +64,7 @@ def test_the_ledger_is_the_forecast(flags: str, tmp_path: Path) -> None:
         (EXPERTS + "4 --moe-dispatch-bits 8 --bf16 --num-layers 2 " + FULL, 2),
         (EXPERTS + "4 --moe-shared-expert-intermediate-size 16", 1),
         (EXPERTS + "2 " + PP2 + FULL, 2),
+        (EXPERTS + "2 " + PP2, 1),
     ],
 )
 @ranks(4, timeout=120)

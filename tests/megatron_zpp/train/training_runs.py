@@ -75,9 +75,9 @@ def write_log(flags: str, path: Path) -> None:
 
 
 def run(num_ranks: int, flags: str, folder: Path) -> str:
-    """The log of a run on `num_ranks` ranks: 1, 2 or 4."""
+    """The log of a run on `num_ranks` ranks: 1, 2, 4 or 8."""
     path = folder / "log.txt"
-    {1: on_1, 2: on_2, 4: on_4}[num_ranks](flags=flags, path=path)
+    {1: on_1, 2: on_2, 4: on_4, 8: on_8}[num_ranks](flags=flags, path=path)
     return path.read_text()
 
 
@@ -96,6 +96,12 @@ def on_2(flags: str, path: Path) -> None:
 @ranks(4, timeout=120)
 def on_4(flags: str, path: Path) -> None:
     """Run on four ranks."""
+    write_log(flags, path)
+
+
+@ranks(8, timeout=240)
+def on_8(flags: str, path: Path) -> None:
+    """Run on eight ranks."""
     write_log(flags, path)
 
 
