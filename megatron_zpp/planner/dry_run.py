@@ -9,6 +9,7 @@ import torch
 
 from megatron_zpp.data.text_source import resolve_vocab_size
 from megatron_zpp.interchange.pretrained_model import lora_summary, with_initial_model
+from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
@@ -134,8 +135,8 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
         f"on each of {num_replicas} {'replicas' if shared else 'ranks'}"
     )
-    has_other_axes = bool(shared) or model.has_experts
-    sent = memory_estimate.sent if has_other_axes else None
+    has_others = bool(shared) or model.has_experts or memory_estimate.optimizer_flops is not None
+    sent = memory_estimate.sent if has_others else None
     memory = {"host": memory_estimate.host}
     if memory_estimate.device:
         memory = {"device": memory_estimate.device, **memory}
@@ -147,9 +148,16 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", plan.stage),
+        *_optimizer_rows(memory_estimate.optimizer_flops),
         *describe(plan, memory_estimate.micro_batches, sent),
         ("memory", _memory_table(memory) + (BALANCED if model.has_experts else "")),
     ]
+
+
+def _optimizer_rows(flops: float | None) -> list[tuple[str, str]]:
+    if flops is None:
+        return []
+    return [("optimizer", f"Muon: {size(flops, COUNTS)} operations of the busiest rank in a step")]
 
 
 def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> str:

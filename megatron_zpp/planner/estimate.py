@@ -46,7 +46,8 @@ class Estimate:
 
     On a CPU everything is on the host. `plan` is that of a rank's part of `model`, the whole one on
     the meta device. `sent` is what a node sends in a step, the mean over nodes. `ranks` are those
-    of the run, seen from this one.
+    of the run, seen from this one. `optimizer_flops` are the operations of the rank that
+    orthogonalizes most for Muon, the mean of the steps, None for other optimizers.
     """
 
     device: Mapping[str, int]
@@ -56,6 +57,7 @@ class Estimate:
     model: nn.Module
     ranks: PlannedRanks
     sent: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    optimizer_flops: float | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -73,7 +75,12 @@ def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> 
     not divide them.
     """
     places = plan_places(config, vocab_size, nodes, is_cpu=is_cpu)
-    return replace(fullest(places, ActivationTraces()), sent=mean_of_nodes(places))
+    flops = [run.muon.flops for run, _ in places if run.muon is not None]
+    return replace(
+        fullest(places, ActivationTraces()),
+        sent=mean_of_nodes(places),
+        optimizer_flops=max(flops, default=None),
+    )
 
 
 def fullest(places: Places, traces: ActivationTraces) -> Estimate:

@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron_zpp.planner.planned_run import Places, PlannedRun
 from megatron_zpp.recipe.activation_forecast import Forecast, Move
+from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
 from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.tokens.peers import AXES
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
@@ -35,7 +36,11 @@ def node_of(run: PlannedRun) -> Sent:
             _add(sent, run, move, run.num_micro_batches)
     for move in gradient_moves(run):
         _add(sent, run, move, 1)
-    return {(name, hop): sent[name, hop] for name in (*PURPOSES, *AXES) for hop in HOPS}
+    names = [*PURPOSES, *AXES]
+    if run.muon is not None:
+        sent.update(run.muon.sent_by_node)
+        names.insert(len(PURPOSES), OPTIMIZER)
+    return {(name, hop): sent[name, hop] for name in names for hop in HOPS}
 
 
 def axis_forecast(run: PlannedRun) -> Forecast:

@@ -61,6 +61,8 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
     if timed:
         console.print("\nWhere the time of a step goes")
         console.print(_table(SHARES, [_share_cells(*row) for row in timed]))
+    if timed and plan.config.optimizer.optimizer == "muon":
+        console.print(_muon_line(timed[0][1]))
     for note in NOTES:
         console.print(note)
     if plan.fitting:
@@ -70,6 +72,15 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
         console.print(f"flags: {_flags(best)}", soft_wrap=True)
         if settings.zero:
             console.print(f"JSON: {json.dumps(settings.to_json())}", soft_wrap=True)
+
+
+def _muon_line(row: Row) -> str:
+    """Say what Muon takes of the first configuration."""
+    time, sent = row.time, row.optimizer_in_m
+    return (
+        f"Muon: {time.orthogonalizing:.3g} of the {time.typical:.3g} s of the first row, where a "
+        f"node sends {sent['in_node']:.2f} M within and {sent['across_nodes']:.2f} M across"
+    )
 
 
 def subject(plan: Plan) -> dict[str, str]:
@@ -185,6 +196,7 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
         "memory_bytes": dict(row.memory),
         "usable_bytes": row.usable_bytes,
         "sent_m": dict(row.sent_in_m),
+        "optimizer_sent_m": dict(row.optimizer_in_m),
     }
     if time is None:
         return result | {"why_not": why_not(row)}
@@ -197,6 +209,7 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
         "across_nodes_s": time.across_nodes,
         "in_node_s": time.in_node,
         "kernels_s": time.kernels,
+        "orthogonalizing_s": time.orthogonalizing,
         "tokens_per_second": row.tokens_per_second,
         "mfu": row.mfu,
         "hfu": row.hfu,

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
+from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.settings.config import Config
@@ -99,6 +100,14 @@ class PlannedRun:
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Return the parameters of this rank's stages, whole or its parts of matrices."""
         return tuple(parameter for unit in self.plan.units for parameter in unit.parameters)
+
+    @cached_property
+    def muon(self) -> PlannedMuon | None:
+        """Return Muon's steps, if it is the optimizer."""
+        if self.config.optimizer.optimizer != "muon":
+            return None
+        is_sharded = self.stage > 0
+        return self.model.muon(self.config, self.ranks, self.stages, is_sharded=is_sharded)
 
     @property
     def stage(self) -> int:

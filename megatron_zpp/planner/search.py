@@ -26,6 +26,7 @@ from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.recipe.expert_ranks import with_expert_ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
+from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
 from zeropp.wire.route import Nodes
 from zeropp.wire.traffic import HOPS
 
@@ -40,8 +41,9 @@ ROOM = GIB // 20  # memory left below which the table shows 0.0 GiB
 class Row:
     """A configuration: bytes by kind of its fullest rank, and its times if they fit.
 
-    sent_in_m: what a node sends in a step, by hop, in M. mfu, hfu: the share of the peak rate that
-    the model's operations reach, and all with those that are recomputed.
+    sent_in_m: what a node sends in a step, by hop, in M, and of that optimizer_in_m. mfu, hfu: the
+    share of the peak rate that the model's operations reach, and all with those that are
+    recomputed.
     """
 
     candidate: Candidate
@@ -49,6 +51,7 @@ class Row:
     memory: Mapping[str, int]
     usable_bytes: int
     sent_in_m: Mapping[str, float]
+    optimizer_in_m: Mapping[str, float]
     time: StepTime | None = None
     tokens_per_second: float = 0.0
     mfu: float = 0.0
@@ -188,18 +191,16 @@ class Search:
         places = self._planned(candidate)
         memory = fullest(places, self._traces).device
         sent = mean_of_nodes(places)
-        in_m = {
-            hop: sum(sent[key] for key in sent if key[1] == hop)
-            / self.num_parameters
-            / BYTES_PER_WEIGHT
-            for hop in HOPS
-        }
+        model_bytes = self.num_parameters * BYTES_PER_WEIGHT
+        in_m = {hop: sum(sent[key] for key in sent if key[1] == hop) / model_bytes for hop in HOPS}
+        of_optimizer = {hop: sent.get((OPTIMIZER, hop), 0.0) / model_bytes for hop in HOPS}
         row = Row(
             candidate=candidate,
             num_parameters=self.num_parameters,
             memory=MappingProxyType(memory),
             usable_bytes=self.cluster.usable_bytes,
             sent_in_m=in_m,
+            optimizer_in_m=of_optimizer,
         )
         return self._timed(row, places) if row.fits else row
 

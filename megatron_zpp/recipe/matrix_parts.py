@@ -17,24 +17,29 @@ from zeropp.optim.muon.line import matrix_of
 
 
 def matrix_parts(
-    model: nn.Module, config: ModelConfig, *, splits_qkv: bool
+    model: nn.Module, config: ModelConfig, *, splits_qkv: bool, place: int | None = None
 ) -> dict[Parameter, Matrix]:
-    """Return the matrices of a sharded GPT that have several parts."""
+    """Return the matrices of a sharded GPT that have several parts.
+
+    `place` is another place on the tensor axis than that of the model's rank.
+    """
     matrices: dict[Parameter, Matrix] = {}
     for module in model.modules():
         if isinstance(module, Attention) and splits_qkv:
-            matrices[module.qkv.weight] = _of_qkv(module, config)
+            matrices[module.qkv.weight] = _of_qkv(module, config, place)
         elif isinstance(module, Matrices):
-            matrices[module.weight] = _of_experts(module.weight, config.num_experts)
+            matrices[module.weight] = _of_experts(module)
     return matrices
 
 
-def _of_qkv(module: Attention, config: ModelConfig) -> Matrix:
+def _of_qkv(module: Attention, config: ModelConfig, place: int | None) -> Matrix:
     """Queries, keys and values, whose rows are ordered by groups, [K, Q + 2, D]."""
     weight, axis = module.qkv.weight, module.axis
     groups, queries = config.kv_heads, config.num_attention_heads // config.kv_heads
     shape = matrix_of(weight).shape
-    first = 0 if axis is None else axis.place * shape[0]
+    if place is None:
+        place = 0 if axis is None else axis.place
+    first = place * shape[0]
     bounds = (0, queries, queries + 1, queries + 2)  # heads of a group
     parts = []
     for start, stop in zip(bounds, bounds[1:], strict=False):
@@ -53,9 +58,9 @@ def _heads(head_dim: int, groups: int, heads: int, own: range) -> Iterator[Run]:
         yield (first + own.start) * head_dim, (first + own.stop) * head_dim
 
 
-def _of_experts(weight: Parameter, num_experts: int) -> Matrix:
+def _of_experts(module: Matrices) -> Matrix:
     """The matrices of experts, one below the other; no other rank has rows of these."""
-    shape, rows = matrix_of(weight).shape, weight.shape[0] // num_experts
+    shape, rows = matrix_of(module.weight).shape, module.rows
     starts = range(0, shape[0], rows)
     parts = (Part(runs=((start, start + rows),), shape=(rows, shape[1])) for start in starts)
     return Matrix(shape=shape, parts=tuple(parts), is_apart=True)

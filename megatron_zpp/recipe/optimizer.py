@@ -54,8 +54,6 @@ def _build_muon(
 ) -> torch.optim.Optimizer:
     """Build Muon for matrices of blocks, and AdamW for the rest."""
     muon, zero = config.muon, config.zero
-    dtype = None if muon.muon_fp32_matmul_prec == "medium" else torch.float32
-    options = MuonOptions.of(zero, tp_mode=muon.muon_tp_mode, dtype=dtype)
     adam = adam_settings(config)
     adam["adam_eps"] = adam.pop("eps")
     settings = adam | {
@@ -65,12 +63,24 @@ def _build_muon(
         "ns_steps": muon.muon_num_ns_steps,
         "scale_mode": muon.muon_scale_mode,
         "extra_scale_factor": muon.muon_extra_scale_factor,
-        "options": options,
+        "options": muon_options(config),
         "parts": matrix_parts(sharding.model, config.model, splits_qkv=not muon.muon_no_split_qkv),
     }
     if zero.offloads_optimizer:
         return offloaded_muon(sharding, groups, device, zero, **settings)
     return Muon(groups, config=zero, **settings)
+
+
+def muon_options(config: Config) -> MuonOptions:
+    """Return where matrices are orthogonalized, and in which numbers."""
+    muon = config.muon
+    dtype = None if muon.muon_fp32_matmul_prec == "medium" else torch.float32
+    return MuonOptions.of(config.zero, tp_mode=muon.muon_tp_mode, dtype=dtype)
+
+
+def is_muons(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Whether Muon moves a parameter of a GPT: matrices of blocks, but not adapters."""
+    return name.startswith("blocks.") and parameter.ndim == 2 and not is_adapter(name)
 
 
 def parameter_groups(
@@ -94,9 +104,8 @@ def parameter_groups(
             at_ends = decouples_ends and any(parameter is each for each in ends)
             is_qk_norm = not QK_NORMS.isdisjoint(name.split("."))
             decays = parameter.ndim >= 2 or (qk_norms_decay and is_qk_norm)
-            in_block = name.startswith("blocks.") and parameter.ndim == 2
-            is_muons = has_muon and in_block and not is_adapter(name)
-            group = _Group(at_ends, stays=not decays, is_adams=not is_muons)
+            is_adams = not (has_muon and is_muons(name, parameter))
+            group = _Group(at_ends, stays=not decays, is_adams=is_adams)
             groups.setdefault(group, []).append(parameter)
     return [
         {"params": groups[key], "decays": not key.stays, "at_ends": key.at_ends}

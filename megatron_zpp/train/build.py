@@ -251,7 +251,7 @@ def checkpoints_of(run: Run) -> str:
 
 def run_facts(run: Run, rows: Sequence[tuple[str, object]]) -> RunFacts:
     """What the report says of a run beside its curves; `rows` are those of `summary`."""
-    expected = run.trainer.communication.forecast
+    expected, optimizer = run.trainer.communication.forecast, run.trainer.optimizer
     return RunFacts(
         command=sys.argv,
         version=__version__,
@@ -261,6 +261,7 @@ def run_facts(run: Run, rows: Sequence[tuple[str, object]]) -> RunFacts:
         settings=run_settings(run.config),
         forecast={f"{purpose}_{hop}": number for (purpose, hop), number in expected.items()},
         expected_step=asdict(run.step_watch.expected) if run.step_watch else None,
+        optimizer_flops=optimizer.flops() if isinstance(optimizer, MuonGroups) else None,
     )
 
 

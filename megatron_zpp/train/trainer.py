@@ -113,6 +113,7 @@ class Trainer:
             count_zeros=config.log.log_num_zeros_in_grad,
             loss=losses.mean,
         )
+        self.communication.end_step(self._num_micro_batches(global_batch_size))
         skipped = self.scaler is not None and update.skipped
         counters.advance(global_batch_size, config.model.seq_length, skipped)
         self.meet_other_nodes()
@@ -145,9 +146,7 @@ class Trainer:
         `--calculate-per-token-loss` over tokens. The returned losses are without the scale.
         """
         ranks, config = self.ranks, self.config
-        num_micro_batches = global_batch_size // (
-            config.batch.micro_batch_size * ranks.all_replicas
-        )
+        num_micro_batches = self._num_micro_batches(global_batch_size)
         num_empty = torch.zeros((), dtype=torch.float64, device=ranks.device)
         samples = self._micro_batches(batches, num_micro_batches, num_empty)
         weights, weight_of_all, routing = [1.0] * num_micro_batches, 1.0, None
@@ -170,7 +169,6 @@ class Trainer:
             sum_partial_gradients(
                 model, self.optimizer, peers, device, sequence_parallel=splits_rows
             )
-        self.communication.end_step(num_micro_batches)
 
         # `losses` is empty on ranks that do not hold the end of a pipeline.
         weighted = (loss * weight for loss, weight in zip(losses, weights, strict=False))
@@ -182,6 +180,10 @@ class Trainer:
             of_micro_batches=losses,
             routing=routing,
         )
+
+    def _num_micro_batches(self, global_batch_size: int) -> int:
+        """Return how many micro-batches of a global batch a replica has."""
+        return global_batch_size // (self.config.batch.micro_batch_size * self.ranks.all_replicas)
 
     def _micro_batches(
         self, batches: Loader, count: int, num_empty: torch.Tensor

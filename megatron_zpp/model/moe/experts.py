@@ -68,6 +68,7 @@ class Matrices(nn.Module):
         lora: LoraConfig | None = None,
     ) -> None:
         super().__init__()
+        self.rows = rows  # of an expert's matrix
         self.weight = nn.Parameter(torch.empty(num * rows, columns))
         self.bias = nn.Parameter(torch.empty(num * rows)) if bias else None
         self.split_dims: dict[str, int] = {}

@@ -31,7 +31,8 @@ class RunFacts:
     `table` has the rows printed before training, `settings` all flags by section, and the JSON as
     `zero`. `forecast` gives the bytes that a node was expected to send in a step, by purpose and
     hop ("gradients_across_nodes"). `expected_step` has the seconds of a step in the plan of
-    `--plan-file`, and what they rest on.
+    `--plan-file`, and what they rest on. `optimizer_flops` are the operations of Muon on
+    rank 0 in a step, which no rate of the model's operations includes.
     """
 
     command: Sequence[str] = ()
@@ -43,6 +44,7 @@ class RunFacts:
     forecast: Mapping[str, float] = field(default_factory=dict)
     expected_step: Mapping[str, Any] | None = None
     sample: str | None = None
+    optimizer_flops: int | None = None
 
     def write(self, folder: Path) -> None:
         """Write `run.json` in `folder`."""

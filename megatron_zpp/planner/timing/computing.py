@@ -79,7 +79,7 @@ def expert_passes(config: Config, place: int, size: int, itemsize: int, rates: R
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     tokens, width = _tokens(config) / tensor, model.expert_ffn_size
-    rate = rates.products_at(_mean_width(model.hidden_size, width))
+    rate = rates.products_at(mean_width(model.hidden_size, width))
     of_each = expert_products(model) / model.moe_router_topk / 2
     weights = model.num_experts / size * of_each
     products = max(tokens * expert_products(model) / rate, weights * BYTES_16_BIT / rates.memory)
@@ -147,9 +147,9 @@ def _width(config: Config) -> float:
     length; tensor ranks divide one of them: the harmonic mean of H and H/T.
     """
     hidden = config.model.hidden_size
-    return _mean_width(hidden, hidden / config.parallel.tensor_model_parallel_size)
+    return mean_width(hidden, hidden / config.parallel.tensor_model_parallel_size)
 
 
-def _mean_width(first: float, second: float) -> float:
+def mean_width(first: float, second: float) -> float:
     """Return the harmonic mean of the two sides of a product."""
     return 2 * first * second / (first + second)

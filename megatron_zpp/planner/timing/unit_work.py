@@ -22,6 +22,7 @@ from megatron_zpp.planner.timing.computing import (
 )
 from megatron_zpp.planner.timing.hardware import Rates, hardware_table
 from megatron_zpp.planner.timing.messages import Messages, UnitMessages, unit_messages
+from megatron_zpp.planner.timing.muon_time import muon_seconds
 from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds, pipeline_seconds
 from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork, step_seconds
 from zeropp.wire.route import UNQUANTIZED, Route
@@ -61,6 +62,10 @@ class StepWork:
         stages = [stage for chunk in zip(*by_place, strict=True) for stage in chunk]
         passes = pipeline_seconds(stages, len(by_place), num_micro_batches)
         return passes + max(rank.after_passes(rates) for rank, _ in self._ranks)
+
+    def muon_seconds(self, rates: Rates) -> float:
+        """Return what Muon takes beside an update by Adam, on the rank for which that is most."""
+        return max(rank.muon_seconds(rates) for rank, _ in self._ranks)
 
     def busy_seconds(self, kind: type[Streams], rates: Rates, *, quantizing: bool = True) -> float:
         """Return `seconds` of the busiest rank without what it waits for stages of a pipeline."""
@@ -110,7 +115,12 @@ class RankWork:
     def after_passes(self, rates: Rates) -> float:
         """Return the seconds of what follows the passes: gradients of other axes, the update."""
         trained = sum(unit.trained for unit in self.run.units)
-        return seconds_of(self._gradient_messages, rates) + update_seconds(trained, rates)
+        update = update_seconds(trained, rates) + self.muon_seconds(rates)
+        return seconds_of(self._gradient_messages, rates) + update
+
+    def muon_seconds(self, rates: Rates) -> float:
+        """Return what Muon takes beside that update."""
+        return 0.0 if self.run.muon is None else muon_seconds(self.run.muon, rates)
 
     def _stage_works(
         self,

@@ -21,6 +21,13 @@ def test_what_fits_ends_with_0(capsys):
     assert "error" not in message
 
 
+def test_muon_has_a_row_and_its_bytes(capsys):
+    flags = f"{SMALL}--dry-run --dry-run-ranks 4 --zero-stage 3 --optimizer muon"
+    assert main(flags.split()) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "optimizer  " in line]
+    assert "operations of the busiest rank in a step" in rows[0] and len(rows) > 1
+
+
 def test_what_does_not_fit_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "free_bytes", lambda: GIB)
     huge = SMALL.replace("hidden-size 64", "hidden-size 12288").replace("layers 2", "layers 96")

@@ -18,7 +18,7 @@ from zeropp.optim.muon.blocks import Block, Matrix, Round, Run
 from zeropp.optim.muon.exchange import PURPOSE, Exchange, Tensors, joined
 from zeropp.optim.muon.line import Line, line_of, matrix_of, peers_of, require_rows
 from zeropp.optim.muon.names import BLOCKWISE, NODE, WHOLE
-from zeropp.optim.muon.newton_schulz import Peers, orthogonalize, scale
+from zeropp.optim.muon.newton_schulz import Peers, flops, orthogonalize, scale
 from zeropp.optim.step_or_skip import local_part
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.communicator import connect
@@ -57,6 +57,13 @@ class MuonOptions:
         """Return which rows are orthogonalized together in a step, counted from 1."""
         is_due = self.whole_every is not None and step % self.whole_every == 0
         return WHOLE if is_due else self.blocks
+
+    def shares(self) -> dict[str, float]:
+        """Return in which share of the steps which rows are orthogonalized together."""
+        whole = 0.0 if self.whole_every is None else 1 / self.whole_every
+        shares = {self.blocks: 1 - whole}
+        shares[WHOLE] = shares.get(WHOLE, 0.0) + whole
+        return {blocks: share for blocks, share in shares.items() if share}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,25 +145,25 @@ class MatrixStep:
 
         With `whole_every`, it is the mean of the steps.
         """
-        every = self.options.whole_every
-        share = 0.0 if every is None else 1 / every
-        shares = {self.options.blocks: 1 - share}
-        shares[WHOLE] = shares.get(WHOLE, 0.0) + share
         expected: Counter[tuple[str, str]] = Counter()
         for line, matrices in self._by_line(parameters).items():
-            for blocks in (each for each, part in shares.items() if part):
+            for blocks, share in self.options.shares().items():
                 sent = self._exchange(line, blocks).expected(line.rounds(matrices, blocks))
                 for hop, num_bytes in sent.items():
-                    expected[PURPOSE, hop] += num_bytes * shares[blocks]
+                    expected[PURPOSE, hop] += num_bytes * share
         return expected
 
-    def flops(self, parameters: Sequence[Tensor]) -> int:
-        """Return the operations of this rank's blocks in a step that takes the rows of `blocks`."""
+    def flops(self, parameters: Sequence[Tensor], steps: int) -> int:
+        """Return the operations of so many iterations of this rank's blocks, the rows of `blocks`.
+
+        With `whole_every`, other steps have others.
+        """
         total = 0
         for line, matrices in self._by_line(parameters).items():
             place = line.hop(self.options.blocks).members.index(line.position)
             rounds = line.rounds(matrices, self.options.blocks)
-            total += sum(b.work for blocks in rounds for b in blocks if b.owner == place)
+            own = (each for blocks in rounds for each in blocks if each.owner == place)
+            total += sum(flops(block.rows, block.columns, steps) for block in own)
         return total
 
     def _by_line(self, parameters: Sequence[Tensor]) -> dict[Line, list[Matrix]]:

@@ -71,7 +71,8 @@ class MuonGroups(FusedAdam):
 
     def flops(self) -> int:
         """Return the operations of this rank's Newton-Schulz iterations in a step."""
-        return self.matrices.flops(self.muon_parameters)
+        steps = [len(group["ns_coefficients"]) for group in self.param_groups if group["use_muon"]]
+        return self.matrices.flops(self.muon_parameters, max(steps, default=0))
 
     @property
     def muon_parameters(self) -> list[Tensor]:
