@@ -80,7 +80,9 @@ def test_tokens_of_each_stage_of_a_pipeline_cross_nodes(
     how: str, alone: Callable[[str], str], tmp_path: Path
 ) -> None:
     """Each stage has two nodes of two ranks, over which it splits its experts."""
-    log = require_those_of_one_rank(8, EP4 + PP2 + how, alone(SOFTMAX), tmp_path, size=2)
+    samples = "--global-batch-size 8 "  # two micro-batches
+    how, expected = EP4 + PP2 + how + samples, alone(SOFTMAX + samples)
+    log = require_those_of_one_rank(8, how, expected, tmp_path, size=2)
     assert "tokens cross once to each node" in log
 
 
