@@ -157,7 +157,7 @@ class FusedAdam(torch.optim.Optimizer):
 
         If that step was skipped, its step counts are decremented.
         """
-        if self._factor is not None and not math.isfinite(self._factor.values[0]):
+        if self._counted and self._factor and not math.isfinite(self._factor.values[0]):
             torch._foreach_sub_(self._counted, 1.0)
         self._counted, self._factor = [], None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropp.errors import InputError
 from zeropp.optim.adam import FusedAdam, Update
 from zeropp.optim.master_weights import use_in_state_dicts
 from zeropp.optim.offload import HOST, Offload
@@ -80,6 +81,12 @@ class OffloadedAdam(FusedAdam):
         """The model's parameters -> their fp32 weights, after the last step."""
         self.settle()
         return self.offload.masters
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise InputError(
+            "an optimizer on the host cannot be copied or pickled, because its weights are those "
+            "of one sharded model: make another one, and load_state_dict(state_dict())"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load a state. The list of groups stays the same object, as a schedule may hold it."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import engine_of
@@ -17,10 +17,12 @@ from tests.zeropp.deepspeed.small_engine import run as train_engine
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import shard_on_nodes, step
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
-from zeropp import InputError, ZeroConfig, optimizer_step, shard
+from zeropp import InputError, Sharding, ZeroConfig, optimizer_step, shard
+from zeropp.optim.adam import FusedAdam
 from zeropp.optim.muon.blocks import Matrix, Part, plan_rounds, shard_rows
+from zeropp.optim.muon.groups import groups_of, muon_options
 from zeropp.optim.muon.matrix_step import MuonOptions
-from zeropp.optim.muon.muon import Muon, muon_options
+from zeropp.optim.muon.muon import Muon
 from zeropp.optim.muon.newton_schulz import (
     JORDAN,
     SETS,
@@ -29,6 +31,9 @@ from zeropp.optim.muon.newton_schulz import (
     orthogonalize,
     scale,
 )
+from zeropp.optim.muon.offloaded_muon import offloaded_muon
+from zeropp.optim.offloaded import offloaded_adamw
+from zeropp.optim.step_or_skip import local_part
 
 DRAWS = int(os.environ.get("RANDOM_MUON", "6"))
 
@@ -118,12 +123,28 @@ def moved(
     return weight * (1 - group["lr"] * group["decay"]) - group["lr"] * update
 
 
+def mesh_of(num_shards: int) -> tuple[DeviceMesh, list]:
+    """The mesh of four ranks, and how it shards rows; two shards have two replicas, as in HSDP."""
+    if num_shards == 4:
+        return init_device_mesh("cpu", (4,)), [Shard(0)]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return mesh, [Replicate(), Shard(0)]
+
+
+def groups_of_rows(rows: int, num_shards: int, size: int) -> list[tuple[int, int]]:
+    """The rows of each `size` consecutive shards."""
+    chunks = [shard_rows(rows, num_shards, place) for place in range(num_shards)]
+    starts = range(0, num_shards, size)
+    return [(chunks[first][0], chunks[first + size - 1][1]) for first in starts]
+
+
 @pytest.mark.parametrize("seed", range(DRAWS))
 @ranks(4)
 def test_blocks_on_shards_are_those_of_whole_matrices(seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
     per_node = draw.choice([1, 2, 2, 4])
+    num_shards = draw.choice([4, 4, 2])
     blocks = draw.choice(["node", "node", "rank", "whole"])
     every = draw.choice([None, None, 2])
     group = {
@@ -132,11 +153,11 @@ def test_blocks_on_shards_are_those_of_whole_matrices(seed):
         "ns": coefficients_of(draw.choice([*SETS]), 5),
     }  # fmt: skip
     momentum, nesterov = draw.choice([0.0, 0.9]), draw.random() < 0.5
-    mesh = init_device_mesh("cpu", (4,))
+    mesh, placements = mesh_of(num_shards)
     shapes = [(draw.randint(1, 40), draw.randint(1, 20)) for _ in range(draw.randint(1, 5))]
     layouts = [random_parts(draw, *shape) for shape in shapes]
     weights = [torch.randn(shape) for shape in shapes]
-    shards = [nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in weights]
+    shards = [nn.Parameter(distribute_tensor(each, mesh, placements)) for each in weights]
     vector = nn.Parameter(torch.ones(3))
     optimizer = Muon(
         [{"params": shards, "use_muon": True}, {"params": [vector], "use_muon": False}],
@@ -146,27 +167,32 @@ def test_blocks_on_shards_are_those_of_whole_matrices(seed):
         config=ZeroConfig.from_json({"zeropp": {"ranks_per_node": per_node}}),
         parts=dict(zip(shards, layouts, strict=True)),
     )  # fmt: skip
-    buffers = [torch.zeros(shape) for shape in shapes]
+    buffers, counts = [torch.zeros(shape) for shape in shapes], [0] * len(shapes)
     for number in range(3):
-        is_whole = every is not None and (number + 1) % every == 0
-        mode = "whole" if is_whole else blocks
-        size = {"node": per_node, "rank": 1, "whole": 4}[mode]
         vector.grad = torch.ones(3)
+        group["lr"] = 0.1 / (1 + number)
+        for each in optimizer.param_groups:
+            each["lr"] = group["lr"]
         for index, (shape, layout) in enumerate(zip(shapes, layouts, strict=True)):
             gradient = torch.randn(shape)
-            shards[index].grad = distribute_tensor(gradient, mesh, [Shard(0)])
-            buffers[index].lerp_(gradient, 1 - momentum)
-            direction = buffers[index]
-            direction = gradient.lerp(direction, momentum) if nesterov else direction
-            chunks = [shard_rows(shape[0], 4, position) for position in range(4)]
-            groups = [
-                (chunks[first][0], chunks[first + size - 1][1]) for first in range(0, 4, size)
+            if every is not None and draw.random() < 0.2:
+                shards[index].grad = None
+                continue
+            counts[index] += 1
+            is_whole = every is not None and counts[index] % every == 0
+            size = {"node": min(per_node, num_shards), "rank": 1, "whole": num_shards}[
+                "whole" if is_whole else blocks
             ]
+            shards[index].grad = distribute_tensor(gradient, mesh, placements)
+            buffers[index].lerp_(gradient, 1 - momentum)
+            ahead = gradient.lerp(buffers[index], momentum)
+            direction = ahead if nesterov else buffers[index]
+            groups = groups_of_rows(shape[0], num_shards, size)
             weights[index] = moved(weights[index], direction, layout, groups, group)
         optimizer.step()
     # Iterations multiply the smallest singular values, and rounding errors beside them, by a.
     grown = math.prod(a for a, _, _ in group["ns"]) * 2**-22
-    atol = 3 * group["lr"] * group["factor"] * math.sqrt(40) * grown
+    atol = 3 * 0.1 * group["factor"] * math.sqrt(40) * grown
     for mine, weight in zip(shards, weights, strict=True):
         torch.testing.assert_close(mine.full_tensor(), weight, rtol=1e-5, atol=atol)
     if every is None:
@@ -278,3 +304,46 @@ def test_deepspeeds_json_names_it():
     assert (of_adam["betas"], of_adam["eps"], of_adam["lr"]) == ((0.8, 0.9), 1e-6, 1e-2)
     assert engine.module.embedding.weight.shape in [each.shape for each in of_adam["params"]]
     assert optimizer.matrices.options.blocks == "rank" and numbers[2] < numbers[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "offload"])
+@ranks(4)
+def test_a_matrix_has_four_bytes_of_state_where_adam_has_eight(stage):
+    """Counted in the storages of this rank's shards, after a step."""
+    zero = {"stage": stage} if stage != "offload" else {"stage": 2} | OFFLOADED
+    held = {}
+    for kind in ("adam", "muon"):
+        sharding = shard_on_nodes(zero)
+        optimizer = optimizer_of(sharding, kind, zero)
+        step(sharding, optimizer, 0)
+        masters = getattr(optimizer, "masters", {})
+        matrices, _ = groups_of(sharding.model)
+        owned = [masters.get(each, each) for each in matrices["params"]]
+        states = [optimizer.state[each].values() for each in owned]
+        tensors = [local_part(each) for state in states for each in state if each.ndim]
+        storages = {each.data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+        held[kind] = sum(storages.values())
+        elements = sum(local_part(each).numel() for each in owned)
+    assert (held["muon"], held["adam"]) == (4 * elements, 8 * elements)
+
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+
+def optimizer_of(sharding: Sharding, kind: str, zero: dict) -> torch.optim.Optimizer:
+    """AdamW or Muon of a sharded model, on the host where the JSON says so."""
+    config, device = zero_config(zero, 2), torch.device("cpu")
+    adam = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    of_muon = {
+        "momentum": 0.9, "nesterov": True, "ns_coefficients": JORDAN, "ns_steps": 5,
+        "scale_mode": "spectral", "extra_scale_factor": 0.2,
+    }  # fmt: skip
+    groups = groups_of(sharding.model)
+    if kind == "adam" and OFFLOADED.items() <= zero.items():
+        return offloaded_adamw(sharding, groups, device, config, eps=1e-8, **adam)
+    if kind == "adam":
+        return FusedAdam(groups, eps=1e-8, **adam)
+    settings = adam | of_muon | {"adam_eps": 1e-8, "options": MuonOptions(), "parts": {}}
+    if OFFLOADED.items() <= zero.items():
+        return offloaded_muon(sharding, groups, device, config, **settings)
+    return Muon(groups, config=config, **settings)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch import Tensor
@@ -39,7 +39,7 @@ class Line:
         return _rounds(tuple(matrices), len(self.ranks), self.hop(blocks).members)
 
 
-@cache
+@lru_cache(64)  # without gradients of some matrices the plan is another
 def _rounds(
     matrices: tuple[Matrix, ...], num_shards: int, members: tuple[int, ...]
 ) -> tuple[Round, ...]:

@@ -116,6 +116,10 @@ class MatrixStep:
         self._peers_of: dict[Tensor, Peers | None] = {}
         self._exchanges: dict[tuple[Line, str], Exchange] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but what belongs to process groups, which a copy looks up again."""
+        return self.__dict__ | {"_lines": {}, "_peers_of": {}, "_exchanges": {}}
+
     def run(
         self, trained: Iterable[tuple[Tensor, Mapping[str, Any], Mapping, Tensor | None]]
     ) -> None:

@@ -17,25 +17,35 @@ from torch import Tensor, nn
 from zeropp.errors import InputError
 from zeropp.optim.adam import FusedAdam, Update
 from zeropp.optim.muon.blocks import Matrix
+from zeropp.optim.muon.groups import (
+    adjustment,
+    as_saved,
+    groups_of,
+    listed,
+    muon_options,
+    require_matrices,
+    tensors_in,
+    with_options,
+)
 from zeropp.optim.muon.matrix_step import MOMENTUM, MatrixStep, MuonOptions
 from zeropp.optim.muon.newton_schulz import JORDAN
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.traffic import Traffic
 
 log = logging.getLogger("zeropp")
-ADJUSTMENTS = MappingProxyType(  # torch's adjust_lr_fn -> scale_mode, extra_scale_factor
-    {
-        None: ("shape_scaling", 1.0),
-        "original": ("shape_scaling", 1.0),
-        "match_rms_adamw": ("spectral", 0.2),
-    }
-)
 
 
 class MuonGroups(FusedAdam):
     """AdamW whose groups with `use_muon` are Muon's."""
 
     matrices: MatrixStep
+    of_muon: Mapping[str, Any]  # options of groups that do not say others
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with `use_muon`, true or false; raises InputError as the constructor does."""
+        (group,) = listed([param_group])
+        require_matrices(group)
+        super().add_param_group(with_options(group, self.of_muon))
 
     def _updates(self, group: dict[str, Any], seed: int) -> Iterable[Update]:
         return () if group.get("use_muon") else super()._updates(group, seed)
@@ -86,8 +96,15 @@ class MuonGroups(FusedAdam):
         return self.matrices.traffic
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a state; momentum starts anew where another optimizer saved its own."""
-        super().__setstate__(state)
+        """Load a state, which may be torch.optim.Muon's.
+
+        Momentum starts anew where an optimizer of another kind saved its own. Raises InputError
+        for groups that Muon cannot take.
+        """
+        groups = as_saved(state["param_groups"], getattr(self, "param_groups", ()))
+        for group in groups:
+            require_matrices(group)
+        super().__setstate__({**state, "param_groups": groups})
         anew = [parameter for parameter, entries in self.state.items() if not entries]
         if anew:
             log.info(
@@ -95,6 +112,9 @@ class MuonGroups(FusedAdam):
                 "optimizer's",
                 len(anew),
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"matrices": self.matrices, "of_muon": self.of_muon}
 
     def _take_loaded(self, parameter: Tensor, entries: dict[str, Any]) -> None:
         """Take a loaded state, or none of it where another optimizer saved its own."""
@@ -169,11 +189,10 @@ class Muon(MuonGroups):
         parts: Mapping[Tensor, Matrix] = MappingProxyType({}),
         copies: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        groups = groups_of(params) if isinstance(params, nn.Module) else [*params]
+        groups = listed(groups_of(params) if isinstance(params, nn.Module) else params)
         if scale_mode is None:
-            scale_mode, extra_scale_factor = ADJUSTMENTS[adjust_lr_fn]
-        groups = with_options(
-            groups,
+            scale_mode, extra_scale_factor = adjustment(adjust_lr_fn)
+        self.of_muon = muon_options(
             momentum=momentum,
             nesterov=nesterov,
             ns_coefficients=ns_coefficients,
@@ -182,9 +201,10 @@ class Muon(MuonGroups):
             scale_mode=scale_mode,
             extra_scale_factor=extra_scale_factor,
         )
-        self.matrices = MatrixStep(
-            config or ZeroConfig(), options or MuonOptions(), groups[0]["params"][0].device, parts
-        )
+        device = next((each.device for group in groups for each in tensors_in(group)), None)
+        if device is None:
+            raise InputError("Muon: no parameters; give a model, or groups with use_muon")
+        self.matrices = MatrixStep(config or ZeroConfig(), options or MuonOptions(), device, parts)
         super().__init__(groups, lr, betas, adam_eps, weight_decay, copies=copies)
 
 
@@ -194,95 +214,3 @@ def moments_per_weight(optimizer: torch.optim.Optimizer) -> float:
     sizes = [sum(each.numel() for each in group["params"]) for group in groups]
     moments = [1 if group.get("use_muon") else 2 for group in groups]
     return sum(a * b for a, b in zip(sizes, moments, strict=True)) / sum(sizes)
-
-
-def with_options(groups: Sequence[Mapping[str, Any]], **options: Any) -> list[dict[str, Any]]:
-    """Return groups of which those with `use_muon` have Muon's options, as `muon_options` takes.
-
-    Raises InputError for groups that Muon cannot take, and for values out of range.
-    """
-    require_matrices(groups)
-    of_muon = muon_options(**options)
-    return [{**of_muon, **group} if group["use_muon"] else dict(group) for group in groups]
-
-
-def muon_options(
-    *,
-    momentum: float,
-    nesterov: bool,
-    ns_coefficients: Sequence,
-    ns_steps: int,
-    eps: float = 1e-7,
-    scale_mode: str,
-    extra_scale_factor: float,
-) -> dict[str, Any]:
-    """Return what a group with `use_muon` holds; raises InputError for values out of range."""
-    triples = [ns_coefficients] if isinstance(ns_coefficients[0], float | int) else ns_coefficients
-    repeated = [tuple(map(float, each)) for each in triples]
-    if len(repeated) < ns_steps:
-        repeated += repeated[-1:] * (ns_steps - len(repeated))
-    wrong = [f"momentum = {momentum}"] * (not 0 <= momentum < 1)
-    wrong += [f"ns_steps = {ns_steps}"] * (not 1 <= ns_steps < 100)
-    wrong += [f"ns_coefficients = {ns_coefficients}"] * any(len(each) != 3 for each in repeated)
-    wrong += [f"extra_scale_factor = {extra_scale_factor}"] * (not extra_scale_factor > 0)
-    if wrong:
-        raise InputError(
-            f"Muon cannot run with {', '.join(wrong)}: momentum is at least 0 and below 1, "
-            "ns_steps 1 to 99, coefficients are triples, and the factor is above 0"
-        )
-    return {
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "ns_coefficients": tuple(repeated[:ns_steps]),
-        "eps": eps,
-        "scale_mode": scale_mode,
-        "extra_scale_factor": extra_scale_factor,
-    }
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the trained parameters of a model in two groups, Muon's and AdamW's.
-
-    Matrices of modules in `nn.ModuleList`s are Muon's, but not those of embeddings. Raises
-    InputError for a model without any.
-    """
-    embedded = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
-    in_blocks = {
-        parameter: None
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        for parameter in module.parameters()
-        if parameter.requires_grad and parameter.ndim == 2 and parameter not in embedded
-    }
-    others = [each for each in model.parameters() if each.requires_grad and each not in in_blocks]
-    if not in_blocks:
-        raise InputError(
-            "Muon: no trained matrix inside an nn.ModuleList: give groups of parameters with "
-            "use_muon, as [{'params': matrices, 'use_muon': True}, {'params': others, "
-            "'use_muon': False}]"
-        )
-    groups = [{"params": [*in_blocks], "use_muon": True}, {"params": others, "use_muon": False}]
-    return [group for group in groups if group["params"]]
-
-
-def require_matrices(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InputError for groups that Muon cannot take."""
-    if not groups:
-        raise InputError("Muon: no parameters; give a model, or groups with use_muon")
-    for group in groups:
-        if "use_muon" not in group:
-            raise InputError(
-                "Muon: a group has no use_muon: set it to True for matrices inside the model, and "
-                "to False for embeddings, output layers and vectors, which AdamW updates"
-            )
-        shapes = [[*each.shape] for each in group["params"] if each.ndim != 2]
-        if group["use_muon"] and shapes:
-            raise InputError(
-                f"Muon orthogonalizes matrices, and use_muon is set for a parameter of shape "
-                f"{shapes[0]}: put it into a group with use_muon False"
-            )

@@ -9,8 +9,9 @@ from torch import Tensor
 from zeropp.errors import InputError
 from zeropp.optim.master_weights import use_in_state_dicts
 from zeropp.optim.muon.blocks import Matrix
+from zeropp.optim.muon.groups import listed, muon_options
 from zeropp.optim.muon.matrix_step import MatrixStep, MuonOptions
-from zeropp.optim.muon.muon import MuonGroups, with_options
+from zeropp.optim.muon.muon import MuonGroups
 from zeropp.optim.offload import Offload
 from zeropp.optim.offloaded import OffloadedAdam
 from zeropp.settings.zero_config import ZeroConfig
@@ -25,9 +26,10 @@ class OffloadedMuon(MuonGroups, OffloadedAdam):
         offload: Offload,
         groups: list[dict[str, Any]],
         matrices: MatrixStep,
+        of_muon: Mapping[str, Any],
         **settings: Any,
     ) -> None:
-        self.matrices = matrices
+        self.matrices, self.of_muon = matrices, of_muon
         super().__init__(offload, groups, **settings)
 
     def _moved(self, parameters: Sequence[Tensor]) -> None:
@@ -62,9 +64,15 @@ def offloaded_muon(
     offload = Offload(sharding, device, ratio=placed.ratio, pin_memory=placed.pin_memory)
     of_masters = {offload.masters[each]: matrix for each, matrix in parts.items()}
     matrices = MatrixStep(config, options, device, of_masters)
-    groups = with_options(groups, **of_muon)
     optimizer = OffloadedMuon(
-        offload, groups, matrices, lr=lr, betas=betas, eps=adam_eps, weight_decay=weight_decay
+        offload,
+        listed(groups),
+        matrices,
+        muon_options(**of_muon),
+        lr=lr,
+        betas=betas,
+        eps=adam_eps,
+        weight_decay=weight_decay,
     )
     use_in_state_dicts(sharding.model, optimizer)
     return optimizer
