@@ -48,7 +48,10 @@ def values_for(entry: Key) -> st.SearchStrategy:
     elif entry.type is int:
         value = st.integers(int(low), int(high))
     elif entry.type is float:
-        value = st.floats(low, high)
+        low = low if entry.above is None else entry.above
+        high = high if entry.below is None else entry.below
+        edges = {"exclude_min": entry.above is not None, "exclude_max": entry.below is not None}
+        value = st.floats(low, high, **edges)
     elif entry.type is str:
         value = st.text(max_size=5)
     else:
