@@ -1,8 +1,9 @@
 """What the nodes sent for training steps: the byte counts of all ranks, beside two formulas.
 
-Weights, gradients, momentum that Muon orthogonalizes, and the activations that ranks sharing
-samples send each other, in training steps only. What evaluation and generation send is left out: it
-comes at other times than steps do, and would hide what a step costs.
+Weights, gradients, momentum that Muon orthogonalizes, what nodes that step alone exchange, and the
+activations that ranks sharing samples send each other, in training steps only. What evaluation and
+generation send is left out: it comes at other times than steps do, and would hide what a step
+costs.
 """
 
 from collections import Counter
@@ -15,12 +16,14 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
+from zeropp.optim.local_steps.local_steps import LocalSteps
+from zeropp.optim.local_steps.outer_group import PURPOSE as OUTER
 from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
 from zeropp.optim.muon.muon import MuonGroups
 from zeropp.wire.tokens.peers import AXES
 from zeropp.wire.traffic import HOPS, PURPOSES, CodedMessages
 
-OTHERS = (OPTIMIZER, *AXES)  # named where they are in use
+OTHERS = (OPTIMIZER, OUTER, *AXES)  # named where they are in use
 ALL_PURPOSES = (*PURPOSES, *OTHERS)
 KEYS = tuple((purpose, hop) for purpose in ALL_PURPOSES for hop in HOPS)
 ACROSS_NODES, IN_NODE = "across_nodes", "in_node"
@@ -34,8 +37,8 @@ class Communication:
     """Bytes sent in `steps` steps, by (purpose, hop): by a rank, or by a node, the mean of all.
 
     `expected` is what the formula says for these steps, `plain` what the same ZeRO stage would have
-    sent without ZeRO++, on rings over all ranks. `coded` is what coded messages of all ranks
-    held.
+    sent without ZeRO++, on rings over all ranks, those of nodes that step alone too. `coded` is
+    what coded messages of all ranks held.
     """
 
     steps: int = 0
@@ -93,9 +96,11 @@ class CommunicationMeter:
         sharding: Sharding,
         ranks: Ranks,
         optimizer: torch.optim.Optimizer | None = None,
+        local_steps: LocalSteps | None = None,
     ) -> None:
         self._config, self._sharding, self._ranks = config, sharding, ranks
         self._muon = optimizer if isinstance(optimizer, MuonGroups) else None
+        self._local_steps = local_steps
         self._formulas: dict[int, tuple[Counter, Counter]] = {}
         self._rank_interval, self._node_total = Communication(), Communication()
         self.forecast = Counter()  # what `expected_on_node` returned last
@@ -104,12 +109,16 @@ class CommunicationMeter:
         """Discard what was sent since the last step."""
         self._take()
 
-    def end_step(self, num_micro_batches: int) -> None:
-        """Count what this rank sent since `begin_step`.
+    def end_step(self, num_micro_batches: int, iteration: int) -> None:
+        """Count what this rank sent since `begin_step`, in an iteration.
 
-        Stage 0 all-reduces by PyTorch's own collective, whose bytes are not counted.
+        Nodes that step alone exchange at other times, which `take` counts. Stage 0
+        all-reduces by PyTorch's own collective, whose bytes are not counted.
         """
         expected, plain = self._formula(num_micro_batches)
+        if self._local_steps is not None:
+            expected = Counter(expected)
+            expected.update(self._local_steps.expected_traffic(iteration))
         if not expected:
             return
         sent = self._take()
@@ -122,9 +131,15 @@ class CommunicationMeter:
         )
 
     def expected_on_node(self, num_micro_batches: int) -> Counter:
-        """Return what a node will send per step, the mean of all; a collective."""
+        """Return what a node will send per step, the mean of all; a collective.
+
+        Where `sync_every` grows, it is that of the last steps.
+        """
         expected = Counter(self._sharding.expected_traffic(num_micro_batches, typical=True))
         expected.update(self._beside(num_micro_batches))
+        if self._local_steps is not None:
+            start, _ = self._local_steps.schedule.phases[-1]
+            expected.update(self._local_steps.expected_traffic(start + 1))
         (mean,), _ = self._on_node([expected])
         self.forecast = Counter({key: mean[key] for key in KEYS if key[0] in PURPOSES or mean[key]})
         return self.forecast
@@ -134,6 +149,8 @@ class CommunicationMeter:
         interval, self._rank_interval = self._rank_interval, Communication()
         if not interval.steps:
             return None
+        if self._local_steps is not None:
+            interval.sent.update(self._local_steps.group.traffic.take())
         columns = interval.sent, interval.expected, interval.plain
         (sent, expected, plain), counts = self._on_node(columns, interval.coded)
         node_interval = Communication(
@@ -155,7 +172,7 @@ class CommunicationMeter:
             return []
         per_step = f"{size(sent / total.steps)} per node and step"
         between = ("between nodes", f"{per_step}, {size(sent)} in {total.steps:,} steps")
-        if sharding.num_ranks == 1:
+        if not sharding.plan.units or self._ranks.num_worlds * sharding.num_ranks == 1:
             return [between]
         dtypes = dict.fromkeys((sharding.compute_dtype, sharding.plan.units[0].wire_dtype))
         formats = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -172,10 +189,11 @@ class CommunicationMeter:
         self, columns: Sequence[Counter], counts: Sequence[int] = ()
     ) -> tuple[list[Counter], list[float]]:
         """Sum the columns over the ranks of a node, averaged over all nodes, and `counts` over all
-        ranks; one collective."""
+        ranks; all ranks call it."""
         numbers = [column[key] for column in columns for key in KEYS]
-        totals = self._ranks.sum(*numbers, *counts)
-        num_nodes = max(1, self._ranks.num_ranks / self._ranks.nodes.ranks_per_node)
+        ranks = self._ranks
+        totals = ranks.sum_over_worlds(*numbers, *counts)
+        num_nodes = ranks.num_worlds * max(1, ranks.num_ranks / ranks.nodes.ranks_per_node)
         means = iter(total / num_nodes for total in totals[: len(numbers)])
         return [Counter({key: next(means) for key in KEYS}) for _ in columns], totals[
             len(numbers) :
@@ -186,7 +204,9 @@ class CommunicationMeter:
             sharding, expected, plain = self._sharding, Counter(), Counter()
             if sharding.stage > 0 and sharding.num_ranks > 1:
                 expected.update(sharding.expected_traffic(num_micro_batches))
-                plain.update(sharding.plain_traffic(num_micro_batches))
+            if sharding.stage > 0:
+                worlds, world = self._ranks.num_worlds, self._ranks.node
+                plain.update(sharding.plain_traffic(num_micro_batches, worlds=worlds, world=world))
             beside = self._beside(num_micro_batches)
             expected.update(beside)
             plain.update(beside)
@@ -194,7 +214,7 @@ class CommunicationMeter:
         return self._formulas[num_micro_batches]
 
     def _take(self) -> Counter:
-        """Return what this rank sent since this was last called."""
+        """Return what this rank sent in steps since this was last called."""
         sent = Counter(self._sharding.traffic.take())
         sent.update(self._ranks.activations.take())
         if self._muon is not None:

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -35,6 +35,7 @@ from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trainer import Trainer
+from megatron_zpp.train.worlds.rows import local_steps_rows
 from zeropp import LossScaler, Sharding, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
@@ -81,7 +82,7 @@ def build_run(
         scaler=scaler,
         schedules=starting_point.schedules,
         counters=starting_point.counters,
-        communication=CommunicationMeter(config, sharding, ranks, optimizer),
+        communication=CommunicationMeter(config, sharding, ranks, optimizer, local_steps),
         local_steps=local_steps,
     )
     saver = Saver(
@@ -213,8 +214,19 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ("ZeRO stage", sharding.stage),
         *(offload_rows(config) if config.zero.offloads_optimizer else []),
         *(muon_rows(run) if isinstance(run.trainer.optimizer, MuonGroups) else []),
-        *sharding.describe(micro_batches, trainer.communication.expected_on_node(micro_batches)),
+        *communication_rows(run, micro_batches),
     ]
+
+
+def communication_rows(run: Run, micro_batches: int) -> Iterator[tuple[str, str]]:
+    """Rows that say which nodes there are, what they exchange, and how many bytes that takes."""
+    trainer, outer = run.trainer, run.trainer.local_steps
+    expected = trainer.communication.expected_on_node(micro_batches)
+    if outer is not None:
+        yield from local_steps_rows(outer, run.ranks)
+    for name, text in trainer.sharding.describe(micro_batches, expected):
+        if outer is None or name != "nodes":
+            yield name, text
 
 
 def length_of(run: Run) -> str:

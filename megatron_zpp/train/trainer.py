@@ -113,7 +113,8 @@ class Trainer:
             count_zeros=config.log.log_num_zeros_in_grad,
             loss=losses.mean,
         )
-        self.communication.end_step(self._num_micro_batches(global_batch_size))
+        num_micro_batches = self._num_micro_batches(global_batch_size)
+        self.communication.end_step(num_micro_batches, counters.iteration + 1)
         skipped = self.scaler is not None and update.skipped
         counters.advance(global_batch_size, config.model.seq_length, skipped)
         self.meet_other_nodes()

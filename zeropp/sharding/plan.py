@@ -148,17 +148,24 @@ class Plan:
         """Whether frozen weights are stored as codes."""
         return any(spec.packed_bytes for unit in self.units for spec in unit.specs)
 
-    def plain(self) -> "Plan":
-        """Return the plan of the same stage and shapes under plain FSDP2."""
+    def plain(self, worlds: int = 1, world: int = 0) -> "Plan":
+        """Return the plan of the same stage and shapes under plain FSDP2.
+
+        It is over the ranks of `worlds` such axes, one after the other, of which this is one.
+        """
         flat: dict[DataAxis, DataAxis] = {}
         for axis in self.axes:
-            route = Route(nodes=axis.nodes, inner=axis.nodes.num_ranks)
-            flat[axis] = replace(axis, weights=route, gradients=route)
+            own = axis.nodes.num_ranks
+            nodes = replace(axis.nodes, num_ranks=worlds * own)
+            route = Route(nodes=nodes, inner=nodes.num_ranks)
+            position = world * own + axis.position
+            flat[axis] = replace(axis, weights=route, gradients=route, position=position)
+        shards = worlds if self.stage else 1  # of what is a shard now
         units = tuple(
             replace(
                 unit,
                 axis=flat[unit.axis],
-                specs=tuple(replace(spec, packed_bytes=0) for spec in unit.specs),
+                specs=tuple(_without_codes(spec, shards) for spec in unit.specs),
             )
             for unit in self.units
         )
@@ -185,6 +192,12 @@ class Plan:
         pairs = zip(self.units, units, strict=True)
         planned = (replace(plan, specs=fsdp.own_specs(unit)) for plan, unit in pairs)
         return replace(self, units=tuple(planned))
+
+
+def _without_codes(spec: ShardSpec, num_shards: int) -> ShardSpec:
+    """Return one of so many parts of a spec, each of whole rows, as numbers."""
+    row = max(spec.row, 1)
+    return replace(spec, packed_bytes=0, elements=-(-spec.elements // (row * num_shards)) * row)
 
 
 def spec_of(parameter: nn.Parameter, num_shards: int, stored_bits: int | None = None) -> ShardSpec:

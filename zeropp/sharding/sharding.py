@@ -186,9 +186,16 @@ class Sharding:
             return {}
         return rank_bytes(self.plan, num_micro_batches, typical=typical)
 
-    def plain_traffic(self, num_micro_batches: int = 1) -> dict[tuple[str, str], int]:
-        """Return `expected_traffic` of the same stage under plain FSDP2, to compare with."""
-        return rank_bytes(self.plan.plain(), num_micro_batches) if self.num_ranks > 1 else {}
+    def plain_traffic(
+        self, num_micro_batches: int = 1, *, worlds: int = 1, world: int = 0
+    ) -> dict[tuple[str, str], int]:
+        """Return `expected_traffic` of the same stage under plain FSDP2, to compare with.
+
+        Where nodes step alone, it is over the ranks of all `worlds`, of which this is one.
+        """
+        if worlds * self.num_ranks == 1:
+            return {}
+        return rank_bytes(self.plan.plain(worlds, world), num_micro_batches)
 
     def describe(self, num_micro_batches: int = 1, sent: Sent | None = None) -> Rows:
         """Return table rows (name, text): the collectives as they run, and the bytes a node sends.

@@ -22,10 +22,11 @@ class TwoNodes:
     """The ranks of a job in which all others sent what this one sent: 2 nodes of 2."""
 
     num_ranks = num_replicas = 4
+    num_worlds, node = 1, 0
     nodes = Nodes(num_ranks=4, ranks_per_node=2)
     activations = Traffic(AXES)
 
-    def sum(self, *values: float) -> list[float]:
+    def sum_over_worlds(self, *values: float) -> list[float]:
         return [4 * value for value in values]
 
 
@@ -37,7 +38,7 @@ def sharding(stage: int = 3, num_ranks: int = 4) -> SimpleNamespace:
         compute_dtype=torch.bfloat16,
         plan=SimpleNamespace(units=(SimpleNamespace(wire_dtype=torch.bfloat16),)),
         expected_traffic=lambda num, typical=False: {FORWARD: MIB, GRADIENTS: num * MIB, NEAR: 0},
-        plain_traffic=lambda num: {FORWARD: 6 * num * MIB},
+        plain_traffic=lambda num, **worlds: {FORWARD: 6 * num * MIB},
     )
 
 
@@ -47,7 +48,7 @@ def step(
     meter.begin_step()
     for purpose, num_bytes in sent.items():
         model.traffic.add(purpose, {"across_nodes": num_bytes})
-    meter.end_step(num_micro_batches)
+    meter.end_step(num_micro_batches, 1)
 
 
 def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
@@ -80,7 +81,7 @@ def test_bits_of_coded_messages_are_those_of_an_interval():
         model.traffic.add("gradients", {"across_nodes": 1000})
         model.traffic.add_coded("weights_forward", 8000, 1000 * (1 + 2 * number))
         model.traffic.add_coded("gradients", 1000, 500)
-        meter.end_step(1)
+        meter.end_step(1, 1)
     taken = meter.take()
     scalars = communication_scalars(taken)
     assert scalars["comm/bits_per_weight"] == 2 and scalars["comm/bits_per_gradient"] == 4
@@ -128,7 +129,7 @@ def test_one_node_has_no_ending():
     meter = CommunicationMeter(Config(), model, TwoNodes())
     meter.begin_step()
     model.traffic.add("gradients", {"in_node": MIB})
-    meter.end_step(1)
+    meter.end_step(1, 1)
     assert meter.summary_rows() == []
 
 

@@ -61,9 +61,9 @@ class AsynchronousRanks(Ranks):
 
 
 @contextmanager
-def built_run(flags: str) -> Iterator[Run]:
+def built_run(flags: str, outer: OuterGroup | None = None) -> Iterator[Run]:
     """The run of `TINY` and `flags` on these ranks, before its first iteration."""
-    with _job(flags, io.StringIO()) as job:
+    with _job(flags, io.StringIO(), outer=outer) as job:
         yield build_run(*job)
 
 
