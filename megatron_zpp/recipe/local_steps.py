@@ -5,7 +5,9 @@ import torch
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
-from zeropp.optim.local_steps.local_steps import LocalSteps, OuterOptions
+from zeropp.optim.local_steps.fragment import OuterOptions
+from zeropp.optim.local_steps.held_model import OfSharding
+from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
 from zeropp.settings.sync_schedule import SyncSchedule
 
@@ -18,13 +20,14 @@ def build_local_steps(
         return None
     settings = config.zero.zeropp
     return LocalSteps(
-        weights=TrainedWeights(sharding=sharding, optimizer=optimizer),
+        weights=TrainedWeights(model=OfSharding(sharding), optimizer=optimizer),
         group=ranks.outer,
-        schedule=SyncSchedule.of(settings.sync_every),
+        schedule=SyncSchedule.of(settings.sync_every, settings.sync_fragments, settings.sync_delay),
         options=OuterOptions(
             bits=settings.sync_bits,
             lr=settings.outer_lr,
             momentum=settings.outer_momentum,
             on_host=settings.sync_on_host,
+            mixing=settings.sync_mixing,
         ),
     )

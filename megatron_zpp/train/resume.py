@@ -25,7 +25,6 @@ from zeropp import InputError, LossScaler, Sharding
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.optim.local_steps.local_steps import LocalSteps
-from zeropp.optim.local_steps.trained_weights import TrainedWeights
 
 # Settings that determine the order of the samples, by section.
 SAMPLE_ORDER = (
@@ -201,7 +200,7 @@ def _read(
         others=others,
     )
     if state is not None and source.is_averaged:
-        source.average(TrainedWeights(sharding=sharding, optimizer=optimizer), state.iteration)
+        source.average(sharding, optimizer, state.iteration)
     if goes_on:
         local_steps.load(others)
     elif local_steps is not None:

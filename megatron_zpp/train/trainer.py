@@ -136,7 +136,7 @@ class Trainer:
     @property
     def meets(self) -> bool:
         """Whether all nodes are at the same place, after an iteration in which they exchanged."""
-        return self.local_steps is None or not self.local_steps.differs(self.counters.iteration)
+        return self.local_steps is None or self.local_steps.meets(self.counters.iteration)
 
     def forward_backward(
         self, batches: Loader, global_batch_size: int, loss_scale: float

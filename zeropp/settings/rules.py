@@ -1,5 +1,8 @@
 """Which keys of the JSON contradict each other."""
 
+from math import inf
+
+from zeropp.settings.json_keys import phase_values
 from zeropp.settings.schema import Rule, one_of, requires
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -68,6 +71,12 @@ RULES = (
         lambda steps, size: steps and size == 1,
         "{} and {}: incremental updates change the copies that nodes keep, so they need hpZ with "
         "the ranks of a node as the partition",
+    ),
+    Rule(
+        ("zeropp.sync_delay", "zeropp.sync_every"),
+        lambda delay, every: delay >= min((n for n in phase_values(every) if n > 1), default=inf),
+        "{} and {}: an exchange has to end before the next one of the same weights: set a shorter "
+        "delay",
     ),
     Rule(
         BATCH_KEYS,

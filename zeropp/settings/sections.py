@@ -274,7 +274,10 @@ class Zeropp(JsonSection):
     `sync_every`: nodes step alone and exchange how far they came after every so many steps, which
     may grow with the steps. A difference has `sync_bits`; `outer_lr` and `outer_momentum` (of
     Nesterov) are those of the step that all nodes take with the mean difference. The weights of the
-    last exchange are on the host with `sync_on_host`.
+    last exchange are on the host with `sync_on_host`. `sync_fragments`: the weights are exchanged
+    in so many parts, one after another in the course of `sync_every` steps. `sync_delay`: training
+    goes on for so many steps while a part is exchanged, and what it has changed meanwhile counts
+    `sync_mixing` beside what has been agreed on.
     `muon_blocks`: which rows of a matrix Muon orthogonalizes together, those of a `node`, of a
     `rank`, or the `whole` matrix, and `muon_whole_every`: all in every so-manyth step.
     """
@@ -310,7 +313,10 @@ class Zeropp(JsonSection):
         40, minimum=0, no_effect=needs("zeropp.delayed_param_update")
     )
     sync_every: int = key(1, minimum=1, by_phase=True)
-    sync_bits: int = key(4, choices=(4, 8, 32), no_effect=_NEEDS_LOCAL_STEPS)
+    sync_bits: int = key(4, choices=(2, 4, 8, 32), no_effect=_NEEDS_LOCAL_STEPS)
+    sync_fragments: int = key(1, minimum=1, no_effect=_NEEDS_LOCAL_STEPS)
+    sync_delay: int = key(0, minimum=0, no_effect=_NEEDS_LOCAL_STEPS)
+    sync_mixing: float = key(0.5, minimum=0, below=1, no_effect=needs("zeropp.sync_delay"))
     outer_lr: float = key(0.7, above=0, no_effect=_NEEDS_LOCAL_STEPS)
     outer_momentum: float = key(0.5, minimum=0, below=1, no_effect=_NEEDS_LOCAL_STEPS)
     sync_on_host: bool = key(False, no_effect=_NEEDS_LOCAL_STEPS)

@@ -39,14 +39,21 @@ def read_phases(name: str, content: Mapping) -> Phases:
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """When nodes exchange. Steps are numbered from 1."""
+    """When nodes exchange. Steps are numbered from 1.
+
+    The weights are in so many `fragments`, of which an interval of H steps exchanges one after
+    another, every H / fragments steps. An exchange ends `delay` steps after it began.
+    """
 
     phases: Phases
+    fragments: int = 1
+    delay: int = 0
 
     @classmethod
-    def of(cls, sync_every: int | Phases) -> "SyncSchedule":
+    def of(cls, sync_every: int | Phases, fragments: int = 1, delay: int = 0) -> "SyncSchedule":
         """Return the schedule of a value of `zeropp.sync_every`."""
-        return cls(sync_every if isinstance(sync_every, tuple) else ((0, sync_every),))
+        phases = sync_every if isinstance(sync_every, tuple) else ((0, sync_every),)
+        return cls(phases, fragments, delay)
 
     @property
     def is_plain(self) -> bool:
@@ -61,15 +68,23 @@ class SyncSchedule:
         """Whether nodes average the gradients of a step, so that they stay alike."""
         return self.interval(step) == 1
 
-    def is_due(self, step: int) -> bool:
-        """Whether nodes exchange how far they came after a step: their weights differ until then.
+    def is_due(self, step: int, fragment: int) -> bool:
+        """Whether an exchange of a fragment, numbered from 0, begins after a step.
 
-        Also at the end of a phase.
+        That of the last one does so at the end of an interval, and all do at the end of a phase.
         """
-        if self.averages_gradients(step):
+        if step < 1 or self.averages_gradients(step):
             return False
         start, interval = self.phases[self._phase(step)]
-        return (step - start) % interval == 0 or step in self._starts
+        offset = -(-(fragment + 1) * interval // self.fragments)  # 1 to interval
+        return (step - start - offset) % interval == 0 or step in self._starts
+
+    def meets(self, step: int) -> bool:
+        """Whether nodes are at the same place after a step, as they have waited for each other.
+
+        That is once in an interval, at the end of the last fragment's exchange.
+        """
+        return self.averages_gradients(step) or self.is_due(step - self.delay, self.fragments - 1)
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:

@@ -4,13 +4,17 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder, checkpoint_name
 from megatron_zpp.checkpoint.training_state import STATE, read_state
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import CheckpointConfig
 from megatron_zpp.train.worlds.own_folders import folder_of
+from zeropp import Sharding
 from zeropp.errors import InputError
+from zeropp.optim.local_steps.held_model import OfSharding
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
 from zeropp.ranks.coordination import broadcast_object, fail_together, rank
 
@@ -35,8 +39,9 @@ class SavedRun:
         """Whether the weights of all that saved it are averaged."""
         return self.num_worlds > 1 and not self.is_of_each
 
-    def average(self, weights: TrainedWeights, iteration: int) -> None:
+    def average(self, sharding: Sharding, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         """Let the weights, which are those of the first world, be the mean of all."""
+        weights = TrainedWeights(model=OfSharding(sharding), optimizer=optimizer)
         total = [each.double() for each in weights.read()]
         for node in range(1, self.num_worlds):
             path = Path(folder_of(str(self.folder), node)) / checkpoint_name(iteration)
@@ -45,7 +50,7 @@ class SavedRun:
                     f"{self.folder} is of {self.num_worlds} nodes that stepped alone, and {path} "
                     "is missing: restore it, or name one that all have saved by --ckpt-step"
                 )
-            checkpoint.load_weights(path, weights.sharding.model, weights.optimizer)
+            checkpoint.load_weights(path, sharding.model, optimizer)
             for each, term in zip(total, weights.read(), strict=True):
                 each += term
         weights.write([(each / self.num_worlds).float() for each in total])

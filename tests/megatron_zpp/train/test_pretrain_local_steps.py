@@ -51,6 +51,12 @@ class Drawn:
         return zero
 
 
+    def overlap(self) -> dict:
+        """In how many fragments weights are exchanged, and how many steps that takes."""
+        delay = self.draw.choice([0, 1])
+        return {"sync_fragments": self.draw.randint(1, 5), "sync_delay": delay, "sync_mixing": 0.3}
+
+
 def flags_of(folder: Path, zero: dict, **zeropp: object) -> str:
     """Return the flags of a JSON, which is left in `folder`."""
     path = folder / "zeropp.json"
@@ -81,6 +87,7 @@ def test_nodes_of_two_ranks_are_like_nodes_of_one(seed: int, tmp_path: Path) -> 
         "sync_bits": 32,
         "outer_lr": draw.choice([0.7, 1.0]),
         "outer_momentum": draw.choice([0.0, 0.5]),
+        **drawn.overlap(),
         "sync_on_host": draw.random() < 0.3,
         "muon_blocks": "whole",
     }
@@ -102,7 +109,8 @@ def test_a_stop_within_an_interval_loses_no_digit(seed: int, tmp_path: Path) -> 
     zeropp = {
         "ranks_per_node": 2,
         "sync_every": draw.choice([2, 3, {"0": 1, "2": 3}]),
-        "sync_bits": draw.choice([4, 8]),
+        "sync_bits": draw.choice([2, 4, 8]),
+        **drawn.overlap(),
     }
     zero = drawn.zero()
     if zero["stage"] == 3:

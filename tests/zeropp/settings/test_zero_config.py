@@ -129,6 +129,8 @@ def test_the_tutorials_file_is_read(tmp_path: Path) -> None:
         {ZERO + "zero_quantized_gradients": True, ZERO + "stage": 0},
         {ZERO + "zero_quantized_nontrainable_weights": True, ZERO + "stage": 0},
         {ZERO + "offload_optimizer.device": "cpu", ZERO + "stage": 0},
+        {"zeropp.sync_delay": 3, "zeropp.sync_every": 3},
+        {"zeropp.sync_delay": 2, "zeropp.sync_every": {"0": 1, "9": 2, "20": 5}},
         {
             "train_batch_size": 9,
             "train_micro_batch_size_per_gpu": 2,

@@ -3,9 +3,10 @@
     tensors, in N parts each  ->  quantized, to their owners  ->  means  ->  quantized, to all nodes
 
 All nodes, the owners too, go on with the values that were sent, so that they stay alike to the bit.
-What the second rounding loses is added to the next means (error feedback). Parts of a tensor are
-quantized by themselves, and their owners do not depend on its place among others: equal tensors, as
-tied weights on several ranks, stay equal.
+What the second rounding loses is added to the next means, and with two bits what the first one
+loses to the next tensors (error feedback). Parts of a tensor are quantized by themselves, and their
+owners do not depend on its place among others: equal tensors, as tied weights on several ranks,
+stay equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,72 +15,83 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from zeropp.optim.local_steps.codecs import WHOLE_BLOCKS, Codec, codec, padded
 from zeropp.optim.local_steps.outer_group import OuterGroup
 from zeropp.quant.coded_message import CodedError, decode, encode
-from zeropp.quant.ops import dequantize, quantize
-from zeropp.quant.packing import BLOCK, RAW, ROTATED, ROTATED_4, RowLayout, row_layout
 
-SEGMENT_BITS = {32: RAW, 8: 8, 4: ROTATED_4}  # by the bits of a number that is sent
-WHOLE_BLOCKS = max(BLOCK.values())  # elements; parts are multiples of it
+FEEDBACK = 2  # bits, at which what senders lose by rounding is too much to be lost
 Update = Callable[[Tensor], Tensor]
 
 
 class OuterMean:
     """Means of tensors of these `sizes` (elements) on `device`, over the nodes of a group.
 
-    bits: of a number that is sent, 4, 8, or 32 for fp32 itself. `error` is what the last rounding
-    of the means lost, of the elements that this node owns.
+    bits: of a number that is sent, 2, 4, 8, or 32 for fp32 itself. `error` is what the last
+    rounding of the means lost, of the elements that this node owns, and `unsent` what was lost of
+    the elements that it sent to each owner, with two bits.
     """
 
     def __init__(
         self, sizes: Sequence[int], group: OuterGroup, bits: int, device: torch.device
     ) -> None:
         self.group, self._sizes, self._bits = group, tuple(sizes), bits
-        self.error = torch.zeros(self.layouts[group.node].elements, device=device)
+        self.error = torch.zeros(self._codecs[group.node].elements, device=device)
+        self.unsent = [self.error.new_zeros(each.elements) for each in self._codecs if self.feeds]
         # Padding is 0, and what comes back of it, as it is rounded with its block, is not.
         self._is_real = self.own([torch.ones(size, device=device) for size in sizes]).bool()
 
+    @property
+    def feeds(self) -> bool:
+        """Whether senders add to their next messages what they lost by rounding."""
+        return self._bits <= FEEDBACK
+
+    def forget(self) -> None:
+        """Forget what has been lost by rounding."""
+        self.error.zero_()
+        for each in self.unsent:
+            each.zero_()
+
     @cached_property
-    def layouts(self) -> list[RowLayout]:
-        """How the elements that each node owns are laid out in a message."""
-        bits = (SEGMENT_BITS[self._bits],) * len(self._sizes)
-        return [
-            row_layout(tuple(_padded(end - first) for first, end in parts), bits, torch.float32)
-            for parts in self._parts
-        ]
+    def _codecs(self) -> list[Codec]:
+        """What packs the elements that each node owns."""
+        return [codec(sizes, self._bits) for sizes in self._padded_sizes]
+
+    @cached_property
+    def _padded_sizes(self) -> list[list[int]]:
+        """How many elements each node owns of each tensor, with padding."""
+        return [[padded(end - first) for first, end in parts] for parts in self._parts]
 
     @property
     def message_bytes(self) -> int:
         """What this node sends to form and to return one mean, before it is coded."""
         node, num_others = self.group.node, self.group.size - 1
         to_owners = sum(
-            each.packed_bytes for owner, each in enumerate(self.layouts) if owner != node
+            each.packed_bytes for owner, each in enumerate(self._codecs) if owner != node
         )
-        return to_owners + num_others * self.layouts[node].packed_bytes
+        return to_owners + num_others * self._codecs[node].packed_bytes
 
     def run(self, tensors: Sequence[Tensor], update: Update = lambda mean: mean) -> list[Tensor]:
         """Return, on every node alike, the `update` of the means of flat fp32 tensors over nodes.
 
         `update` maps means of the elements that this node owns, `own`, to as many values.
         """
-        rows = [self.own(tensors, owner) for owner in range(self.group.size)]
-        messages = [self._message(row, owner) for owner, row in enumerate(rows)]
-        node = self.group.node
-        total = torch.zeros_like(rows[node])
+        node, own = self.group.node, self.own(tensors)
+        messages = [self._to_owner(tensors, owner) for owner in range(self.group.size)]
+        total = torch.zeros_like(own)
         for sender, message in enumerate(self.group.exchange(messages)):
-            total += rows[node] if sender == node else self._row(message, node, sender)
+            total += own if sender == node else self._row(message, node, sender)
         wanted = update(self._is_real * total / self.group.size) + self.error
         message = self._message(wanted, node)
         arrived = self.group.exchange([message] * self.group.size)
         values = [self._row(each, owner, owner) for owner, each in enumerate(arrived)]
         self.error = self._is_real * (wanted - values[node])
-        return self._joined(values)
+        return self.joined(values)
 
     def own(self, tensors: Sequence[Tensor], owner: int | None = None) -> Tensor:
         """Return the elements of tensors that a node owns, by default this one, with padding."""
         owner = self.group.node if owner is None else owner
-        row = self.error.new_zeros(self.layouts[owner].elements)
-        spaces = row.split(self.layouts[owner].sizes)
+        row = self.error.new_zeros(self._codecs[owner].elements)
+        spaces = row.split(self._padded_sizes[owner])
         for tensor, space, (first, end) in zip(tensors, spaces, self._parts[owner], strict=True):
             space[: end - first] = tensor[first:end]
         return row
@@ -87,10 +99,10 @@ class OuterMean:
     def spread(self, own: Tensor) -> list[Tensor]:
         """Return tensors of which this node's elements are `own`, and all others zero."""
         rows = [
-            own if owner == self.group.node else own.new_zeros(layout.elements)
-            for owner, layout in enumerate(self.layouts)
+            own if owner == self.group.node else own.new_zeros(each.elements)
+            for owner, each in enumerate(self._codecs)
         ]
-        return self._joined(rows)
+        return self.joined(rows)
 
     @cached_property
     def _parts(self) -> list[list[tuple[int, int]]]:
@@ -104,33 +116,37 @@ class OuterMean:
             parts.append(of_owner)
         return parts
 
-    def _joined(self, rows: Sequence[Tensor]) -> list[Tensor]:
+    def joined(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors by the elements that each node owns of them."""
         tensors = [rows[0].new_empty(size) for size in self._sizes]
-        for row, layout, parts in zip(rows, self.layouts, self._parts, strict=True):
-            for tensor, space, (first, end) in zip(
-                tensors, row.split(layout.sizes), parts, strict=True
-            ):
+        for row, sizes, parts in zip(rows, self._padded_sizes, self._parts, strict=True):
+            for tensor, space, (first, end) in zip(tensors, row.split(sizes), parts, strict=True):
                 tensor[first:end] = space[: end - first]
         return tensors
 
+    def _to_owner(self, tensors: Sequence[Tensor], owner: int) -> Tensor:
+        """Return the message to a node about what it owns; an empty one for this node itself."""
+        if owner == self.group.node:
+            return torch.empty(0, dtype=torch.uint8)
+        row = self.own(tensors, owner)
+        if not self.feeds:
+            return self._message(row, owner)
+        wanted = row + self.unsent[owner]
+        message = self._message(wanted, owner)
+        is_real = self.own([torch.ones_like(each) for each in tensors], owner)
+        self.unsent[owner] = is_real * (wanted - self._row(message, owner, self.group.node))
+        return message
+
     def _message(self, row: Tensor, owner: int) -> Tensor:
-        packed = quantize(row.view(1, -1), self.layouts[owner]).view(-1).cpu()
+        packed = self._codecs[owner].pack(row).cpu()
         return packed if self._bits == 32 or not len(packed) else encode(packed)
 
     def _row(self, message: Tensor, owner: int, sender: int) -> Tensor:
-        layout = self.layouts[owner]
-        packed = torch.empty(layout.packed_bytes, dtype=torch.uint8)
-        if self._bits == 32 or not len(packed):
-            packed = message
-        else:
+        packed = message
+        if self._bits != 32 and len(message):
+            packed = torch.empty(self._codecs[owner].packed_bytes, dtype=torch.uint8)
             try:
                 decode(message, packed)
             except CodedError as error:
                 raise CodedError(f"from node {sender}: {error}") from error
-        row = torch.empty(1, layout.elements, device=self.error.device)
-        dequantize(packed.to(self.error.device).view(1, -1), row, layout)
-        return row.view(-1)
-
-
-def _padded(size: int) -> int:
-    return -(-size // ROTATED) * ROTATED
+        return self._codecs[owner].unpack(packed.to(self.error.device))

@@ -4,8 +4,8 @@ A shard is its rank's alone. What all ranks of the data axis hold, as at stage 0
 slices, one for each of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,34 +14,34 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.optim.local_steps.held_model import HeldModel
 from zeropp.optim.step_or_skip import local_part
-from zeropp.sharding.sharding import Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedWeights:
-    """The trained parameters of a sharded model, and the optimizer that may hold their fp32 ones.
+    """Trained parameters of a node's model, and the optimizer that may hold their fp32 ones.
 
-    All ranks of a node call the same methods.
+    `names`: those of the parameters; None for all. All ranks of a node call the same methods.
     """
 
-    sharding: Sharding
+    model: HeldModel
     optimizer: torch.optim.Optimizer
+    names: frozenset[str] | None = None
+
+    def only(self, names: Collection[str]) -> "TrainedWeights":
+        """Return those of these names."""
+        return replace(self, names=frozenset(names))
 
     @cached_property
     def named(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by their names in the model."""
-        named = self.sharding.model.named_parameters()
-        return {name: each for name, each in named if each.requires_grad}
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many elements each tensor of `read` has."""
-        return [len(each) for each in self.read()]
+        """The parameters by their names in the model."""
+        trained = self.model.trained.items()
+        return {name: each for name, each in trained if self.names is None or name in self.names}
 
     def read(self) -> list[Tensor]:
         """Return fp32 weights of this rank, flat, which share their memory where they can."""
-        return [self._slice(parameter, whole) for parameter, whole in self._wholes()]
+        return [self._slice(parameter, whole).float() for parameter, whole in self._wholes()]
 
     @torch.no_grad()
     def write(self, values: Sequence[Tensor]) -> None:
@@ -52,7 +52,7 @@ class TrainedWeights:
             copy.copy_(local_part(holder))
         if self._masters:
             self.optimizer.loaded(behind=False)
-        self.sharding.weights_changed()
+        self.model.changed()
 
     def gradients(self) -> list[Tensor]:
         """Return the averaged gradients in the order of `read`, zeros where there are none."""
@@ -60,7 +60,7 @@ class TrainedWeights:
             self.optimizer.await_gradients()
         parts = []
         for parameter, whole in self._wholes():
-            gradient = self.sharding.gradients.of(parameter)
+            gradient = self._gradient(parameter)
             part = torch.zeros_like(whole) if gradient is None else local_part(gradient)
             parts.append(self._slice(parameter, part).float())
         return parts
@@ -69,7 +69,7 @@ class TrainedWeights:
     def write_gradients(self, values: Sequence[Tensor]) -> None:
         """Let the gradients be these values, but not those of weights without one."""
         for (parameter, whole), value in zip(self._wholes(), values, strict=True):
-            gradient = self.sharding.gradients.of(parameter)
+            gradient = self._gradient(parameter)
             joined = self._joined(parameter, value, whole.numel())
             if gradient is not None:
                 local_part(gradient).copy_(joined.view(whole.shape))
@@ -101,28 +101,33 @@ class TrainedWeights:
         """The fp32 weights of an offloaded optimizer, after its last update."""
         return getattr(self.optimizer, "masters", {})
 
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return self._masters.get(parameter, parameter).grad
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self.model.group is None else self.model.group.size()
+
     def _is_on_all(self, parameter: nn.Parameter) -> bool:
-        sharding = self.sharding
-        is_shard = sharding.shards_gradients and isinstance(parameter, DTensor)
-        return sharding.num_ranks > 1 and not is_shard
+        return self._num_ranks > 1 and not self.model.is_shard(parameter)
 
     def _slice(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         flat = whole.reshape(-1)
         if not self._is_on_all(parameter):
             return flat
         length = self._slice_length(len(flat))
-        first = min(dist.get_rank(self.sharding.group) * length, len(flat))
+        first = min(dist.get_rank(self.model.group) * length, len(flat))
         return flat[first : first + length]
 
     def _joined(self, parameter: nn.Parameter, value: Tensor, size: int) -> Tensor:
         """Return what `value` is a slice of, with those of the other ranks."""
         if not self._is_on_all(parameter):
             return value
-        length, group = self._slice_length(size), self.sharding.group
+        length, group = self._slice_length(size), self.model.group
         padded = torch.cat((value, value.new_zeros(length - len(value))))
         slices = [torch.empty_like(padded) for _ in range(group.size())]
         dist.all_gather(slices, padded, group=group)
         return torch.cat(slices)[:size]
 
     def _slice_length(self, size: int) -> int:
-        return -(-size // self.sharding.num_ranks)
+        return -(-size // self._num_ranks)

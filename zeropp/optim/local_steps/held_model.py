@@ -1,0 +1,92 @@
+"""A node's model, by whatever it is sharded over the ranks of the node."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeropp.ranks.coordination import gather_objects
+from zeropp.sharding.sharding import Sharding
+
+Value = TypeVar("Value")
+
+
+class HeldModel(Protocol):
+    """What exchanges with other nodes need to know of a node's model.
+
+    `trained` are its trained parameters by name. Those that are no shards are the same on all
+    ranks of `group`.
+    """
+
+    trained: Mapping[str, nn.Parameter]
+    group: dist.ProcessGroup | None
+
+    def is_shard(self, parameter: nn.Parameter) -> bool:
+        """Whether other ranks of `group` have other parts of a parameter."""
+
+    def changed(self) -> None:
+        """Drop what is kept of the weights elsewhere, because they have changed."""
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return the values of all ranks that may hold a parameter of the same name."""
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters of a model by their names."""
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+@dataclass(frozen=True)
+class OfSharding:
+    """A model of `zeropp.shard` in a world of its own."""
+
+    sharding: Sharding
+
+    @cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        return trained_parameters(self.sharding.model)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.sharding.group
+
+    def is_shard(self, parameter: nn.Parameter) -> bool:
+        return self.sharding.shards_gradients and isinstance(parameter, DTensor)
+
+    def changed(self) -> None:
+        self.sharding.weights_changed()
+
+    def gather(self, value: Value) -> list[Value]:
+        return gather_objects(value)
+
+
+@dataclass(frozen=True)
+class OfModule:
+    """A module that others have sharded over `group`, or have left whole.
+
+    All ranks of the node have the same names, and what has been gathered of the weights is not used
+    after they have changed: writing raises the versions of tensors, which `zeropp.attach` and
+    `zeropp.shard` look at.
+    """
+
+    model: nn.Module
+    group: dist.ProcessGroup | None
+
+    @cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        return trained_parameters(self.model)
+
+    def is_shard(self, parameter: nn.Parameter) -> bool:
+        return isinstance(parameter, DTensor) and not all(
+            placement.is_replicate() for placement in parameter.placements
+        )
+
+    def changed(self) -> None:
+        """Do nothing, as versions have changed."""
+
+    def gather(self, value: Value) -> list[Value]:
+        return [value]
