@@ -26,8 +26,8 @@ from zeropp import deepspeed, optim, zero
 
 ROOT = Path(__file__).resolve().parent.parent
 FUNCTIONS = (
-    zeropp.shard, zeropp.optimizer_step, zeropp.attach, deepspeed.init_distributed,
-    deepspeed.add_config_arguments, deepspeed.get_accelerator,
+    zeropp.shard, zeropp.optimizer_step, zeropp.attach, zeropp.local_steps,
+    deepspeed.init_distributed, deepspeed.add_config_arguments, deepspeed.get_accelerator,
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_the_examples_run_as_printed() -> None:
     )  # fmt: skip
     before = known["model"].blocks[0].weight.detach().clone()
     for function in FUNCTIONS:
-        if function is zeropp.attach:
+        if function in (zeropp.attach, zeropp.local_steps):
             known["model"] = Model()
         exec(example(function), known)
         if function is zeropp.optimizer_step:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zeropp.deepspeed.engine import Engine
     from zeropp.errors import InputError
     from zeropp.optim.adam import FusedAdam
+    from zeropp.optim.local_steps.any_trainer import NodeSteps, local_steps
     from zeropp.optim.loss_scale import LossScaler
     from zeropp.optim.step_or_skip import StepResult, optimizer_step
     from zeropp.settings.zero_config import ZeroConfig
@@ -27,11 +28,13 @@ __all__ = [
     "FusedAdam",
     "InputError",
     "LossScaler",
+    "NodeSteps",
     "Sharding",
     "StepResult",
     "ZeroConfig",
     "attach",
     "initialize",
+    "local_steps",
     "optim",
     "optimizer_step",
     "shard",
@@ -47,11 +50,13 @@ _MODULES = MappingProxyType(
         "FusedAdam": "zeropp.optim.adam",
         "InputError": "zeropp.errors",
         "LossScaler": "zeropp.optim.loss_scale",
+        "NodeSteps": "zeropp.optim.local_steps.any_trainer",
         "Sharding": "zeropp.sharding.sharding",
         "StepResult": "zeropp.optim.step_or_skip",
         "ZeroConfig": "zeropp.settings.zero_config",
         "attach": "zeropp.sharding.attach",
         "initialize": "zeropp.deepspeed.build_engine",
+        "local_steps": "zeropp.optim.local_steps.any_trainer",
         "optimizer_step": "zeropp.optim.step_or_skip",
         "shard": "zeropp.sharding.shard",
     }

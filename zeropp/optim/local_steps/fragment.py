@@ -155,6 +155,8 @@ class Fragment:
         If the weights were in other fragments, those with an exchange get its result at once.
         """
 
+        self.receive()
+
         def values(part: str) -> list[Tensor]:
             named = {name: state[f"{OUTER}{name}.{part}"] for name in self._names}
             return self.weights.loaded(named)

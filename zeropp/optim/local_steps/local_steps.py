@@ -18,6 +18,7 @@ from torch import Tensor
 from zeropp.optim.local_steps.fragment import OUTER, Fragment, OuterOptions, fragments_of
 from zeropp.optim.local_steps.outer_group import OuterGroup
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
+from zeropp.settings.sections import Zeropp
 from zeropp.settings.sync_schedule import SyncSchedule
 
 ALIKE = f"{OUTER}alike"
@@ -50,6 +51,24 @@ class LocalSteps:
             )
             if names
         ]
+
+    @classmethod
+    def of(cls, settings: Zeropp, weights: TrainedWeights, group: OuterGroup) -> "LocalSteps":
+        """Return those of a section `zeropp` of the JSON."""
+        return cls(
+            weights=weights,
+            group=group,
+            schedule=SyncSchedule.of(
+                settings.sync_every, settings.sync_fragments, settings.sync_delay
+            ),
+            options=OuterOptions(
+                bits=settings.sync_bits,
+                lr=settings.outer_lr,
+                momentum=settings.outer_momentum,
+                on_host=settings.sync_on_host,
+                mixing=settings.sync_mixing,
+            ),
+        )
 
     def before_update(self, step: int) -> None:
         """Average the gradients of a step over nodes where they do not step alone."""

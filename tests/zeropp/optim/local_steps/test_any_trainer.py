@@ -1,0 +1,241 @@
+"""Local steps under any trainer: plain DiLoCo's weights, exact stops, nodes alike to the bit.
+
+Set RANDOM_LOCAL_STEPS to draw more runs than the suite does.
+"""
+
+import os
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zeropp
+from tests.ranks import ranks
+from tests.zeropp.optim.local_steps.diloco import Recipe, diloco
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
+from zeropp.optim.muon.matrix_step import MuonOptions
+
+RUNS = int(os.environ.get("RANDOM_LOCAL_STEPS", "6"))
+STEPS = 8
+# Of 8 steps: what a sum of some hundred terms of fp32, 1e-7 each, changes in a gradient of 1e-2
+# becomes in AdamW, with this epsilon, 1e-7 of a step of 1e-2.
+AdamW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-2)
+CLOSE = 1e-6
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **AdamW)
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return zeropp.FusedAdam(model.parameters(), **AdamW)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    options = MuonOptions(dtype=torch.float32)
+    return zeropp.optim.Muon(model, lr=1e-2, adam_eps=1e-2, options=options)
+
+
+class Node:
+    """This rank's part of a node's model, optimizer and local steps, and how to train it."""
+
+    def __init__(
+        self, kind: str, build: Callable, zeropp_section: dict, mesh: DeviceMesh | None
+    ) -> None:
+        self.model, self.mesh = small_model(), mesh
+        self.micro_step = nullcontext
+        inner = mesh["shard"] if mesh else None
+        if kind.startswith("stage"):
+            config = zeropp.ZeroConfig.from_json({"zero_optimization": {"stage": int(kind[-1])}})
+            self.sharding = zeropp.shard(self.model, inner, config)
+            self.micro_step = lambda: self.sharding.micro_step(last=True)
+        elif kind != "alone":
+            for module in (*self.model.blocks, self.model):
+                fully_shard(module, mesh=inner, reshard_after_forward=kind != "kept")
+        if kind == "attached":
+            zero = {"stage": 3, "zero_hpz_partition_size": 2}
+            zeropp.attach(self.model, {"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}})
+        self.optimizer = build(self.model)
+        self.steps = zeropp.local_steps(
+            self.model, self.optimizer, {"zeropp": zeropp_section}, mesh
+        )
+
+    @property
+    def number(self) -> int:
+        return self.steps.local.group.node
+
+    def train(self, first: int, last: int) -> None:
+        """Take the steps from the first to the last one."""
+        nodes, place = self.steps.local.group.size, self.mesh.get_local_rank(1) if self.mesh else 0
+        for step in range(first, last + 1):
+            own = tokens_of(step).chunk(nodes)[self.number]
+            with self.micro_step():
+                loss_of(
+                    self.model, own.chunk(self.mesh.size(1))[place] if self.mesh else own
+                ).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """This node's whole weights."""
+        return {
+            name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+            for name, each in self.model.named_parameters()
+        }
+
+    def save(self) -> dict:
+        """What a checkpoint holds of this rank."""
+        return {
+            "model": {name: each.clone() for name, each in self.model.state_dict().items()},
+            "optimizer": _cloned(self.optimizer.state_dict()),
+            "steps": _cloned(self.steps.state_dict()),
+        }
+
+    def load(self, saved: dict) -> None:
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.steps.load_state_dict(saved["steps"])
+
+
+def _cloned(state: object) -> object:
+    if isinstance(state, dict):
+        return {key: _cloned(each) for key, each in state.items()}
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def drawn(seed: int) -> tuple[str, Callable, Recipe, DeviceMesh | None]:
+    """How a model is sharded, its optimizer, how nodes exchange, and their ranks."""
+    draw = random.Random(seed)
+    kind = ["alone", "fsdp", "kept", "attached", "stage0", "stage1", "stage3"][seed % 7]
+    every = draw.choice([2, 3, 5])
+    recipe = Recipe(
+        every=every,
+        momentum=draw.choice([0.0, 0.5, 0.9]),
+        fragments=draw.choice([1, 2, 4, 30]),
+        delay=draw.choice([0, 1, every - 1]),
+        mixing=draw.choice([0.0, 0.5]),
+    )
+    mesh = None
+    if kind != "alone":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return kind, draw.choice([adamw, fused, sgd, muon]), recipe, mesh
+
+
+@ranks(4, timeout=200)
+def test_nodes_train_as_plain_diloco_does() -> None:
+    for seed in range(RUNS):
+        kind, build, recipe, mesh = drawn(seed)
+        node = Node(kind, build, recipe.zeropp(32), mesh)
+        nodes = node.steps.local.group.size
+        models = [small_model() for _ in range(nodes)]
+        optimizers = [build(model) for model in models]
+
+        def train(number: int, step: int, models=models, optimizers=optimizers) -> None:
+            loss_of(models[number], tokens_of(step).chunk(len(models))[number]).backward()
+            optimizers[number].step()
+            optimizers[number].zero_grad()
+
+        cut = [[] for _ in range(recipe.fragments)]
+        for each in node.steps.local.fragments:
+            cut[each.number] = [*each.weights.named]
+        diloco(models, train, STEPS, recipe, cut)
+        node.train(1, STEPS)
+        expected = dict(models[node.number].named_parameters())
+        for name, own in node.weights().items():
+            assert torch.allclose(own, expected[name], rtol=0, atol=CLOSE), (seed, kind, name)
+        node.steps.close()
+
+
+@ranks(4, timeout=200)
+def test_a_stop_loses_no_digit() -> None:
+    for seed in range(RUNS):
+        kind, build, recipe, mesh = drawn(seed)
+        section = recipe.zeropp([2, 4, 8][seed % 3])
+        node = Node(kind, build, section, mesh)
+        stop = random.Random(seed).randint(1, STEPS - 1)
+        node.train(1, stop)
+        saved = node.save()
+        node.train(stop + 1, STEPS)
+        other = Node(kind, build, section, mesh)
+        other.load(saved)
+        other.train(stop + 1, STEPS)
+        for name, each in node.weights().items():
+            assert torch.equal(each, other.weights()[name]), (seed, kind, name)
+        for each in (node, other):
+            each.steps.close()
+
+
+@ranks(4, timeout=200)
+@pytest.mark.parametrize("bits", [2, 4])
+def test_nodes_are_alike_after_an_exchange(bits: int) -> None:
+    kind, build, _, mesh = drawn(1)
+    node = Node(kind, build, Recipe(every=2).zeropp(bits), mesh)
+    for step in range(1, 5):
+        node.train(step, step)
+        contents = [each.numpy().tobytes() for each in node.weights().values()]
+        every = node.steps.local.group.gather(contents)
+        assert (every[0] == every[1]) == (step % 2 == 0)
+    node.steps.close()
+
+
+@ranks(2)
+def test_agreed_weights_are_alike_and_the_end_is() -> None:
+    node = Node("alone", sgd, Recipe(every=4, fragments=2, delay=1).zeropp(4), None)
+    local = node.steps.local
+    for step in range(1, 8):
+        node.train(step, step)
+        for each in local.fragments:
+            each.receive()
+        agreed = [each.numpy().tobytes() for part in local.fragments for each in part.agreed]
+        assert local.group.gather(agreed)[0] == agreed
+    node.steps.skip_step()
+    node.steps.sync()
+    assert node.steps.count == 8
+    contents = [each.numpy().tobytes() for each in node.weights().values()]
+    assert local.group.gather(contents)[0] == contents
+    node.steps.close()
+
+
+@ranks(4)
+def test_models_over_several_nodes_are_refused_by_name() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    settings = {"zeropp": {"sync_every": 2}}
+
+    def error_of(model: nn.Module, mesh: DeviceMesh | None) -> str:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with pytest.raises(zeropp.InputError) as caught:
+            zeropp.local_steps(model, optimizer, settings, mesh)
+        return str(caught.value)
+
+    hybrid = small_model()
+    fully_shard(hybrid, mesh=mesh)
+    assert "embedding.weight is spread over the ranks 0, 1, 2, 3" in error_of(hybrid, mesh)
+    parallel = error_of(DistributedDataParallel(small_model()), mesh)
+    assert "the model is a DistributedDataParallel over several nodes" in parallel
+    one = init_device_mesh("cpu", (1, 4))
+    assert "there is only one node" in error_of(small_model(), one)
+    assert "3 axes" in error_of(small_model(), init_device_mesh("cpu", (2, 2, 1)))
+    torch.manual_seed(dist.get_rank())
+    assert "differ in weight, bias" in error_of(nn.Linear(2, 2), None)
+
+
+@ranks(2)
+def test_a_state_of_other_settings_is_refused() -> None:
+    node = Node("alone", sgd, Recipe().zeropp(4), None)
+    other = Node("alone", sgd, Recipe().zeropp(2), None)
+    with pytest.raises(zeropp.InputError, match="another zeropp.sync_bits"):
+        other.steps.load_state_dict(node.steps.state_dict())
+    for each in (node, other):
+        each.steps.close()

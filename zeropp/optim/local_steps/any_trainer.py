@@ -1,0 +1,220 @@
+"""Local steps under any trainer: what an optimizer calls before and after each of its steps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from zeropp.errors import InputError, first_few
+from zeropp.optim.local_steps.held_model import OfModule
+from zeropp.optim.local_steps.local_steps import LocalSteps
+from zeropp.optim.local_steps.outer_group import OuterGroup
+from zeropp.optim.local_steps.trained_weights import TrainedWeights
+from zeropp.ranks.groups import store_of, time_limit
+from zeropp.settings.zero_config import ZeroConfig
+
+CALLER = "zeropp.local_steps"
+NO_LIMIT = timedelta(minutes=30)  # of PyTorch's gloo, where the default group's backend has none
+
+
+def local_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: ZeroConfig | Mapping | str | Path,
+    mesh: DeviceMesh | None = None,
+) -> "NodeSteps":
+    """Let nodes train by themselves, and exchange how far they came every so many steps.
+
+    All ranks call it before the first step; the trainer then calls `optimizer.step()` as before.
+    Each node has a whole model, whose weights are the same on all nodes at the beginning, and reads
+    samples of its own. Nodes exchange over gloo, beside the default process group.
+
+    Args:
+        model: This node's model: sharded over the node's ranks by `fully_shard` or `zeropp.shard`,
+            the same on all of them, or on one rank.
+        optimizer: That of the model's parameters, whose steps are counted.
+        config: A `ZeroConfig`, or DeepSpeed's JSON as a file, a text or a mapping. Only
+            `zeropp.sync_every` and the other keys of local steps have an effect.
+        mesh: Its first axis is that of the nodes, and its second one, if it has one, that of the
+            ranks of a node, as of HSDP. None: each rank is a node.
+
+    Returns:
+        What counts the steps, with what checkpoints need, and `sync` for the end of training.
+
+    Raises:
+        InputError: For one node, a mesh of more axes, a model that is sharded or averages gradients
+            over several nodes, and nodes that begin with other weights or settings.
+
+    Example:
+        ```python
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("n", "r"))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh["r"])  # over the ranks of a node alone
+        optimizer = zeropp.FusedAdam(model.parameters(), lr=1e-3)
+        settings = {"zeropp": {"sync_every": 30}}
+        steps = zeropp.local_steps(model, optimizer, settings, mesh)
+        model(inputs).sum().backward()
+        optimizer.step()
+        steps.sync()
+        steps.close()
+        ```
+    """
+    if not isinstance(config, ZeroConfig):
+        config = ZeroConfig.from_json(config)
+    nodes = _group_of_nodes(mesh)
+    _require_within_node(model, nodes)
+    group = None
+    if mesh is not None and mesh.ndim == 2 and mesh.size(1) > 1:
+        group = mesh.get_group(1)
+    weights = TrainedWeights(model=OfModule(model, group), optimizer=optimizer)
+    local = LocalSteps.of(config.zeropp, weights, _connect(nodes))
+    _require_same_start(local)
+    return NodeSteps(local, optimizer)
+
+
+@dataclass
+class NodeSteps:
+    """The steps of this node, `count` of them up to now, beside those of other nodes.
+
+    Nodes have different weights and optimizer states, so that each saves its own, and its
+    `state_dict` with them. Other nodes wait where one is behind.
+    """
+
+    local: LocalSteps
+    optimizer: torch.optim.Optimizer
+    count: int = field(init=False, default=0)
+    hooks: list[RemovableHandle] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.hooks = [
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def skip_step(self) -> None:
+        """Count a step in which the trainer does not call the optimizer, as after an overflow.
+
+        Nodes count alike then, although only some of them skip the step.
+        """
+        self.count += 1
+        self.local.after_update(self.count)
+
+    def sync(self) -> None:
+        """Let all nodes have the same weights, as at the end of training; all ranks call it.
+
+        Nodes must have taken the same number of steps.
+        """
+        self.local.synchronize(self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint of this node needs; its tensors are sharded as the weights are.
+
+        Waits for exchanges that run. All ranks of a node call it.
+        """
+        return {"count": self.count, **self.local.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, after the model's weights have been loaded.
+
+        Steps are then those of a node that was not stopped, to the last digit. Raises InputError
+        for a state of another model or of other settings.
+        """
+        if missing := sorted(self.state_dict().keys() - state.keys()):
+            raise InputError(
+                f"load_state_dict of {CALLER}: the state lacks {first_few(missing)}: it is of "
+                "another model, or of another zeropp.sync_bits"
+            )
+        self.count = state["count"]
+        self.local.load(state)
+
+    def close(self) -> None:
+        """Take no further part in exchanges; all ranks call it."""
+        for each in self.hooks:
+            each.remove()
+        self.local.group.close()
+
+    def _before_step(self, *_: Any) -> None:
+        self.local.before_update(self.count + 1)
+
+    def _after_step(self, *_: Any) -> None:
+        self.count += 1
+        self.local.after_update(self.count)
+
+
+def _group_of_nodes(mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """Return the ranks with the place of this one in all nodes."""
+    if not dist.is_initialized():
+        raise InputError(f"{CALLER}: no process group: call init_process_group before it")
+    if mesh is not None and mesh.ndim > 2:
+        raise InputError(
+            f"mesh= of {CALLER} has {mesh.ndim} axes: give a part of two, as "
+            'mesh["replicate", "shard"], the first one that of the nodes'
+        )
+    group = dist.group.WORLD if mesh is None else mesh.get_group(0)
+    if group.size() == 1:
+        raise InputError(
+            f"{CALLER}: there is only one node, and nodes exchange with others: start several, or "
+            "give a mesh whose first axis is that of the nodes"
+        )
+    return group
+
+
+def _require_within_node(model: nn.Module, nodes: dist.ProcessGroup) -> None:
+    """Raise InputError if a model is spread over nodes, or sums gradients with them."""
+    others = {*dist.get_process_group_ranks(nodes)} - {dist.get_rank()}
+    for name, module in model.named_modules():
+        if not isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            continue
+        if others.intersection(dist.get_process_group_ranks(module.process_group)):
+            raise InputError(
+                f"{CALLER}: {name or 'the model'} is a {type(module).__name__} over several nodes, "
+                "which send each other gradients in each step: give it process_group=, the ranks "
+                "of a node, or the module in it if a node is one rank"
+            )
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        ranks = parameter.device_mesh.mesh.flatten().tolist()
+        if others.intersection(ranks):
+            raise InputError(
+                f"{CALLER}: {name} is spread over the ranks {first_few([*map(str, ranks)])}, which "
+                'are of several nodes: call fully_shard with mesh["shard"], the axis of the ranks '
+                "of a node, so that each node has a whole model"
+            )
+
+
+def _connect(nodes: dist.ProcessGroup) -> OuterGroup:
+    """Connect with the other nodes, apart from all that other calls have connected."""
+    store = store_of(nodes, "local steps")
+    call = store.add(f"calls of {nodes.rank()}", 1)
+    limit = time_limit(dist.group.WORLD) or NO_LIMIT
+    return OuterGroup(dist.PrefixStore(str(call), store), nodes.rank(), nodes.size(), limit)
+
+
+def _require_same_start(local: LocalSteps) -> None:
+    """Raise InputError unless nodes have the same weights and settings."""
+    sums = {name: _sums(each) for name, each in local.weights.named.items()}
+    own = {"settings": (local.schedule, local.options), **sums}
+    for node, others in enumerate(local.group.gather(own)):
+        if differing := [name for name in own if others.get(name) != own[name]]:
+            raise InputError(
+                f"{CALLER}: nodes {local.group.node} and {node} differ in {first_few(differing)}: "
+                "give all nodes the same settings and weights, as from one seed or one file"
+            )
+
+
+def _sums(parameter: Tensor) -> tuple[float, float]:
+    """Return the sum of this rank's part of a weight, and that of its squares, in fp64."""
+    part = parameter.detach()
+    part = (part.to_local() if isinstance(part, DTensor) else part).double()
+    return part.sum().item(), part.square().sum().item()
