@@ -183,6 +183,15 @@ class Metrics:
         self._memory_reported = False
         self._facts: Callable[[], RunFacts] | None = None
 
+    @property
+    def has_writers(self) -> bool:
+        """Whether numbers go anywhere besides the log and the screen."""
+        return bool(self._writers)
+
+    def use_writers(self, writers: Sequence[Writer]) -> None:
+        """Let the next numbers go to these writers, where there were none before."""
+        self._writers = tuple(writers)
+
     def use_facts(self, facts: Callable[[], RunFacts]) -> None:
         """Let the writers get what `facts` says of the run, before the first log line."""
         self._facts = facts

@@ -20,6 +20,11 @@ from megatron_zpp.parallel.main_thread import MainThread
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.settings.config import ParallelConfig
+from zeropp.optim.local_steps.elastic_group import (
+    ElasticGroup,
+    ElasticOptions,
+    join_elastic_group,
+)
 from zeropp.optim.local_steps.outer_group import OuterGroup, join_outer_group
 from zeropp.ranks.coordination import fail_together, require_same
 from zeropp.ranks.groups import set_time_limit, shared_group, time_limit
@@ -50,7 +55,9 @@ class Ranks(RankGrid):
     store: dist.Store
     context_size: int = 1
     ranks_per_node: int | None = None  # as launched if None
-    outer: OuterGroup | None = None  # where nodes step alone, each a world of its own
+    outer: OuterGroup | ElasticGroup | None = (
+        None  # where nodes step alone, each a world of its own
+    )
     activations: Traffic = field(default_factory=partial(Traffic, AXES))  # what this rank has sent
     main_thread: MainThread = field(default_factory=MainThread)
 
@@ -71,6 +78,26 @@ class Ranks(RankGrid):
     def global_rank(self) -> int:
         """This rank's number among those of all worlds."""
         return self.node * self.num_ranks + self.rank
+
+    @property
+    def elastic(self) -> ElasticGroup | None:
+        """The other nodes, where nodes come and go."""
+        return self.outer if isinstance(self.outer, ElasticGroup) else None
+
+    @property
+    def all_meet(self) -> OuterGroup | None:
+        """The other nodes that step alone, where all of them do the same beside their steps."""
+        return self.outer if isinstance(self.outer, OuterGroup) else None
+
+    @property
+    def present_nodes(self) -> tuple[str, ...]:
+        """The nodes that take part, where nodes come and go."""
+        return self.elastic.members.names if self.elastic else ()
+
+    @property
+    def planned_replicas(self) -> int:
+        """How many replicas the global batch that the flags name is for."""
+        return (self.outer.planned if self.outer else 1) * self.num_replicas
 
     @property
     def all_replicas(self) -> int:
@@ -188,7 +215,7 @@ class Ranks(RankGrid):
     def sum_over_worlds(self, *values: float) -> list[float]:
         """Return `sum` over the ranks of all worlds."""
         values = self.sum(*values)
-        return self.outer.sum(*values) if self.outer else values
+        return self.all_meet.sum(*values) if self.all_meet else values
 
     def sum_tensor(self, values: torch.Tensor) -> torch.Tensor:
         """Return a tensor, on this rank's device or CPU, summed over all ranks in fp64."""
@@ -221,26 +248,30 @@ def join_ranks(
     settings: Mapping[str, str] = MappingProxyType({}),
     *,
     steps_alone: bool = False,
+    elastic: ElasticOptions | None = None,
 ) -> Ranks:
     """Start the process group and build the mesh of all ranks that the configuration names.
 
     With `steps_alone`, the ranks of a node are a world, or those of several nodes that share a
-    model. Raises InputError on all ranks if they do not have the same `settings`, texts by their
+    model; with `elastic`, all ranks are one node of several that come and go. Raises InputError on
+    all ranks if they do not have the same `settings`, texts by their
     names.
     """
     device = pick_device(environment)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     world, outer = environment, None
-    if steps_alone:
+    if steps_alone and elastic is None:
         per_node = ranks_per_node or environment.local_world_size
         world = environment.within(config.world_ranks(per_node))
     store = start_process_group(
         environment, device, timeout, config.distributed_backend, world=world
     )
-    if steps_alone:
+    if steps_alone and elastic is None:
         outer = join_outer_group(store, environment, world, timeout)
         store = world_store(store, environment, world)
     require_same(settings, SAME_COMMAND)
+    if elastic is not None:
+        outer = join_elastic_group(elastic, environment, timeout)
     mesh = build_mesh(device, world.world_size, config)
     for axis in mesh.mesh_dim_names:
         set_time_limit(mesh.get_group(axis), timeout)

@@ -19,6 +19,7 @@ from zeropp.settings.schema import settings_of
 from zeropp.settings.zero_config import ZeroConfig
 
 OWN = ("logging_level", "num_workers", "tensorboard_queue_size")  # each machine may have its own
+OWN_KEYS = ("zeropp.sync_store",)  # a host may have other names elsewhere
 PATHS = (  # which may differ between machines, but are given to all or to none
     *(name for names in SOURCES for name in names),
     *("data_cache_path", "vocab_file", "merge_file", "tokenizer_model", "pretrained_checkpoint"),
@@ -40,7 +41,7 @@ def shared_settings(config: Config) -> dict[str, str]:
             if not entry.why_ignored and entry.name not in OWN:
                 texts[entry.shown] = _text(entry.name, getattr(getattr(config, name), entry.name))
     for dotted, key in all_keys(ZeroConfig).items():
-        if key.subsection is None and not key.why_ignored:
+        if key.subsection is None and not key.why_ignored and dotted not in OWN_KEYS:
             texts[f'"{dotted}"'] = str(config.zero.value(dotted))
     return texts
 

@@ -35,6 +35,7 @@ from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trainer import Trainer
+from megatron_zpp.train.worlds.progress import RunProgress
 from megatron_zpp.train.worlds.rows import local_steps_rows
 from zeropp import LossScaler, Sharding, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
@@ -67,10 +68,12 @@ def build_run(
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
-    local_steps = build_local_steps(config, ranks, sharding, optimizer)
+    progress = RunProgress(scaler=scaler)
+    local_steps = build_local_steps(config, ranks, sharding, optimizer, progress)
     starting_point = load(
         config, ranks, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps
     )
+    progress.counters = starting_point.counters
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, starting_point)
     trainer = Trainer(
@@ -182,7 +185,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     """Rows of the table printed before training, as (name, value)."""
     config, trainer, ranks, model = run.config, run.trainer, run.ranks, run.config.model
     sharding, batch = trainer.sharding, trainer.schedules.batch_size.final
-    micro_batches = batch // (config.batch.micro_batch_size * ranks.all_replicas)
+    micro_batches = batch // (config.batch.micro_batch_size * ranks.planned_replicas)
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {run.tokenizer.vocab_size:,}"

@@ -81,7 +81,7 @@ class IterationLog:
             )
         self._unlogged.append(iteration)
         is_due = iteration.iteration % run.config.log.log_interval == 0
-        if run.ranks.outer is None or is_due:
+        if run.ranks.all_meet is None or is_due:
             self._write()
         warning = run.step_watch.warning(iteration.seconds) if run.step_watch else None
         if warning is not None:

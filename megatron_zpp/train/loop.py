@@ -8,22 +8,48 @@ from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN, VALIDATION
 from megatron_zpp.train.iteration_log import IterationLog
 from megatron_zpp.train.run import Run
+from megatron_zpp.train.worlds.first_node import keep_writers
 
 
 def train(run: Run) -> bool:
     """Train from the counters on; returns whether the last iteration was reached."""
     config, counters, log = run.config, run.trainer.counters, IterationLog(run=run)
+    run.trainer.join_other_nodes()
     if config.evaluation.eval_at_start and counters.iteration == 0:
         evaluate_split(run, VALIDATION, "the start of training")
 
-    schedules, first_sample = run.trainer.schedules, counters.consumed_samples
-    left_out = schedules.batch_size.batches_with(config.data.skipped, first_sample)
+    last, stop_reason = run.trainer.schedules.length.iterations, None
     with (
-        run.batches.loader(TRAIN, first_sample, left_out) as batches,
         run.console.live(),
         StepProfiler(config.log, run.ranks.rank) as profiler,
         GarbageCollection(config.training) as garbage,
     ):
+        while counters.iteration < last and not stop_reason:
+            keep_writers(run)
+            stop_reason = train_with_these_nodes(run, log, profiler, garbage)
+        if stop_reason:
+            run.saver.finish()
+            run.console.line(f"stopping after iteration {counters.iteration}: {stop_reason}")
+            return False
+        log.end()
+
+    if counters.iteration != counters.saved_iteration:
+        run.saver.save()
+    run.saver.finish()
+    return True
+
+
+def train_with_these_nodes(
+    run: Run, log: IterationLog, profiler: StepProfiler, garbage: GarbageCollection
+) -> str | None:
+    """Train until the last iteration, or until other nodes take part: they share the samples anew.
+
+    Returns why the run stops and has been saved, or None.
+    """
+    config, counters, schedules = run.config, run.trainer.counters, run.trainer.schedules
+    present, first_sample = run.ranks.present_nodes, counters.consumed_samples
+    left_out = schedules.batch_size.batches_with(config.data.skipped, first_sample)
+    with run.batches.loader(TRAIN, first_sample, left_out) as batches:
         while counters.iteration < schedules.length.iterations:
             profiler.before_iteration(counters.iteration)
             if any(counters.consumed_samples in samples for samples in left_out):
@@ -48,17 +74,9 @@ def train(run: Run) -> bool:
                 run.saver.save()
             else:
                 run.saver.log_progress()
-
-            if stop_reason:
-                run.saver.finish()
-                run.console.line(f"stopping after iteration {counters.iteration}: {stop_reason}")
-                return False
-        log.end()
-
-    if counters.iteration != counters.saved_iteration:
-        run.saver.save()
-    run.saver.finish()
-    return True
+            if stop_reason or run.ranks.present_nodes != present:
+                return stop_reason
+    return None
 
 
 def leave_out_batch(run: Run) -> None:
@@ -87,7 +105,9 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
     consumed = counters.consumed_valid_samples if split == VALIDATION else 0
     if consumed + num_samples > len(dataset):
         consumed = 0  # this run has fewer validation samples than the one that saved the checkpoint
-    samples_per_pass = config.batch.micro_batch_size * run.ranks.all_replicas
+    ranks = run.ranks
+    replicas = ranks.num_replicas if ranks.elastic else ranks.all_replicas
+    samples_per_pass = config.batch.micro_batch_size * replicas
     with run.batches.loader(split, consumed) as batches:
         loss = evaluate(run.trainer.sharding, run.ranks, batches, num_samples // samples_per_pass)
     if split == VALIDATION:

@@ -23,6 +23,7 @@ from megatron_zpp.train.inputs import TEST, VALIDATION
 from megatron_zpp.train.loop import evaluate_split, train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
+from megatron_zpp.train.worlds.elastic import elastic_options
 from megatron_zpp.train.worlds.own_folders import with_own_folders
 from zeropp import InputError
 from zeropp.checkpoint.folder_lock import FolderLock
@@ -72,6 +73,7 @@ def main(
                     per_node,
                     settings,
                     steps_alone=config.zero.zeropp.sync_every != 1,
+                    elastic=elastic_options(config, environment, settings),
                 )
                 config = with_own_folders(config, ranks)
                 return _with_heartbeat(config, ranks, console, stopping)
@@ -177,7 +179,7 @@ def _with_heartbeat(config: Config, ranks: Ranks, console: Console, stopping: St
         limit = 60 * config.parallel.distributed_timeout_minutes
         heartbeat = Heartbeat(ranks.store, ranks.rank, ranks.num_ranks, ranks.main_thread, limit)
     status = _pretrain_and_report(config, ranks, console, stopping, heartbeat)
-    if ranks.outer and status == 0:
+    if ranks.outer and (status == 0 or ranks.elastic):
         ranks.outer.close()
     if heartbeat:
         heartbeat.close(keeps_store=ranks.rank == 0 and not ranks.environment.launcher_has_store)

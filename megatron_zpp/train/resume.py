@@ -141,9 +141,10 @@ def load(
     beginning = StartingPoint(counters=Counters(), schedules=schedules, history={})
     if options.load is None:
         return beginning
-    state = _read(
-        config, saved_run(options, ranks), sharding, optimizer, tokenizer_fingerprint, local_steps
-    )
+    source = saved_run(options, ranks)
+    if source is None:
+        return beginning
+    state = _read(config, source, sharding, optimizer, tokenizer_fingerprint, local_steps)
     if state is None:
         if options.exit_on_missing_checkpoint:
             raise no_checkpoint_error(options.load, "--exit-on-missing-checkpoint")

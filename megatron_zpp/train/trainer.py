@@ -23,6 +23,7 @@ from megatron_zpp.settings.scheduled_values import Schedules, is_due
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
 from zeropp import LossScaler, Sharding, optimizer_step
 from zeropp.checkpoint.state_tensors import masters_of
+from zeropp.optim.local_steps.elastic_steps import ElasticSteps
 from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.step_or_skip import global_norm, local_part
 
@@ -43,15 +44,20 @@ class Counters:
     skipped_iterations: int = 0
     saved_iteration: int = 0
 
-    def advance(self, num_samples: int, seq_length: int, skipped: bool) -> None:
-        """Count one iteration on `num_samples` samples of `seq_length` tokens."""
+    def advance(
+        self, num_samples: int, seq_length: int, skipped: bool, scheduled: int | None = None
+    ) -> None:
+        """Count one iteration on `num_samples` samples of `seq_length` tokens.
+
+        scheduled: as many samples as the schedules count, with other numbers of nodes than planned.
+        """
         self.iteration += 1
         self.consumed_samples += num_samples
         self.consumed_tokens += num_samples * seq_length
         if skipped:
             self.skipped_iterations += 1
         else:
-            self.scheduled_samples += num_samples
+            self.scheduled_samples += num_samples if scheduled is None else scheduled
 
 
 # Counters that are fields of TrainingState.
@@ -94,7 +100,8 @@ class Trainer:
         started = time.perf_counter()
         waited_before = batches.waited
         config, counters = self.config, self.counters
-        global_batch_size = self.schedules.batch_size(counters.consumed_samples)
+        planned = self.schedules.batch_size(counters.consumed_samples)
+        global_batch_size = planned * self.ranks.all_replicas // self.ranks.planned_replicas
         loss_scale = self.scaler.scale if self.scaler else 1.0
 
         self._set_schedule()
@@ -116,7 +123,7 @@ class Trainer:
         num_micro_batches = self._num_micro_batches(global_batch_size)
         self.communication.end_step(num_micro_batches, counters.iteration + 1)
         skipped = self.scaler is not None and update.skipped
-        counters.advance(global_batch_size, config.model.seq_length, skipped)
+        counters.advance(global_batch_size, config.model.seq_length, skipped, planned)
         self.meet_other_nodes()
 
         fields = self._known_fields(global_batch_size, loss_scale, skipped)
@@ -132,6 +139,11 @@ class Trainer:
         if self.local_steps:
             iteration, last = self.counters.iteration, self.schedules.length.iterations
             self.local_steps.after_update(iteration, is_last=iteration == last)
+
+    def join_other_nodes(self) -> None:
+        """Get weights and counters from other nodes, if this one joins their run."""
+        if isinstance(self.local_steps, ElasticSteps) and self.local_steps.group.joins:
+            self.local_steps.join()
 
     @property
     def meets(self) -> bool:

@@ -92,6 +92,11 @@ def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
         SET_TIMEOUT(limit, group)
 
 
+def set_backend_time_limit(backend: dist.ProcessGroupGloo, limit: timedelta) -> None:
+    """Let collectives of a backend that belongs to no group of PyTorch's fail after `limit`."""
+    backend._set_default_timeout(limit)
+
+
 def inherit_time_limit(group: dist.ProcessGroup) -> None:
     """Let collectives of `group` fail after the default group's time limit at the latest."""
     own, limit = time_limit(group), time_limit(dist.group.WORLD)

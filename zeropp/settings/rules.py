@@ -79,6 +79,18 @@ RULES = (
         "delay",
     ),
     Rule(
+        ("zeropp.sync_store", "zeropp.sync_delay"),
+        lambda store, delay: store is not None and delay > 0,
+        "{} and {}: an exchange may have to be repeated with fewer nodes, from the weights with "
+        "which it began: leave the delay out",
+    ),
+    Rule(
+        ("zeropp.sync_store", "zeropp.sync_nodes"),
+        lambda store, nodes: store is not None and nodes is None,
+        "{} needs zeropp.sync_nodes, the number of nodes with which a run begins and that the "
+        "global batch is for",
+    ),
+    Rule(
         BATCH_KEYS,
         lambda samples, micro, steps: (samples or 0) % ((micro or 1) * (steps or 1)) != 0,
         "{} and {} and {}: the first must be the product of the other two and the number of ranks",

@@ -254,6 +254,9 @@ class Scheduler(_Named):
 _NEEDS_LOCAL_STEPS = NoEffect(
     "it needs zeropp.sync_every above 1", when=lambda c: c.zeropp.sync_every == 1
 )
+_NEEDS_SYNC_STORE = NoEffect(
+    "it needs zeropp.sync_store", when=lambda c: c.zeropp.sync_store is None
+)
 _NEEDS_MUON = NoEffect('it needs optimizer.type "Muon"', when=lambda c: c.optimizer.type != "Muon")
 
 
@@ -277,7 +280,9 @@ class Zeropp(JsonSection):
     last exchange are on the host with `sync_on_host`. `sync_fragments`: the weights are exchanged
     in so many parts, one after another in the course of `sync_every` steps. `sync_delay`: training
     goes on for so many steps while a part is exchanged, and what it has changed meanwhile counts
-    `sync_mixing` beside what has been agreed on.
+    `sync_mixing` beside what has been agreed on. `sync_store`, HOST:PORT of a store that
+    `zeropp --keep_store` keeps: each node is a launch of its own, and may leave or join; a run
+    begins when there are `sync_nodes`, whose global batch is what the flags say.
     `muon_blocks`: which rows of a matrix Muon orthogonalizes together, those of a `node`, of a
     `rank`, or the `whole` matrix, and `muon_whole_every`: all in every so-manyth step.
     """
@@ -320,5 +325,7 @@ class Zeropp(JsonSection):
     outer_lr: float = key(0.7, above=0, no_effect=_NEEDS_LOCAL_STEPS)
     outer_momentum: float = key(0.5, minimum=0, below=1, no_effect=_NEEDS_LOCAL_STEPS)
     sync_on_host: bool = key(False, no_effect=_NEEDS_LOCAL_STEPS)
+    sync_store: str | None = key(None, no_effect=_NEEDS_LOCAL_STEPS)
+    sync_nodes: int | None = key(None, minimum=1, no_effect=_NEEDS_SYNC_STORE)
     muon_blocks: str = key("node", choices=("node", "rank", "whole"), no_effect=_NEEDS_MUON)
     muon_whole_every: int | None = key(None, minimum=1, no_effect=_NEEDS_MUON)

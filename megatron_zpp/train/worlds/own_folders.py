@@ -12,10 +12,11 @@ def with_own_folders(config: Config, ranks: Ranks) -> Config:
 
     The first world has those that the flags name, and others a folder in each.
     """
-    if not ranks.node:
+    number = ranks.outer.number if ranks.outer else 0
+    if not number:
         return config
     options = config.checkpoint
-    save, load = (folder_of(each, ranks.node) for each in (options.save, options.load))
+    save, load = (folder_of(each, number) for each in (options.save, options.load))
     return replace(config, checkpoint=replace(options, save=save, load=load))
 
 

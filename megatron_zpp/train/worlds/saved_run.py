@@ -60,13 +60,16 @@ class SavedRun:
         )
 
 
-def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun:
+def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     """Return what to load of `--load`; all ranks of all worlds call it.
 
-    Raises InputError if this run's worlds have no checkpoint of the same iteration.
+    None for a node that begins or joins without a checkpoint, where nodes come and go. Raises
+    InputError if this run's worlds have no checkpoint of the same iteration.
     """
     own = Path(options.load)
-    first = own.parent if ranks.node else own
+    first = own.parent if ranks.outer and ranks.outer.number else own
+    if ranks.elastic and not options.finetune:
+        return _own_run(own, ranks.elastic.iteration)
     num_worlds = _saved_worlds(first)
     if num_worlds != ranks.num_worlds or ranks.outer is None:
         return SavedRun(folder=first, iteration=options.ckpt_step, num_worlds=num_worlds)
@@ -79,6 +82,26 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun:
             f"{iterations.index(None)} has no checkpoint there"
         )
     return SavedRun(folder=own, iteration=min(iterations), num_worlds=num_worlds, is_of_each=True)
+
+
+def newest_iteration(options: CheckpointConfig, number: int) -> int:
+    """Return how far the checkpoint is that the node with a number goes on from; 0 without one."""
+    if options.load is None or options.finetune:
+        return 0
+    folder = Path(folder_of(options.load, number) if number else options.load)
+    if options.ckpt_step is not None:
+        return options.ckpt_step if (folder / checkpoint_name(options.ckpt_step)).is_dir() else 0
+    latest = checkpoint_folder(folder).latest()
+    return int(latest) if latest is not None and latest.isdecimal() else 0
+
+
+def _own_run(folder: Path, iteration: int) -> SavedRun | None:
+    if not iteration:
+        return None
+    with fail_together():
+        saved = read_state(folder / checkpoint_name(iteration)).configuration
+    is_of_each = saved.get("zero", {}).get("zeropp", {}).get("sync_every", 1) != 1
+    return SavedRun(folder=folder, iteration=iteration, is_of_each=is_of_each)
 
 
 def _saved_worlds(folder: Path) -> int:

@@ -53,8 +53,10 @@ class LocalSteps:
         ]
 
     @classmethod
-    def of(cls, settings: Zeropp, weights: TrainedWeights, group: OuterGroup) -> "LocalSteps":
-        """Return those of a section `zeropp` of the JSON."""
+    def of(
+        cls, settings: Zeropp, weights: TrainedWeights, group: OuterGroup, **others: object
+    ) -> "LocalSteps":
+        """Return those of a section `zeropp` of the JSON; `others` are further fields."""
         return cls(
             weights=weights,
             group=group,
@@ -68,6 +70,7 @@ class LocalSteps:
                 on_host=settings.sync_on_host,
                 mixing=settings.sync_mixing,
             ),
+            **others,
         )
 
     def before_update(self, step: int) -> None:

@@ -17,11 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.errors import InputError
+from zeropp.ranks.groups import set_backend_time_limit
+from zeropp.ranks.nodes.rounds import NodeLostError
 from zeropp.ranks.topology import Environment
 from zeropp.wire.traffic import Traffic
 
 PURPOSE = "outer"  # in the ledger
 Result = TypeVar("Result")
+Watch = Callable[[Callable[[], bool]], None]
 
 
 class OuterError(RuntimeError):
@@ -50,18 +53,50 @@ class OuterGroup:
     """This rank's group; `node` is the number of its node, of `size` nodes.
 
     All members call the same methods in the same order, with `start` apart from the others: what it
-    starts runs on a thread, over connections of its own.
+    starts runs on a thread, over connections of its own. `watch` waits until what it is given
+    returns True, and raises NodeLostError where that may never be.
     """
 
-    def __init__(self, store: dist.Store, node: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        node: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        traffic: Traffic | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         self.node, self.size = node, size
-        self.traffic = Traffic((PURPOSE,))
+        self.traffic = Traffic((PURPOSE,)) if traffic is None else traffic
+        self._watch = watch
 
         def connected(name: str) -> dist.ProcessGroupGloo:
             return dist.ProcessGroupGloo(dist.PrefixStore(name, store), node, size, timeout)
 
         self._messages, self._numbers = connected("messages"), connected("numbers")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
+        self._last: dist.Work | None = None
+
+    @property
+    def number(self) -> int:
+        """What names this node's folders."""
+        return self.node
+
+    @property
+    def planned(self) -> int:
+        """How many nodes the global batch is for."""
+        return self.size
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no message is in flight: gloo deletes a group only then."""
+        return self._last is None or self._last.is_completed()
+
+    def set_time_limit(self, limit: timedelta) -> None:
+        """Let a message take this long."""
+        for group in (self._messages, self._numbers):
+            set_backend_time_limit(group, limit)
 
     def start(self, work: Callable[[], Result]) -> Future[Result]:
         """Run `work`, which may call `exchange`, on the thread, after what was started before."""
@@ -72,6 +107,8 @@ class OuterGroup:
 
         That for this node itself is returned as it is. To be called in `start`.
         """
+        if self.size == 1:
+            return list(messages)
         lengths = torch.tensor([len(each) for each in messages])
         lengths[self.node] = 0
         coming = torch.empty_like(lengths)
@@ -118,7 +155,12 @@ class OuterGroup:
 
     def _wait(self, start: Callable[[], dist.Work]) -> None:
         try:
-            start().wait()
+            self._last = work = start()
+            if self._watch is not None:
+                self._watch(work.is_completed)
+            work.wait()
+        except NodeLostError as error:
+            raise OuterError(str(error)) from error
         except RuntimeError as error:
             reason = str(error).partition("\n")[0].rpartition("] ")[2]
             raise OuterError(

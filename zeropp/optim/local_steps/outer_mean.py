@@ -9,6 +9,7 @@ owners do not depend on its place among others: equal tensors, as tied weights o
 stay equal.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -34,7 +35,7 @@ class OuterMean:
     def __init__(
         self, sizes: Sequence[int], group: OuterGroup, bits: int, device: torch.device
     ) -> None:
-        self.group, self._sizes, self._bits = group, tuple(sizes), bits
+        self.group, self.sizes, self._bits = group, tuple(sizes), bits
         self.error = torch.zeros(self._codecs[group.node].elements, device=device)
         self.unsent = [self.error.new_zeros(each.elements) for each in self._codecs if self.feeds]
         # Padding is 0, and what comes back of it, as it is rounded with its block, is not.
@@ -70,22 +71,39 @@ class OuterMean:
         )
         return to_owners + num_others * self._codecs[node].packed_bytes
 
-    def run(self, tensors: Sequence[Tensor], update: Update = lambda mean: mean) -> list[Tensor]:
+    def run(
+        self,
+        tensors: Sequence[Tensor],
+        update: Update = lambda mean: mean,
+        num_terms: int | None = None,
+    ) -> list[Tensor]:
         """Return, on every node alike, the `update` of the means of flat fp32 tensors over nodes.
 
         `update` maps means of the elements that this node owns, `own`, to as many values.
+        num_terms: of how many nodes it is the mean, the others having zeros; by default of all.
         """
-        node, own = self.group.node, self.own(tensors)
-        messages = [self._to_owner(tensors, owner) for owner in range(self.group.size)]
-        total = torch.zeros_like(own)
-        for sender, message in enumerate(self.group.exchange(messages)):
-            total += own if sender == node else self._row(message, node, sender)
-        wanted = update(self._is_real * total / self.group.size) + self.error
+        wanted = update(self.sum(tensors) / (num_terms or self.group.size)) + self.error
+        node = self.group.node
         message = self._message(wanted, node)
         arrived = self.group.exchange([message] * self.group.size)
         values = [self._row(each, owner, owner) for owner, each in enumerate(arrived)]
         self.error = self._is_real * (wanted - values[node])
         return self.joined(values)
+
+    def sum(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the sums over nodes of the elements of tensors that this node owns."""
+        node, own = self.group.node, self.own(tensors)
+        messages = [self._to_owner(tensors, owner) for owner in range(self.group.size)]
+        total = torch.zeros_like(own)
+        for sender, message in enumerate(self.group.exchange(messages)):
+            total += own if sender == node else self._row(message, node, sender)
+        return self._is_real * total
+
+    def copy_for(self, group: OuterGroup) -> "OuterMean":
+        """Return one that goes on from here, with other connections to the same nodes."""
+        other = copy.copy(self)
+        other.group, other.unsent = group, list(self.unsent)
+        return other
 
     def own(self, tensors: Sequence[Tensor], owner: int | None = None) -> Tensor:
         """Return the elements of tensors that a node owns, by default this one, with padding."""
@@ -110,7 +128,7 @@ class OuterMean:
         nodes, parts = self.group.size, []
         for owner in range(nodes):
             of_owner = []
-            for size in self._sizes:
+            for size in self.sizes:
                 length = -(-size // nodes // WHOLE_BLOCKS) * WHOLE_BLOCKS
                 of_owner.append((min(owner * length, size), min((owner + 1) * length, size)))
             parts.append(of_owner)
@@ -118,7 +136,7 @@ class OuterMean:
 
     def joined(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors by the elements that each node owns of them."""
-        tensors = [rows[0].new_empty(size) for size in self._sizes]
+        tensors = [rows[0].new_empty(size) for size in self.sizes]
         for row, sizes, parts in zip(rows, self._padded_sizes, self._parts, strict=True):
             for tensor, space, (first, end) in zip(tensors, row.split(sizes), parts, strict=True):
                 tensor[first:end] = space[: end - first]

@@ -21,8 +21,9 @@ from zeropp.ranks.launcher.agent import rank_command, run_ranks
 from zeropp.ranks.launcher.hostfile import Hosts, choose, first_slots, read_hostfile
 from zeropp.ranks.launcher.job import Job
 from zeropp.ranks.launcher.meeting_point import MeetingPoint
-from zeropp.ranks.launcher.options import check, parse, program, require_cores
+from zeropp.ranks.launcher.options import check, parse, program, require_cores, require_port
 from zeropp.ranks.launcher.remote_shell import RemoteShell, is_here, remote_line
+from zeropp.ranks.nodes.sync_store import keep_store
 from zeropp.ranks.topology import (
     gloo_interfaces,
     share_cores,
@@ -45,6 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
+        if options.keep_store is not None:
+            require_port("keep_store", options.keep_store)
+            keep_store(options.keep_store, say=lambda text: print(f"zeropp: {text}", flush=True))
+            return 0
         hosts = _hosts(options)
         num_ranks = _num_ranks(options, hosts)
         check(options, num_ranks)

@@ -16,6 +16,7 @@ USAGE = """Start one rank per GPU of this machine, N ranks on its CPU, or those 
            script.py [arguments of the script]
     zeropp --hostfile FILE [--include HOSTS | --exclude HOSTS] [--num_nodes N] script.py ...
     zeropp [options] --module package.module [arguments of the module]
+    zeropp --keep_store PORT
 
 The ranks rendezvous on a free port, those of several machines at the first one. If a rank fails,
 the others are terminated; with --max_restarts N all are started again, up to N times. SIGINT and
@@ -119,6 +120,13 @@ def _add_machines(group: argparse._ArgumentGroup) -> None:
         help="arguments of ssh in one word, as in --launcher_args='-i key'",
     )
     add(
+        "--keep_store",
+        type=int,
+        metavar="PORT",
+        help="start no ranks, and keep the store in which nodes meet that come and go "
+        "(zeropp.sync_store)",
+    )
+    add(
         "--node_rank",
         type=int,
         metavar="N",
@@ -146,6 +154,12 @@ def check(options: argparse.Namespace, num_ranks: int) -> None:
         raise InputError(f"no such script: {name}")
 
 
+def require_port(name: str, port: int | None) -> None:
+    """Raise InputError for what is no port."""
+    if port is not None and not 0 < port <= LAST_PORT:
+        raise InputError(f"--{name} {port}: expected a port from 1 to {LAST_PORT}")
+
+
 def require_cores(num_ranks: int) -> None:
     """Raise InputError if this process may not use a core for each of the ranks."""
     if num_ranks > len(usable_cores()):
@@ -157,9 +171,7 @@ def require_cores(num_ranks: int) -> None:
 
 def _check_machines(options: argparse.Namespace) -> None:
     for name in ("master_port", "ssh_port"):
-        port = getattr(options, name)
-        if port is not None and not 0 < port <= LAST_PORT:
-            raise InputError(f"--{name} {port}: expected a port from 1 to {LAST_PORT}")
+        require_port(name, getattr(options, name))
     count, number = options.num_nodes, options.node_rank
     if count is not None and count < 1:
         raise InputError(f"--num_nodes {count}: expected at least 1")

@@ -1,0 +1,165 @@
+"""How a node comes to the others: it takes a number, and begins with them or is to join them.
+
+    epoch                        counts how often all nodes had ended; the keys below are of one
+    <epoch>/settings             what all nodes have alike, as the first one has said it
+    <epoch>/number/<number>      the node that has a number
+    <epoch>/candidate/<i>        the nodes that came, and how far their checkpoints are
+    <epoch>/members/0            those who begin: of the ones there, those whose are the furthest
+
+Called by one rank of each node.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import torch.distributed as dist
+
+from zeropp.errors import InputError, NetworkError, first_lines
+from zeropp.ranks.nodes.member import Member, Members
+from zeropp.ranks.nodes.pulse import Liveness
+from zeropp.ranks.nodes.rounds import names_with_weights, pauses
+
+MOST_SHOWN = 8  # differences in an error message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """How a node has come: as `own` of `members`, those who began, or to join them.
+
+    iteration: of its own checkpoint that it goes on from; 0 without one.
+    """
+
+    epoch: int
+    own: Member
+    members: Members
+    iteration: int = 0
+
+    @property
+    def joins(self) -> bool:
+        return self.own.is_fresh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entering:
+    """A node that comes, under a `name` of its own.
+
+    num_nodes: with how many nodes a run begins. settings: what must be alike on all nodes, texts by
+    their names. iteration_of: how far the checkpoint of a number is. limit: seconds, for the
+    other nodes to come.
+    """
+
+    store: dist.Store
+    name: str
+    liveness: Liveness
+    num_nodes: int
+    settings: Mapping[str, str]
+    advice: str
+    iteration_of: Callable[[int], int]
+    limit: float
+
+    def enter(self) -> Entry:
+        """Return when the run has begun, with or without this node.
+
+        Raises InputError for other settings than those of the others, NetworkError if they do not
+        come.
+        """
+        began, members = time.monotonic(), None
+        while members is None:
+            epoch = self._epoch()
+            store = dist.PrefixStore(str(epoch), self.store)
+            self._require_same(store)
+            own = Member(name=self.name, number=self._take_number(store))
+            iteration = self.iteration_of(own.number)
+            _announce(store, own, iteration)
+            members = self._begin(store, epoch, began)
+        if members.place(own.name) is None:
+            own, iteration = replace(own, is_fresh=True), 0
+        return Entry(epoch=epoch, own=own, members=members, iteration=iteration)
+
+    def _epoch(self) -> int:
+        """Return the present epoch; begin one if all nodes of the one before have ended."""
+        number = self.store.compare_set("epoch", "", "0")
+        while True:
+            names = _names_in(dist.PrefixStore(number.decode(), self.store))
+            if not names or self._any_alive(names):
+                return int(number)
+            following = str(int(number) + 1)
+            number = self.store.compare_set("epoch", number.decode(), following)
+
+    def _any_alive(self, names: Sequence[str]) -> bool:
+        for _ in pauses():
+            verdicts = [self.liveness.verdict(name) for name in names]
+            if True in verdicts or None not in verdicts:
+                return True in verdicts
+        raise AssertionError
+
+    def _require_same(self, store: dist.Store) -> None:
+        own = json.dumps([self.name, dict(self.settings)])
+        _, first = json.loads(store.compare_set("settings", "", own))
+        differing = [
+            f"{name} is {self.settings.get(name, 'absent')} on this node and "
+            f"{first.get(name, 'absent')} on the first one"
+            for name in dict.fromkeys((*first, *self.settings))
+            if first.get(name) != self.settings.get(name)
+        ]
+        if differing:
+            raise InputError(f"{first_lines(differing, MOST_SHOWN)}: {self.advice}")
+
+    def _take_number(self, store: dist.Store) -> int:
+        """Return the lowest number that no living node has."""
+        for number in count():
+            key = f"number/{number}"
+            holder = store.compare_set(key, "", self.name).decode()
+            while holder != self.name and not self._any_alive([holder]):
+                holder = store.compare_set(key, holder, self.name).decode()
+            if holder == self.name:
+                return number
+        raise AssertionError
+
+    def _begin(self, store: dist.Store, epoch: int, began: float) -> Members | None:
+        """Return who begins, when that is decided; None if others have begun another epoch."""
+        for _ in pauses():
+            if store.check(["members/0"]):
+                break
+            if int(self.store.get("epoch")) != epoch:
+                return None
+            here = [each for each in _candidates(store) if self.liveness.is_alive(each[0].name)]
+            if len(here) >= self.num_nodes:
+                furthest = max(iteration for _, iteration in here)
+                members = [each for each, iteration in here if iteration == furthest]
+                members.sort(key=lambda each: each.number)
+                store.compare_set("members/0", "", Members(tuple(members)).text)
+            if time.monotonic() - began > self.limit:
+                raise NetworkError(
+                    f"{len(here)} of zeropp.sync_nodes {self.num_nodes} nodes have come within "
+                    f"{self.limit:.0f} s: start the others, with the same zeropp.sync_store"
+                )
+        return Members.of_text(store.get("members/0"))
+
+
+def _announce(store: dist.Store, own: Member, iteration: int) -> None:
+    text = json.dumps([own.name, own.number, iteration])
+    for place in count():
+        if store.compare_set(f"candidate/{place}", "", text).decode() == text:
+            return
+
+
+def _names_in(store: dist.Store) -> Sequence[str]:
+    """Return who has the weights in an epoch or, before it has begun, who has come."""
+    names = names_with_weights(store)
+    if names:
+        return names
+    first = [json.loads(store.get("settings"))[0]] if store.check(["settings"]) else []
+    return [*first, *(each.name for each, _ in _candidates(store))]
+
+
+def _candidates(store: dist.Store) -> Iterator[tuple[Member, int]]:
+    """Yield the nodes that came, with the iterations of their checkpoints."""
+    for place in count():
+        if not store.check([f"candidate/{place}"]):
+            return
+        name, number, iteration = json.loads(store.get(f"candidate/{place}"))
+        yield Member(name=name, number=number), iteration
