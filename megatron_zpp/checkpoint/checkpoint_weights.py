@@ -1,5 +1,6 @@
 """The model's weights in a checkpoint, read as whole tensors one at a time, on one process."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,10 +8,13 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.checkpoint import choose, damage
-from megatron_zpp.checkpoint.iteration_folders import iteration_of
+from megatron_zpp.checkpoint.iteration_folders import folder_of_node, iteration_of
+from megatron_zpp.checkpoint.training_state import read_state
 from zeropp.checkpoint.shard_files import OneByOneReader, saved_tensors
 from zeropp.checkpoint.state_tensors import MODEL, model_part
 from zeropp.errors import InputError
+
+log = logging.getLogger("megatron_zpp")
 
 
 def find_checkpoint(folder: Path, flag: str = "--load") -> Path:
@@ -31,11 +35,13 @@ def find_checkpoint(folder: Path, flag: str = "--load") -> Path:
 class CheckpointWeights:
     """A `WeightSource` of the model's parameters and buffers in the checkpoint at `path`.
 
+    Where nodes that stepped alone have saved one each, they are the means over all nodes.
+
     keep: which of them to include, by name; all by default.
     """
 
     def __init__(self, path: Path, keep: Callable[[str], bool] = lambda name: True) -> None:
-        self._reader = OneByOneReader(path)
+        self._readers = [OneByOneReader(each) for each in _of_all_nodes(path)]
         self._facts = {
             name: tensor for name, tensor in model_part(saved_tensors(path)).items() if keep(name)
         }
@@ -47,5 +53,29 @@ class CheckpointWeights:
     def read(self, name: str) -> Tensor:
         """One whole tensor on the CPU, in the dtype in which it was saved."""
         tensor = torch.empty_like(self._facts[name], device="cpu")
-        self._reader.fill(MODEL + name, tensor)
-        return tensor
+        first, *others = self._readers
+        first.fill(MODEL + name, tensor)
+        if not others or not tensor.is_floating_point():
+            return tensor
+        total, term = tensor.double(), torch.empty_like(tensor)
+        for reader in others:
+            reader.fill(MODEL + name, term)
+            total += term
+        return (total / len(self._readers)).to(tensor.dtype)
+
+
+def _of_all_nodes(path: Path) -> list[Path]:
+    """Return the checkpoints whose mean counts: that at `path`, and those of other nodes."""
+    num_worlds = read_state(path).num_worlds
+    others = [folder_of_node(path.parent, node) / path.name for node in range(1, num_worlds)]
+    missing = [str(each) for each in others if not each.is_dir()]
+    if missing:
+        log.warning(
+            f"{path} is of one of {num_worlds} nodes that stepped alone, and its weights are taken "
+            f"alone, as {missing[0]} is missing"
+        )
+        return [path]
+    for each in others:
+        if problem := damage(each):
+            raise InputError(f"{each}: {problem}")
+    return [path, *others]

@@ -2,6 +2,7 @@
 
     SAVE/iter_0000100/                       shards, state.json and, last, manifest.json
     SAVE/latest_checkpointed_iteration.txt   100
+    SAVE/node_1/                             the same of the second node, where nodes step alone
 
 Nothing here needs tensors or ranks.
 """
@@ -53,6 +54,11 @@ def checkpoint_folder(folder: Path, lock: FolderLock | None = None) -> Checkpoin
 def checkpoint_name(iteration: int) -> str:
     """Name of the checkpoint of an iteration, iter_0000100."""
     return f"iter_{iteration:07d}"
+
+
+def folder_of_node(folder: Path, node: int) -> Path:
+    """Return the folder of the checkpoints of a node that steps alone, by that of the first."""
+    return folder / f"node_{node}" if node else folder
 
 
 def iteration_of(checkpoint: Path) -> int | None:
@@ -188,6 +194,12 @@ def prune(checkpoints: CheckpointFolder, iteration: int, keep: Retention) -> lis
     for path in superfluous:
         checkpoints.remove(path)
     return superfluous
+
+
+def complete_iterations(folder: Path) -> list[int]:
+    """Return the iterations of the checkpoints in a folder whose files are all there, in order."""
+    numbered = ((iteration_of(path), path) for path in folder.glob("iter_*"))
+    return sorted(number for number, path in numbered if number is not None and _is_undamaged(path))
 
 
 def _is_undamaged(checkpoint: Path) -> bool:

@@ -36,7 +36,7 @@ from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trainer import Trainer
 from megatron_zpp.train.worlds.progress import RunProgress
-from megatron_zpp.train.worlds.rows import local_steps_rows
+from megatron_zpp.train.worlds.rows import local_steps_rows, log_without_effect
 from zeropp import LossScaler, Sharding, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
@@ -283,10 +283,13 @@ def run_facts(run: Run, rows: Sequence[tuple[str, object]]) -> RunFacts:
 def check_nodes(config: Config, ranks: Ranks) -> None:
     """Raise InputError for nodes that do not fit the JSON.
 
-    Logs a line if ranks that exchange activations in every layer are in different nodes.
+    Logs a line if ranks that exchange activations in every layer are in different nodes, and one if
+    nodes step alone and settings are for messages between them.
     """
     nodes = find_nodes(ranks.mesh, config.zero, ranks.data)
     require_fit(config.zero, nodes)
+    if ranks.outer is not None and nodes.count == 1:
+        log_without_effect(config, ranks)
     per_node = nodes.ranks_per_node * nodes.parts
     if ranks.rank == 0 and per_node % ranks.tensor_size:
         log.warning(

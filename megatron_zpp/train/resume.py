@@ -20,6 +20,7 @@ from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
+from megatron_zpp.train.worlds.continuation import continue_local_steps
 from megatron_zpp.train.worlds.saved_run import SavedRun, saved_run
 from zeropp import InputError, LossScaler, Sharding
 from zeropp.checkpoint.async_save import AsyncWriter
@@ -75,7 +76,7 @@ class Saver:
             trainer.sharding.model,
             trainer.optimizer,
             self._state(),
-            keep=Retention(newest=options.keep_checkpoints, interval=options.save_retain_interval),
+            keep=self._keep(),
             save_optimizer=not options.no_save_optim,
             writer=self.writer,
             lock=self.lock,
@@ -83,6 +84,18 @@ class Saver:
         )
         if self.writer is None:
             self.console.line(f"saved checkpoint {path}")
+
+    def _keep(self) -> Retention:
+        """Return which checkpoints stay.
+
+        Of nodes that step alone some may be a save ahead of others, or two if saves run beside
+        training: they keep as many more, so that all have one of the same iteration.
+        """
+        options = self.trainer.config.checkpoint
+        newest, interval = options.keep_checkpoints, options.save_retain_interval
+        if self.trainer.local_steps and (newest, interval) != (None, None):
+            newest = (newest or 1) + (2 if self.writer else 1)
+        return Retention(newest=newest, interval=interval)
 
     def next_save(self, iteration: int) -> int | None:
         """When the first checkpoint after `iteration` is due; None without `--save`."""
@@ -144,7 +157,11 @@ def load(
     source = saved_run(options, ranks)
     if source is None:
         return beginning
-    state = _read(config, source, sharding, optimizer, tokenizer_fingerprint, local_steps)
+    starts_anew = options.no_load_optim or options.finetune or not source.is_of_each
+    others = {} if local_steps is None or starts_anew else local_steps.state()
+    state = _read(config, source, sharding, optimizer, tokenizer_fingerprint, others)
+    if local_steps is not None:
+        continue_local_steps(local_steps, others, source, state, config, ranks)
     if state is None:
         if options.exit_on_missing_checkpoint:
             raise no_checkpoint_error(options.load, "--exit-on-missing-checkpoint")
@@ -181,13 +198,14 @@ def _read(
     sharding: Sharding,
     optimizer: torch.optim.Optimizer,
     tokenizer_fingerprint: str,
-    local_steps: LocalSteps | None,
+    others: Mapping[str, torch.Tensor],
 ) -> TrainingState | None:
-    """Read a checkpoint into weights and optimizer, and what nodes that step alone have beside."""
+    """Read a checkpoint, or the mean of those of other nodes, into weights and optimizer.
+
+    `others` are further tensors to read.
+    """
     options, model = config.checkpoint, sharding.model
     load_optimizer = not (options.no_load_optim or options.finetune or source.is_averaged)
-    goes_on = local_steps is not None and source.is_of_each and load_optimizer
-    others = local_steps.state() if goes_on else {}
     sharding.weights_changed()
     state = checkpoint.load(
         source.folder,
@@ -196,16 +214,13 @@ def _read(
         load_optimizer=load_optimizer,
         architecture=architecture(config.model, model.vocab_size),
         tokenizer=tokenizer_fingerprint,
-        verify=not options.no_verify_checkpoint,
+        verify=not options.no_verify_checkpoint and not source.is_verified,
         iteration=source.iteration,
         others=others,
     )
     if state is not None and source.is_averaged:
-        source.average(sharding, optimizer, state.iteration)
-    if goes_on:
-        local_steps.load(others)
-    elif local_steps is not None:
-        local_steps.restart()
+        verify = not options.no_verify_checkpoint
+        source.average(sharding, optimizer, state.iteration, verify=verify)
     return state
 
 

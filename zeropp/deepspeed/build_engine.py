@@ -37,7 +37,7 @@ from zeropp.ranks.coordination import among
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import BatchSizes, ZeroConfig
-from zeropp.sharding.checks import require_same_model
+from zeropp.sharding.checks import require_common_steps, require_same_model
 from zeropp.sharding.grid import data_axis
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.recorded_tensor import not_recording
@@ -171,7 +171,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _require_clear(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> None:
-    """Raise InputError for keys that are "auto", and for a schedule without an optimizer."""
+    """Raise InputError for keys that are "auto" or not for engines, and for a schedule alone."""
+    require_common_steps(zero, "zeropp.initialize")
     given = {"optimizer": optimizer is not None, "scheduler": lr_scheduler is not None}
     unfilled = sorted(
         name for name in zero.unresolved_auto_keys if not given.get(name.partition(".")[0])

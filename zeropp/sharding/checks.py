@@ -211,7 +211,8 @@ def require_sharded(model: nn.Module, units: Units) -> None:
 
 
 def require_attachable_settings(config: ZeroConfig) -> None:
-    """Raise InputError for settings that need `zeropp.shard`."""
+    """Raise InputError for settings that need `zeropp.shard`, and for nodes that step alone."""
+    require_common_steps(config, "zeropp.attach")
     if config.stage == 0:
         raise InputError(
             "zero_optimization.stage = 0 keeps whole weights on every rank, and zeropp.attach is "
@@ -234,6 +235,16 @@ def require_attachable_settings(config: ZeroConfig) -> None:
                 f"zero_optimization.{key} changes where or how weights are stored, which "
                 "zeropp.attach leaves as it is: shard the model with zeropp.shard, or leave it out"
             )
+
+
+def require_common_steps(config: ZeroConfig, caller: str) -> None:
+    """Raise InputError for nodes that step alone, where `caller` lets all ranks step together."""
+    if config.zeropp.sync_every != 1:
+        every = ZeroConfig.setting("zeropp.sync_every").assignment(config.zeropp.sync_every)
+        raise InputError(
+            f"{every}: all ranks of {caller} take each step together. For nodes that step alone, "
+            "shard the model over the ranks of a node and call zeropp.local_steps, or leave it out"
+        )
 
 
 def obstacles(units: Units) -> dict[str, str]:

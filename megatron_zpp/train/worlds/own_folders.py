@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_zpp.checkpoint.iteration_folders import folder_of_node
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
 
@@ -16,10 +17,7 @@ def with_own_folders(config: Config, ranks: Ranks) -> Config:
     if not number:
         return config
     options = config.checkpoint
-    save, load = (folder_of(each, number) for each in (options.save, options.load))
+    save, load = (
+        each and str(folder_of_node(Path(each), number)) for each in (options.save, options.load)
+    )
     return replace(config, checkpoint=replace(options, save=save, load=load))
-
-
-def folder_of(folder: str | None, node: int) -> str | None:
-    """Return the folder of a world's checkpoints, by that of the first one's."""
-    return folder if folder is None else str(Path(folder) / f"node_{node}")

@@ -1,17 +1,23 @@
 """What `--load` names, where nodes step alone or have done so: a checkpoint of each world."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder, checkpoint_name
+from megatron_zpp.checkpoint.iteration_folders import (
+    checkpoint_folder,
+    checkpoint_name,
+    complete_iterations,
+    folder_of_node,
+    iteration_of,
+)
 from megatron_zpp.checkpoint.training_state import STATE, read_state
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import CheckpointConfig
-from megatron_zpp.train.worlds.own_folders import folder_of
 from zeropp import Sharding
 from zeropp.errors import InputError
 from zeropp.optim.local_steps.held_model import OfSharding
@@ -27,29 +33,36 @@ class SavedRun:
 
     num_worlds: how many nodes that stepped alone have saved it, the first one in `folder`.
     is_of_each: each world of this run loads its own.
+    is_verified: its files have been read and compared already.
     """
 
     folder: Path
     iteration: int | None
     num_worlds: int = 1
     is_of_each: bool = False
+    is_verified: bool = False
 
     @property
     def is_averaged(self) -> bool:
-        """Whether the weights of all that saved it are averaged."""
+        """Whether the weights of all that saved it are averaged, as this run has other nodes."""
         return self.num_worlds > 1 and not self.is_of_each
 
-    def average(self, sharding: Sharding, optimizer: torch.optim.Optimizer, iteration: int) -> None:
+    def average(
+        self,
+        sharding: Sharding,
+        optimizer: torch.optim.Optimizer,
+        iteration: int,
+        *,
+        verify: bool,
+    ) -> None:
         """Let the weights, which are those of the first world, be the mean of all."""
         weights = TrainedWeights(model=OfSharding(sharding), optimizer=optimizer)
         total = [each.double() for each in weights.read()]
         for node in range(1, self.num_worlds):
-            path = Path(folder_of(str(self.folder), node)) / checkpoint_name(iteration)
-            if not path.is_dir():
-                raise InputError(
-                    f"{self.folder} is of {self.num_worlds} nodes that stepped alone, and {path} "
-                    "is missing: restore it, or name one that all have saved by --ckpt-step"
-                )
+            path = folder_of_node(self.folder, node) / checkpoint_name(iteration)
+            problem = checkpoint.damage(path, verify=verify)
+            if problem is not None:
+                raise InputError(f"{path}: {problem}")
             checkpoint.load_weights(path, sharding.model, optimizer)
             for each, term in zip(total, weights.read(), strict=True):
                 each += term
@@ -64,31 +77,84 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     """Return what to load of `--load`; all ranks of all worlds call it.
 
     None for a node that begins or joins without a checkpoint, where nodes come and go. Raises
-    InputError if this run's worlds have no checkpoint of the same iteration.
+    InputError if no iteration is there of all worlds that have saved it, or if a world sees none of
+    it.
     """
     own = Path(options.load)
-    first = own.parent if ranks.outer and ranks.outer.number else own
     if ranks.elastic and not options.finetune:
         return _own_run(own, ranks.elastic.iteration)
-    num_worlds = _saved_worlds(first)
-    if num_worlds != ranks.num_worlds or ranks.outer is None:
-        return SavedRun(folder=first, iteration=options.ckpt_step, num_worlds=num_worlds)
+    first = own.parent if ranks.outer and ranks.outer.number else own
+    saved_here = _saved_worlds(own, options.ckpt_step)
+    saved_by_first = _saved_worlds(first, options.ckpt_step) if first != own else saved_here
+    views = [(saved_here, saved_by_first)]
+    if ranks.outer is not None:
+        views = ranks.outer.gather(views[0])
+    num_worlds, _ = views[0]
+    if num_worlds == ranks.num_worlds > 1 or (num_worlds is None and any(own for own, _ in views)):
+        _require_all([each is not None for each, _ in views], f"checkpoint of its own in {first}")
+        return _of_each(options, ranks, own)
+    if ranks.outer is not None:
+        what = f"checkpoint in {first}, which all nodes read if another number of nodes saved it"
+        _require_all([each == num_worlds for _, each in views], what)
+    if num_worlds in (None, 1):
+        return SavedRun(folder=first, iteration=options.ckpt_step)
+    return _of_others(options, first, num_worlds)
+
+
+def _of_each(options: CheckpointConfig, ranks: Ranks, own: Path) -> SavedRun:
+    """Return the newest checkpoint that each world of this run has of its own."""
     verify = not options.no_verify_checkpoint
     path = checkpoint.choose(own, verify=verify, iteration=options.ckpt_step)
-    iterations = ranks.outer.gather(None if path is None else read_state(path).iteration)
-    if None in iterations:
-        raise InputError(
-            f"{first} is of {num_worlds} nodes that stepped alone, and node "
-            f"{iterations.index(None)} has no checkpoint there"
+    chosen = None if path is None else iteration_of(path)
+    views = ranks.outer.gather((chosen, _iterations(own)))
+    _require_all([each is not None for each, _ in views], f"checkpoint of its own in {own}")
+    iteration = _newest_of_all(
+        [found for _, found in views], min(newest for newest, _ in views), str(own)
+    )
+    return SavedRun(
+        folder=own,
+        iteration=iteration,
+        num_worlds=ranks.num_worlds,
+        is_of_each=True,
+        is_verified=verify and iteration == chosen,
+    )
+
+
+def _of_others(options: CheckpointConfig, first: Path, num_worlds: int) -> SavedRun:
+    """Return the newest checkpoint that all nodes have saved which are not those of this run."""
+    path = checkpoint.choose(first, verify=False, iteration=options.ckpt_step)
+    folders = [folder_of_node(first, node) for node in range(num_worlds)]
+    found = [_iterations(each) for each in folders]
+    for folder, iterations in zip(folders, found, strict=True):
+        if not iterations:
+            raise InputError(
+                f"{first} is of {num_worlds} nodes that stepped alone, and {folder} has no "
+                "complete checkpoint: restore it"
+            )
+    iteration = _newest_of_all(found, iteration_of(path), str(first))
+    return SavedRun(folder=first, iteration=iteration, num_worlds=num_worlds)
+
+
+def _newest_of_all(found: Sequence[Sequence[int]], most: int, folder: str) -> int:
+    """Return the newest iteration up to `most` of which all nodes have a complete checkpoint."""
+    common = set(found[0]).intersection(*found[1:])
+    iteration = max((each for each in common if each <= most), default=None)
+    if iteration is None:
+        lists = "; ".join(
+            f"node {node} {', '.join(map(str, each)) or 'none'}" for node, each in enumerate(found)
         )
-    return SavedRun(folder=own, iteration=min(iterations), num_worlds=num_worlds, is_of_each=True)
+        raise InputError(
+            f"{folder}: there is no iteration up to {most} of which all nodes have a complete "
+            f"checkpoint; they have those of: {lists}"
+        )
+    return iteration
 
 
 def newest_iteration(options: CheckpointConfig, number: int) -> int:
     """Return how far the checkpoint is that the node with a number goes on from; 0 without one."""
     if options.load is None or options.finetune:
         return 0
-    folder = Path(folder_of(options.load, number) if number else options.load)
+    folder = folder_of_node(Path(options.load), number)
     if options.ckpt_step is not None:
         return options.ckpt_step if (folder / checkpoint_name(options.ckpt_step)).is_dir() else 0
     latest = checkpoint_folder(folder).latest()
@@ -104,11 +170,37 @@ def _own_run(folder: Path, iteration: int) -> SavedRun | None:
     return SavedRun(folder=folder, iteration=iteration, is_of_each=is_of_each)
 
 
-def _saved_worlds(folder: Path) -> int:
-    """Return how many worlds have saved the newest checkpoint of a folder; 1 if there is none."""
+def _require_all(has: Sequence[bool], what: str) -> None:
+    """Raise InputError, on all worlds alike, that names the first node without a checkpoint."""
+    if not all(has):
+        raise InputError(
+            f"--load: node {list(has).index(False)} of {len(has)} that step alone has no {what}"
+        )
+
+
+def _iterations(folder: Path) -> list[int]:
+    """Return the iterations of the complete checkpoints in a folder, as the first rank sees it."""
     with fail_together():
-        latest = checkpoint_folder(folder).latest() if rank() == 0 else None
-        is_number = latest is not None and latest.isdecimal()
-        path = folder / checkpoint_name(int(latest)) if is_number else folder
-        number = read_state(path).num_worlds if (path / STATE).exists() else 1
+        found = complete_iterations(folder) if rank() == 0 else None
+    return broadcast_object(found)
+
+
+def _saved_worlds(folder: Path, iteration: int | None) -> int | None:
+    """Return how many worlds have saved the newest checkpoint of a folder, or that of an iteration.
+
+    None if there is none. Checkpoints of other programs count as one world's.
+    """
+    with fail_together():
+        number = None
+        if rank() == 0:
+            latest = checkpoint_folder(folder).latest() if iteration is None else str(iteration)
+            is_number = latest is not None and latest.isdecimal()
+            path = folder / checkpoint_name(int(latest)) if is_number else folder
+            found = complete_iterations(folder)
+            if not (path / STATE).exists() and found:
+                path = folder / checkpoint_name(found[-1])
+            if (path / STATE).exists():
+                number = read_state(path).num_worlds
+            elif latest is not None:
+                number = 1
     return broadcast_object(number)

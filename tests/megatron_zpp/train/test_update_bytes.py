@@ -1,6 +1,7 @@
 """What ranks send when they update the weights, counted and by formula, in runs."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def steps(run: Run, number: int) -> Communication:
 
 
 def flags_of(folder: Path, stage: int, **zeropp: object) -> str:
-    path = folder / "zeropp.json"
+    path = folder / f"zeropp_{os.getpid()}.json"  # each rank writes its own
     zero = {"zero_optimization": {"stage": stage}, "zeropp": {"ranks_per_node": 2, **zeropp}}
     path.write_text(json.dumps(zero))
     return f"{BATCH} --deepspeed_config {path} "

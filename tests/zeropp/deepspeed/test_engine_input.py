@@ -29,6 +29,10 @@ ARGUMENTS = {
         dict(config=config_of(optimizer={"type": "Adam", "params": {"lr": "auto"}})),
         'optimizer.params.lr = "auto"',
     ),
+    "nodes alone": (
+        dict(config=config_of(zeropp={"sync_every": {"0": 1, "9": 2}})),
+        'zeropp.sync_every = {"0": 1, "9": 2}: all ranks of zeropp.initialize',
+    ),
     "schedule alone": (
         dict(config=UNNAMED | {"scheduler": SCHEDULE}),
         "a learning-rate schedule without an optimizer",

@@ -75,6 +75,7 @@ def accepted(draw: st.DrawFn) -> dict[str, object]:
         values["zeropp.gradient_bits"] = [8, 3]  # only across nodes
     if values.get("zeropp.delayed_param_update"):
         values |= {ZERO + "offload_optimizer.device": "cpu"}
+        values.pop("zeropp.sync_every", None)
     if values.get(ZERO + "offload_param.device") == "cpu":
         values.pop(ZERO + "zero_quantized_nontrainable_weights", None)
         values |= {ZERO + "offload_optimizer.ratio": 1.0}
@@ -131,6 +132,7 @@ def test_the_tutorials_file_is_read(tmp_path: Path) -> None:
         {ZERO + "offload_optimizer.device": "cpu", ZERO + "stage": 0},
         {"zeropp.sync_delay": 3, "zeropp.sync_every": 3},
         {"zeropp.sync_delay": 2, "zeropp.sync_every": {"0": 1, "9": 2, "20": 5}},
+        {"zeropp.delayed_param_update": True, "zeropp.sync_every": {"0": 1, "9": 2}},
         {
             "train_batch_size": 9,
             "train_micro_batch_size_per_gpu": 2,

@@ -235,6 +235,8 @@ def test_what_cannot_be_attached_is_named():
     refused(model, {"zero_optimization": ZERO | {"zero_hpz_partition_size": 3}}, "does not divide")
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     refused(model, {"zero_optimization": offload}, "offload_optimizer changes where")
+    alone = {"zeropp": {"sync_every": 9}, "zero_optimization": ZERO}
+    refused(model, alone, "sync_every = 9: all ranks of zeropp.attach take each step together")
     refused(model, {"zeropp": {"ranks_per_node": 3}, "zero_optimization": ZERO}, "ranks_per_node")
     zeropp.attach(model, ZEROPP)
     refused(model, ZEROPP, "the model has ZeRO\\+\\+'s collectives already")

@@ -1,0 +1,82 @@
+"""How nodes that step alone go on from a checkpoint."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from megatron_zpp.checkpoint.training_state import TrainingState
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.parallel import SIZES
+from megatron_zpp.train.worlds.saved_run import SavedRun
+from zeropp.errors import InputError
+from zeropp.optim.local_steps.local_steps import LocalSteps
+from zeropp.optim.local_steps.outer_mean import OuterMean
+
+FP32 = 32  # bits
+EXPERTS = "expert_model_parallel_size"
+
+log = logging.getLogger("megatron_zpp")
+
+
+def continue_local_steps(
+    local_steps: LocalSteps,
+    read: Mapping[str, Tensor],
+    source: SavedRun,
+    state: TrainingState | None,
+    config: Config,
+    ranks: Ranks,
+) -> None:
+    """Go on from a checkpoint that has been loaded, or from the beginning if `state` is None.
+
+    `read` is what it has of local steps, nothing if moments start anew. Nodes that have loaded
+    different weights then go on with their mean. All nodes call it. Raises InputError on all of
+    them if they have loaded different iterations.
+    """
+    if ranks.elastic:
+        if read and state is not None:
+            local_steps.load(read)
+        else:
+            local_steps.restart()
+        return
+    iterations = ranks.outer.gather(None if state is None else state.iteration)
+    if len(set(iterations)) > 1:
+        raise InputError(
+            f"--load: nodes that step alone have loaded other iterations: "
+            f"{', '.join(map(str, iterations))} (None: no checkpoint); all need the same"
+        )
+    if state is None or not (read or source.is_of_each):
+        local_steps.restart()
+        return
+    if not read:
+        _go_on_with_mean(local_steps)
+        log.info("the nodes go on with the mean of their weights; the outer momentum starts anew")
+        return
+    local_steps.load(read)
+    saved_by = _layout(state.world_size, state.stage, state.configuration["parallel"])
+    if saved_by != _layout(ranks.num_ranks, config.zero.stage, asdict(config.parallel)):
+        # Each node owns other elements than before, of which others have the momentum.
+        for each in local_steps.fragments:
+            each.momentum.zero_()
+            each.mean.forget()
+        log.info(
+            "the ranks of a node share out the weights differently: outer momentum starts anew"
+        )
+
+
+def _go_on_with_mean(local_steps: LocalSteps) -> None:
+    """Let all nodes have the mean of their weights, formed in fp32."""
+    weights = local_steps.weights.read()
+    group = local_steps.group
+    mean = OuterMean([len(each) for each in weights], group, FP32, weights[0].device)
+    local_steps.weights.write(group.start(lambda: mean.run(weights)).result())
+    group.traffic.take()  # of no step
+    local_steps.restart()
+
+
+def _layout(world_size: int, stage: int, parallel: Mapping[str, Any]) -> tuple:
+    """Return what the parts of weights depend on that each rank of a node has."""
+    return world_size, stage > 0, *(parallel.get(name, 1) for name in (*SIZES, EXPERTS))

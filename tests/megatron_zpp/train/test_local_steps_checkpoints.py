@@ -1,0 +1,190 @@
+"""Checkpoints of nodes that step alone, on other nodes, with parts missing, and read by tools."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights
+from megatron_zpp.checkpoint.iteration_folders import POINTER, complete_iterations
+from megatron_zpp.train.run import Run
+from tests.megatron_zpp.train.training_runs import (
+    RELATIVE,
+    built_run,
+    log_of,
+    losses,
+    run,
+    run_alone,
+    shared_folder,
+)
+from tests.ranks import ranks
+from tests.worlds import worlds
+from zeropp import InputError
+
+MODEL = "--global-batch-size 4 --train-iters 7 --hidden-dropout 0 "
+MODEL += "--attention-dropout 0 "
+MIDDLE, LAST = "iter_0000006", "iter_0000007"
+
+
+def flags_of(path: Path, ranks_per_node: int = 1, micro: int = 2, **zero: object) -> str:
+    """Flags of nodes that exchange after iterations 4 and 7, with a JSON at `path`."""
+    zeropp = {"ranks_per_node": ranks_per_node, "sync_every": 4}
+    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
+    return f"{MODEL} --micro-batch-size {micro} --deepspeed_config {path} "
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `run`, of two nodes: iteration 6, in an interval, and 7; and their log."""
+    folder = tmp_path_factory.mktemp("nodes")
+    saving = f"--save {folder / 'run'} --save-interval 2 --keep-checkpoints 1"
+    run_alone(2, 1, flags_of(folder / "zeropp.json") + saving, folder)
+    return folder
+
+
+def means(folder: Path, name: str) -> dict[str, Tensor]:
+    """The means of the weights that the two nodes have saved."""
+    parts = [CheckpointWeights(folder / node / name) for node in ("", "node_1")]
+    assert parts[1].facts().keys() == parts[0].facts().keys() != set()
+    alone = CheckpointWeights(folder / "node_1" / name)
+    return {each: parts[0].read(each) for each in alone.facts()}
+
+
+def weights_of(run: Run) -> Mapping[str, Tensor]:
+    """The weights of a rank that has all of them."""
+    return {name: each.detach() for name, each in run.trainer.sharding.model.named_parameters()}
+
+
+def require_means(run: Run, folder: Path) -> None:
+    """Require weights that are the means of those of iteration 6."""
+    expected = means(folder / "run", MIDDLE)
+    for name, weight in weights_of(run).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=0)
+
+
+def test_the_nodes_keep_one_checkpoint_more_and_differ_in_an_interval(saved: Path) -> None:
+    for node in (saved / "run", saved / "run/node_1"):
+        assert complete_iterations(node) == [6, 7]
+    own, other = (
+        CheckpointWeights(_alone(saved / "run" / node / MIDDLE, saved / f"alone{number}"))
+        for number, node in enumerate(("", "node_1"))
+    )
+    mean = CheckpointWeights(saved / "run" / MIDDLE)
+    differ = 0
+    for name in mean.facts():
+        expected = (own.read(name).double() + other.read(name).double()) / 2
+        torch.testing.assert_close(mean.read(name), expected.float(), rtol=0, atol=0)
+        differ += not torch.equal(own.read(name), other.read(name))
+    assert differ > 5
+    last = CheckpointWeights(saved / "run" / LAST)
+    alone = CheckpointWeights(_alone(saved / "run" / LAST, saved / "alone2"))
+    assert all(torch.equal(last.read(name), alone.read(name)) for name in last.facts())
+
+
+def _alone(checkpoint: Path, folder: Path) -> Path:
+    """A copy of a node's checkpoint without those of the other nodes."""
+    return Path(shutil.copytree(checkpoint, folder / checkpoint.name))
+
+
+def test_tools_say_whose_weights_they_take_if_a_node_is_missing(saved: Path, caplog) -> None:
+    CheckpointWeights(_alone(saved / "run" / MIDDLE, saved / "alone3"))
+    assert "of one of 2 nodes that stepped alone, and its weights are taken alone" in caplog.text
+
+
+@ranks(1)
+def test_without_local_steps_a_run_goes_on_with_the_mean(saved: Path) -> None:
+    loading = f"{MODEL} --micro-batch-size 2 --load {saved / 'run'} --ckpt-step 6"
+    with built_run(loading) as built:
+        require_means(built, saved)
+        assert built.trainer.counters.iteration == 6
+
+
+@ranks(4)
+def test_more_nodes_go_on_with_the_mean(saved: Path, tmp_path: Path) -> None:
+    folder = shared_folder(str(tmp_path))
+    flags = (
+        flags_of(folder / f"{dist.get_rank()}.json", micro=1)
+        + f"--load {saved / 'run'} --ckpt-step 6"
+    )
+    with worlds(1, folder) as outer, built_run(flags, outer) as built:
+        require_means(built, saved)
+
+
+@pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune"])
+@ranks(2)
+def test_as_many_nodes_without_moments_go_on_with_the_mean(
+    flag: str, saved: Path, tmp_path: Path
+) -> None:
+    folder = shared_folder(str(tmp_path))
+    flags = flags_of(folder / f"{dist.get_rank()}.json")
+    flags += f"--load {saved / 'run'} --ckpt-step 6 {flag}"
+    with worlds(1, folder) as outer, built_run(flags, outer) as built:
+        require_means(built, saved)
+        agreed = built.trainer.local_steps.agreed
+        assert all(map(torch.equal, agreed, built.trainer.local_steps.weights.read()))
+        assert not built.trainer.local_steps.momentum.any()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nodes_of_other_ranks_go_on_each_with_its_own(
+    stage: int, saved: Path, tmp_path: Path
+) -> None:
+    flags = flags_of(tmp_path / "zeropp.json", 2, 1, stage=stage)
+    log = run_alone(4, 2, f"{flags} --load {saved / 'run'} --ckpt-step 6", tmp_path)
+    (loss,) = map(float, losses(log))
+    straight = losses((saved / "log.txt").read_text())
+    assert loss == pytest.approx(float(straight[-1]), rel=RELATIVE)
+    assert "outer momentum starts anew" in log
+
+
+@pytest.mark.parametrize("saving", ["", "--async-save"])
+def test_a_node_that_died_before_it_published_has_the_iteration_before(
+    saving: str, saved: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(saved / "run", tmp_path / "run"))
+    shutil.rmtree(folder / "node_1" / LAST)
+    (folder / "node_1" / POINTER).write_text("6")
+    flags = flags_of(tmp_path / "zeropp.json") + f"--load {folder} --save {folder} {saving}"
+    log = run_alone(2, 1, flags, tmp_path)
+    assert losses(log) == losses((saved / "log.txt").read_text())[-1:]
+    assert complete_iterations(folder / "node_1") == [6, 7]
+
+
+@ranks(2)
+def test_a_node_without_a_checkpoint_is_named(saved: Path, tmp_path: Path) -> None:
+    folder = shared_folder(str(tmp_path))
+    flags = flags_of(folder / f"{dist.get_rank()}.json") + f"--load {folder / 'run'}"
+    if dist.get_rank() == 0:
+        shutil.copytree(saved / "run", folder / "run")
+        shutil.rmtree(folder / "run/node_1")
+    dist.barrier()
+    with worlds(1, folder) as outer:
+        with pytest.raises(InputError, match="node 1 of 2 that step alone has no checkpoint of"):
+            log_of(flags, outer=outer)
+
+
+@ranks(1)
+def test_a_missing_node_is_named_by_a_run_on_other_nodes(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/node_1")
+    with pytest.raises(InputError, match="run/node_1 has no complete checkpoint: restore it"):
+        log_of(f"{MODEL} --micro-batch-size 2 --load {tmp_path / 'run'}")
+
+
+def test_one_node_s_checkpoint_is_the_beginning_of_several(tmp_path: Path) -> None:
+    run(1, f"{MODEL} --micro-batch-size 2 --save {tmp_path / 'one'} --exit-interval 3", tmp_path)
+    require_same_beginning(folder=tmp_path)
+
+
+@ranks(2)
+def require_same_beginning(folder: Path) -> None:
+    flags = flags_of(folder / f"{dist.get_rank()}.json") + f"--load {folder / 'one'}"
+    with worlds(1, folder) as outer, built_run(flags, outer) as built:
+        assert built.trainer.counters.iteration == 3
+        values = outer.gather([each.sum().item() for each in weights_of(built).values()])
+        assert values[0] == values[1]
