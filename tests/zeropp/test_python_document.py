@@ -13,7 +13,7 @@ def test_every_python_block_runs(tmp_path):
     os.chdir(tmp_path)
     text = (ROOT / "docs/python.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    first, saving, copying, sharding, updating, building, gathering = blocks
+    first, saving, copying, sharding, alone, updating, building, gathering = blocks
     names = {"__name__": "__main__"}
     exec(first, names)
     steps = 64 // 2 // 8  # samples, ranks, samples of a step
@@ -26,6 +26,10 @@ def test_every_python_block_runs(tmp_path):
     with zeropp.zero.GatheredParameters(names["model"].head.weight):
         assert names["model"].head.weight.abs().sum() == 0
     exec(sharding, names)
+    sharded = names["model"]
+    exec(alone, names)
+    assert names["steps"].count == 64 // 8 and names["steps"].local.is_alike
+    names["model"] = sharded
     exec(updating, names)
     assert type(names["optimizer"]) is zeropp.FusedAdam
     exec(building, names)

@@ -1,10 +1,10 @@
 """How rows of fp32 numbers are packed to be sent to other nodes, by the bits of a number.
 
-Two bits, in plain PyTorch: of 32 elements each the rotated ones (zeropp/quant/reference.py), in
-blocks of 128 with a bf16 scale s, which is 0.4 times the largest, and codes 0 to 3 for -1.5 s, -0.5
-s, 0.5 s and 1.5 s, four to a byte, the first one in the lowest bits. On normal numbers the mean
-square of the error is 0.128 of theirs, and codes have an entropy of 1.83 bits. Those with the least
-error, of the root mean square as the scale, have 0.117 and 1.90 bits.
+Two bits, in plain PyTorch: 32 elements each are rotated, and 128 rotated ones have a bf16 scale s,
+which is 0.4 times the largest, and codes 0 to 3 for -1.5 s, -0.5 s, 0.5 s and 1.5 s, four to a
+byte. On normal numbers the mean square of the error is 0.128 of theirs, and codes have an entropy
+of 1.83 bits; with the root mean square as the scale it would be 0.117 and 1.90 bits. What codes
+stand for is computed without rounding but for the scale, so that all nodes compute the same.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from torch.nn.functional import pad
 
 from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import ALIGN, BLOCK, RAW, ROTATED, ROTATED_4, SCALE_BYTES, row_layout
-from zeropp.quant.reference import rotate, unrotate
 
 SEGMENT_BITS = {32: RAW, 8: 8, 4: ROTATED_4}  # by the bits of a number that is sent
 TWO_BITS_BLOCK = 128  # elements
+PIECE = 2**20  # elements, whole blocks
 STEP = 0.4  # between two levels, of the largest element of a block
 WHOLE_BLOCKS = max(*BLOCK.values(), TWO_BITS_BLOCK)  # elements; a multiple of all blocks
 
@@ -68,7 +68,7 @@ class _Quantized:
 
 
 class _TwoBits:
-    """Packed row: scales, then codes."""
+    """Packed row: scales, then codes. It is packed in pieces, which bounds the memory it takes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = tuple(sizes)
@@ -79,22 +79,63 @@ class _TwoBits:
         self.packed_bytes = -(-self._end // ALIGN) * ALIGN
 
     def pack(self, row: Tensor) -> Tensor:
+        packed = row.new_zeros(self.packed_bytes, dtype=torch.uint8)
+        scales, codes = self._parts(packed)
         segments = zip(row.split(self._sizes), self._room, strict=True)
         whole = torch.cat([pad(part, (0, room - len(part))) for part, room in segments])
-        blocks = rotate(whole.view(1, -1)).view(-1, TWO_BITS_BLOCK)
-        scales = (STEP * blocks.abs().amax(1)).bfloat16()
-        steps = scales.float()[:, None]
-        codes = (blocks / steps.where(steps != 0, 1.0)).floor().clamp(-2, 1) + 2
-        fours = codes.nan_to_num().to(torch.uint8).view(-1, 4)
-        low, high = fours[:, 0] | fours[:, 1] << 2, fours[:, 2] << 4 | fours[:, 3] << 6
-        packed = torch.cat((scales.view(torch.uint8), low | high))
-        return pad(packed, (0, self.packed_bytes - self._end))
+        for piece, its_scales, its_codes in zip(
+            whole.split(PIECE),
+            scales.split(PIECE // TWO_BITS_BLOCK),
+            codes.split(PIECE // 4),
+            strict=True,
+        ):
+            _pack(piece, its_scales, its_codes)
+        return packed
 
     def unpack(self, packed: Tensor) -> Tensor:
-        scales = packed[: self._scale_bytes].clone().view(torch.bfloat16).float()
-        coded = packed[self._scale_bytes : self._end, None]
-        fours = coded >> torch.arange(0, 8, 2, device=packed.device)
-        values = ((fours & 3).float() - 1.5).view(-1, TWO_BITS_BLOCK) * scales[:, None]
-        whole = unrotate(values.view(1, -1)).view(-1)
+        scales, codes = self._parts(packed.clone())  # aligned
+        pieces = zip(scales.split(PIECE // TWO_BITS_BLOCK), codes.split(PIECE // 4), strict=True)
+        whole = torch.cat([_unpack(*piece) for piece in pieces])
         segments = zip(whole.split(self._room), self._sizes, strict=True)
         return torch.cat([part[:size] for part, size in segments])
+
+    def _parts(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scales and the codes in a packed row."""
+        scales = packed[: self._scale_bytes].view(torch.bfloat16)
+        return scales, packed[self._scale_bytes : self._end]
+
+
+def _pack(piece: Tensor, scales: Tensor, codes: Tensor) -> None:
+    """Elements, n of whole blocks -> scales (n / 128,) and codes (n / 4,)."""
+    columns = _rotated(piece.view(-1, ROTATED).t().contiguous())  # [32, n / 32]
+    extremes = columns.abs().amax(0).view(-1, TWO_BITS_BLOCK // ROTATED).amax(1)
+    scales.copy_(STEP * extremes)
+    steps = scales.float().repeat_interleave(TWO_BITS_BLOCK // ROTATED)
+    levels = (columns / steps.where(steps != 0, 1.0)).floor_().clamp_(-2, 1).nan_to_num_().add_(2)
+    first, second, third, fourth = levels.to(torch.uint8).view(8, 4, len(steps)).unbind(1)
+    codes.copy_((first | second << 2 | third << 4 | fourth << 6).view(-1))
+
+
+def _unpack(scales: Tensor, codes: Tensor) -> Tensor:
+    """Undo `_pack`, but for rounding."""
+    steps = scales.float().repeat_interleave(TWO_BITS_BLOCK // ROTATED) / (2 * ROTATED)
+    fours = codes.view(8, len(steps))  # [8, n / 32]
+    codes = torch.stack([fours >> shift & 3 for shift in (0, 2, 4, 6)], 1)
+    whole = _rotated(
+        codes.view(ROTATED, len(steps)).float().mul_(2).sub_(3)
+    )  # whole numbers, so that no sum is rounded
+    return whole.mul_(steps).t().reshape(-1)
+
+
+def _rotated(columns: Tensor) -> Tensor:
+    """Multiply the columns of (32, n) by the Hadamard matrix of +-1; twice: times 32."""
+    stride = ROTATED // 2
+    while stride:
+        rotated = torch.empty_like(columns)
+        pairs = (ROTATED // 2 // stride, 2, stride, columns.shape[1])
+        first, second = columns.view(pairs).unbind(1)
+        sums, differences = rotated.view(pairs).unbind(1)
+        torch.add(first, second, out=sums)
+        torch.sub(first, second, out=differences)
+        columns, stride = rotated, stride // 2
+    return columns
