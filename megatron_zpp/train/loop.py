@@ -25,7 +25,7 @@ def train(run: Run) -> bool:
         GarbageCollection(config.training) as garbage,
     ):
         while counters.iteration < last and not stop_reason:
-            keep_writers(run)
+            keep_writers(config.log, run.ranks, run.metrics, counters)
             stop_reason = train_with_these_nodes(run, log, profiler, garbage)
         if stop_reason:
             run.saver.finish()

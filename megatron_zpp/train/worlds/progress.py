@@ -1,18 +1,17 @@
 """How far a run is, for a node that joins it."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_zpp.train.trainer import Counters
 from zeropp import LossScaler
 
 
 @dataclass(kw_only=True)
 class RunProgress:
-    """The counters of a run, which its trainer changes, and the loss scaler of fp16."""
+    """The counters of a run, a dataclass that its trainer changes, and the loss scaler of fp16."""
 
     scaler: LossScaler | None
-    counters: Counters = field(default_factory=Counters)
+    counters: Any = None
 
     def state(self) -> dict[str, Any]:
         """Return what `load` takes, on another node."""
@@ -20,7 +19,7 @@ class RunProgress:
         return {"counters": asdict(self.counters), "scaler": scaler}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on where another node is; nothing of it is saved yet."""
+        """Go on where another node is; this one has saved nothing of it yet."""
         for name, value in state["counters"].items():
             setattr(self.counters, name, value)
         self.counters.saved_iteration = 0

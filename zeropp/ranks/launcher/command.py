@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         if options.keep_store is not None:
-            require_port("keep_store", options.keep_store)
+            require_port("keep_store", options.keep_store, first=0)
             keep_store(options.keep_store, say=lambda text: print(f"zeropp: {text}", flush=True))
             return 0
         hosts = _hosts(options)

@@ -124,7 +124,7 @@ def _add_machines(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="PORT",
         help="start no ranks, and keep the store in which nodes meet that come and go "
-        "(zeropp.sync_store)",
+        "(zeropp.sync_store), at this port; 0: at a free one",
     )
     add(
         "--node_rank",
@@ -154,10 +154,10 @@ def check(options: argparse.Namespace, num_ranks: int) -> None:
         raise InputError(f"no such script: {name}")
 
 
-def require_port(name: str, port: int | None) -> None:
+def require_port(name: str, port: int | None, first: int = 1) -> None:
     """Raise InputError for what is no port."""
-    if port is not None and not 0 < port <= LAST_PORT:
-        raise InputError(f"--{name} {port}: expected a port from 1 to {LAST_PORT}")
+    if port is not None and not first <= port <= LAST_PORT:
+        raise InputError(f"--{name} {port}: expected a port from {first} to {LAST_PORT}")
 
 
 def require_cores(num_ranks: int) -> None:

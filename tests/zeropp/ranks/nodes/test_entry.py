@@ -1,0 +1,133 @@
+"""Nodes that come to a store: with whom they begin, which numbers they take, what is refused."""
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from zeropp.errors import InputError, NetworkError
+from zeropp.ranks.nodes.entry import Entering, Entry
+from zeropp.ranks.nodes.rounds import DONE
+
+SECONDS = 20.0
+
+
+class Verdicts:
+    """Who lives, as all know at once."""
+
+    def __init__(self) -> None:
+        self.ended: set[str] = set()
+
+    def verdict(self, name: str) -> bool:
+        return name not in self.ended
+
+    def is_alive(self, name: str) -> bool:
+        return name not in self.ended
+
+
+class Job:
+    """Nodes that come to one store, on threads."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.store, self.verdicts, self.num_nodes = dist.HashStore(), Verdicts(), num_nodes
+        self.pool = ThreadPoolExecutor(16)
+
+    def come(
+        self,
+        name: str,
+        checkpoints: Mapping[int, int] | None = None,
+        limit: float = SECONDS,
+        **settings: str,
+    ) -> Future[Entry]:
+        """Let a node come; `checkpoints` are the iterations of checkpoints by number."""
+        entering = Entering(
+            store=self.store,
+            name=name,
+            liveness=self.verdicts,
+            num_nodes=self.num_nodes,
+            settings=settings,
+            advice="be like the others",
+            iteration_of=lambda number: (checkpoints or {}).get(number, 0),
+            limit=limit,
+        )
+        return self.pool.submit(entering.enter)
+
+    def begun(self, **checkpoints: Mapping[int, int]) -> list[Entry]:
+        """Return how nodes have come, who are named with their checkpoints."""
+        coming = [self.come(name, each) for name, each in checkpoints.items()]
+        return [each.result(SECONDS) for each in coming]
+
+
+def test_nodes_begin_together_with_numbers_of_their_own() -> None:
+    entries = Job(3).begun(a={}, b={}, c={})
+    assert sorted(each.own.number for each in entries) == [0, 1, 2]
+    assert {each.members.text for each in entries} == {entries[0].members.text}
+    assert [each.number for each in entries[0].members.nodes] == [0, 1, 2]
+    assert not any(each.joins for each in entries)
+
+
+def test_a_node_that_comes_later_joins_with_the_number_of_one_that_ended() -> None:
+    job = Job(2)
+    first = job.begun(a={}, b={})
+    job.verdicts.ended.add("a")
+    (entry,) = job.begun(c={0: 7})
+    assert entry.joins and entry.iteration == 0
+    assert entry.own.number == next(each.own.number for each in first if each.own.name == "a")
+
+
+def test_only_the_furthest_checkpoints_begin() -> None:
+    """Those that are behind get the weights of the others."""
+    entries = Job(3).begun(
+        a={0: 30, 1: 20, 2: 30}, b={0: 30, 1: 20, 2: 30}, c={0: 30, 1: 20, 2: 30}
+    )
+    by_number = {each.own.number: each for each in entries}
+    assert [by_number[number].joins for number in range(3)] == [False, True, False]
+    assert [by_number[number].iteration for number in range(3)] == [30, 0, 30]
+
+
+def test_a_new_run_begins_when_all_have_ended() -> None:
+    job = Job(1)
+    (first,) = job.begun(a={})
+    job.verdicts.ended.add("a")
+    (second,) = job.begun(b={0: 40})
+    assert (first.epoch, second.epoch) == (0, 1)
+    assert not second.joins and second.own.number == 0 and second.iteration == 40
+
+
+def test_nodes_that_ended_before_the_run_began_are_not_waited_for() -> None:
+    job = Job(2)
+    lost = job.come("a")
+    while not job.store.check(["0/candidate/0"]):
+        threading.Event().wait(0.01)
+    job.verdicts.ended.add("a")
+    entries = job.begun(b={}, c={})
+    assert not any(each.joins for each in entries)
+    assert {each.epoch for each in entries} == {1}
+    assert lost.result(SECONDS).joins  # had it only been silent, it would join
+
+
+def test_who_has_weights_is_who_has_done_a_round() -> None:
+    """A run whose last round was done by a node that had joined goes on without the first one."""
+    job = Job(1)
+    (first,) = job.begun(a={})
+    joining = first.members.text.replace('"a"', '"b"').replace("false", "true")
+    store = dist.PrefixStore("0", job.store)
+    store.set("members/1", f"{first.members.text[:-1]}, {joining[1:]}")
+    store.set("outcome/1", DONE.decode())
+    job.verdicts.ended.add("a")
+    (entry,) = job.begun(c={0: 9})
+    assert entry.joins and entry.epoch == 0
+
+
+def test_other_settings_are_named() -> None:
+    job = Job(1)
+    job.come("a", lr="1e-3", seed="1").result(SECONDS)
+    with pytest.raises(InputError, match="lr is 2e-3 on this node and 1e-3 on the first one: be"):
+        job.come("b", lr="2e-3", seed="1").result(SECONDS)
+
+
+def test_nodes_that_do_not_come_are_counted() -> None:
+    with pytest.raises(NetworkError, match="1 of zeropp.sync_nodes 3 nodes have come within"):
+        Job(3).come("a", limit=0.2).result(SECONDS)
