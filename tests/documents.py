@@ -195,6 +195,8 @@ def problem(words: Sequence[str]) -> str | None:
     if program == "python" and arguments[:1] == ["-m"]:
         arguments = arguments[1:]
     try:
+        if program == "zeropp" and parse_launcher(arguments).keep_store is not None:
+            return None  # it starts no script
         script, arguments, ranks = _launched(program, arguments)
         return _script(script, arguments, ranks)
     except (InputError, SystemExit) as error:

@@ -64,18 +64,16 @@ def build_run(
     """
     check_nodes(requested, ranks)
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
-    apex, fill = find_apex(ranks.device), pretrained.fill if pretrained else None
+    apex, fill = find_apex(ranks.device), pretrained and pretrained.fill
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
     progress = RunProgress(scaler=scaler)
     local_steps = build_local_steps(config, ranks, sharding, optimizer, progress)
-    starting_point = load(
-        config, ranks, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps
-    )
-    progress.counters = starting_point.counters
+    beginning = load(config, ranks, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps)
+    progress.counters = beginning.counters
     with fail_together():
-        metrics = open_metrics(config, ranks, console, tokenizer, starting_point)
+        metrics = open_metrics(config, ranks, console, tokenizer, beginning)
     trainer = Trainer(
         config=config,
         ranks=ranks,
@@ -83,8 +81,8 @@ def build_run(
         passes=passes_of(sharding, ranks),
         optimizer=optimizer,
         scaler=scaler,
-        schedules=starting_point.schedules,
-        counters=starting_point.counters,
+        schedules=beginning.schedules,
+        counters=beginning.counters,
         communication=CommunicationMeter(config, sharding, ranks, optimizer, local_steps),
         local_steps=local_steps,
     )
@@ -108,8 +106,7 @@ def build_run(
         stopping=stopping,
         step_watch=open_step_watch(config, ranks),
     )
-    rows = summary(run)
-    console.table("Megatron-Z++", rows)
+    console.table("Megatron-Z++", rows := summary(run))
     metrics.use_facts(partial(run_facts, run, rows))
     return run
 

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -58,6 +58,11 @@ class Counters:
             self.skipped_iterations += 1
         else:
             self.scheduled_samples += num_samples if scheduled is None else scheduled
+
+    def load(self, counts: Mapping[str, int]) -> None:
+        """Go on from the counts of another node, by their names."""
+        for name, count in counts.items():
+            setattr(self, name, count)
 
 
 # Counters that are fields of TrainingState.

@@ -20,8 +20,6 @@ class RunProgress:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on where another node is; this one has saved nothing of it yet."""
-        for name, value in state["counters"].items():
-            setattr(self.counters, name, value)
-        self.counters.saved_iteration = 0
+        self.counters.load({**state["counters"], "saved_iteration": 0})
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])

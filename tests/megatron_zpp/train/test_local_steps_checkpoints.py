@@ -125,9 +125,9 @@ def test_as_many_nodes_without_moments_go_on_with_the_mean(
     flags += f"--load {saved / 'run'} --ckpt-step 6 {flag}"
     with worlds(1, folder) as outer, built_run(flags, outer) as built:
         require_means(built, saved)
-        agreed = built.trainer.local_steps.agreed
-        assert all(map(torch.equal, agreed, built.trainer.local_steps.weights.read()))
-        assert not built.trainer.local_steps.momentum.any()
+        for each in built.trainer.local_steps.fragments:
+            assert all(map(torch.equal, each.agreed, each.weights.read()))
+            assert not each.momentum.any()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

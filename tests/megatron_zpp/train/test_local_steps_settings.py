@@ -65,7 +65,8 @@ def test_only_adapters_are_exchanged_and_a_stop_loses_no_digit(tmp_path: Path) -
 def require_agreed_adapters(flags: str, folder: Path) -> None:
     """Require that nodes agree on adapters alone."""
     with worlds(1, folder) as outer, built_run(flags, outer) as run:
-        model, agreed = run.trainer.sharding.model, run.trainer.local_steps.agreed
+        model, (fragment,) = run.trainer.sharding.model, run.trainer.local_steps.fragments
+        agreed = fragment.agreed
         num_trained = sum(map(len, agreed))
         assert 0 < num_trained == model.num_parameters(trained_only=True) < model.num_parameters()
 
