@@ -29,9 +29,10 @@ PYTHON = {  # run by tests/test_python_examples.py, with the JSON that they read
     "cluster",  # by tests/test_cluster_examples.py
 }  # fmt: skip
 MIXZ = "ds_mixz_config.json"  # needs a model: run by tests/megatron_zpp/train/test_finetune.py
-ALONE = "ds_local_steps_two_nodes.json"  # needs nodes: run by test_pretrain_local_steps.py
+# These need nodes: the first is run by test_pretrain_local_steps.py, where the second is read.
+ALONE = ("ds_local_steps_two_nodes.json", "ds_local_steps_elastic.json")
 JSON_FILES = sorted(EXAMPLES.glob("*.json"))
-JSON_FILES = [path for path in JSON_FILES if path.name not in (MIXZ, ALONE, *PYTHON)]
+JSON_FILES = [path for path in JSON_FILES if path.name not in (MIXZ, *ALONE, *PYTHON)]
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr-warmup-iters 1 "
@@ -120,7 +121,7 @@ def printed(command: list[str], folder: Path, **variables: str) -> str:
 
 
 def test_nothing_in_the_folder_is_untested() -> None:
-    tested = {*SCRIPTS, SLURM, TUTORIAL, MIXZ, *PYTHON, *(path.name for path in JSON_FILES)}
+    tested = {*SCRIPTS, SLURM, TUTORIAL, MIXZ, *ALONE, *PYTHON, *(path.name for path in JSON_FILES)}
     names = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
     assert names == tested and JSON_FILES
 

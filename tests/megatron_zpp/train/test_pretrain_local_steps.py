@@ -125,6 +125,7 @@ def test_a_stop_within_an_interval_loses_no_digit(seed: int, tmp_path: Path) -> 
 
 def test_the_example_of_two_nodes_runs(tmp_path: Path) -> None:
     path = ROOT / "examples/ds_local_steps_two_nodes.json"
-    assert not ZeroConfig.from_json(path).notices()
+    for each in (path, ROOT / "examples/ds_local_steps_elastic.json"):
+        assert not ZeroConfig.from_json(each).notices()
     flags = f"--deepspeed_config {path} --micro-batch-size 2 --global-batch-size 8 --train-iters 2"
     assert len(losses(run_alone(4, 2, flags, tmp_path))) == 2
