@@ -178,6 +178,11 @@ def require_plannable(config: Config) -> None:
             "a plan has no times for an optimizer on the host: leave --cpu-optimizer out "
             "(--dry-run reports its memory)"
         )
+    if config.zero.zeropp.sync_every != 1:
+        raise InputError(
+            "a plan is of ranks that take each step together, and zeropp.sync_every lets nodes "
+            "step alone: leave it out (--dry-run reports the memory and the bytes)"
+        )
     if config.training.dry_run:
         raise InputError("--dry-run and a plan are two things: leave --dry-run out")
 

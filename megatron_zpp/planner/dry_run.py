@@ -13,13 +13,16 @@ from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
+from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.recipe.expert_ranks import expert_rows
 from megatron_zpp.settings.config import Config
+from zeropp.optim.local_steps.outer_group import PURPOSE
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.report import describe
 from zeropp.wire.route import Nodes
 
+OUTER = (PURPOSE, "across_nodes")
 DOES_NOT_FIT = 1  # exit status
 MIB, GIB = 2**20, 2**30
 SHARD_MORE = "more ranks or a higher --zero-stage make each rank's share of the state smaller"
@@ -32,6 +35,9 @@ ADVICE = MappingProxyType(
         kinds.IN_FLIGHT: "--zero-stage 2 or 3 sums smaller gradients; smaller blocks help, too",
         kinds.ACTIVATIONS: f"--recompute-granularity full keeps least; {SMALLER_MICRO_BATCH}",
         kinds.HEAD: SMALLER_MICRO_BATCH,
+        kinds.AGREED: "zeropp.sync_on_host keeps agreed weights on the host",
+        kinds.OUTER_STATE: "more nodes share out the outer momentum",
+        kinds.EXCHANGE: "more ranks in a node make each rank's share of an exchange smaller",
         kinds.SAVED_COPY: "without --async-save, saving needs no copy",
     }
 )
@@ -69,10 +75,18 @@ def dry_run(requested: Config, environment: Environment, console: Console) -> in
     gpu = find_gpu(environment)
     nodes, ranks_per_machine = _nodes(config, environment)
     vocab_size = resolve_vocab_size(config.data, config.tokenizer)
-    memory_estimate = estimate(config, vocab_size, nodes, is_cpu=gpu is None)
+    local_steps = PlannedLocalSteps.of(config, nodes)
+    if local_steps is not None:
+        config, nodes = local_steps.config, local_steps.nodes
+    memory_estimate = estimate(
+        config, vocab_size, nodes, is_cpu=gpu is None, local_steps=local_steps
+    )
     memories = _memories(memory_estimate, gpu, ranks_per_machine)
     too_small = [memory for memory in memories if not memory.fits]
     rows = _rows(config, memory_estimate, vocab_size)
+    if local_steps is not None:
+        rows = [row for row in rows if row[0] != "nodes"]
+        rows.insert(-1, ("nodes", f"{local_steps}\nwhat is above is of one of them"))
     verdict = "does not fit" if too_small else "fits"
     console.table("Dry run", [*rows, (verdict, "\n".join(map(str, memories)))])
     for memory in too_small:
@@ -135,7 +149,8 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
         f"on each of {num_replicas} {'replicas' if shared else 'ranks'}"
     )
-    has_others = bool(shared) or model.has_experts or memory_estimate.optimizer_flops is not None
+    has_muon, is_alone = memory_estimate.optimizer_flops is not None, OUTER in memory_estimate.sent
+    has_others = bool(shared) or model.has_experts or has_muon or is_alone
     sent = memory_estimate.sent if has_others else None
     memory = {"host": memory_estimate.host}
     if memory_estimate.device:

@@ -15,6 +15,7 @@ from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.activations import Activations, ActivationTraces, MicroBatch
 from megatron_zpp.planner.node_traffic import mean_of_nodes
+from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.planned_run import Places, PlannedRun, plan_places
 from megatron_zpp.planner.state_memory import (
@@ -37,7 +38,11 @@ from zeropp.sharding.plan import Plan
 from zeropp.wire.route import Nodes
 
 SAVED_COPY = "copy for --async-save"
-KINDS = (WEIGHTS, MOMENTS, GRADIENTS, GATHERED, COPIES, IN_FLIGHT, ACTIVATIONS, HEAD, SAVED_COPY)
+AGREED, OUTER_STATE, EXCHANGE = "agreed weights", "outer momentum", "buffers of an exchange"
+KINDS = (
+    WEIGHTS, MOMENTS, AGREED, OUTER_STATE, GRADIENTS, GATHERED, COPIES, IN_FLIGHT, ACTIVATIONS,
+    HEAD, EXCHANGE, SAVED_COPY,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +73,51 @@ class Estimate:
         return sum(self.host.values())
 
 
-def estimate(config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool) -> Estimate:
+def estimate(
+    config: Config,
+    vocab_size: int,
+    nodes: Nodes,
+    *,
+    is_cpu: bool,
+    local_steps: PlannedLocalSteps | None = None,
+) -> Estimate:
     """Return the memory that `config` needs on ranks of `nodes`, on CPUs or on GPUs.
 
-    Raises InputError for ranks that the nodes cannot hold alike, and for an hpZ partition that does
-    not divide them.
+    With `local_steps` these are the ranks of a world that steps alone. Raises InputError for ranks
+    that the nodes cannot hold alike, and for an hpZ partition that does not divide them.
     """
     places = plan_places(config, vocab_size, nodes, is_cpu=is_cpu)
     flops = [run.muon.flops for run, _ in places if run.muon is not None]
-    return replace(
+    result = replace(
         fullest(places, ActivationTraces()),
         sent=mean_of_nodes(places),
         optimizer_flops=max(flops, default=None),
+    )
+    return result if local_steps is None else _with_local_steps(result, places, local_steps)
+
+
+def _with_local_steps(result: Estimate, places: Places, planned: PlannedLocalSteps) -> Estimate:
+    """Add what nodes that step alone keep and send.
+
+    An exchange needs its buffers when gradients and activations are freed: the peak is then, or in
+    the step.
+    """
+    sent = Counter(result.sent)
+    for run, count in places:
+        for key, num_bytes in planned.sent_by_node(run.plan).items():
+            sent[key] += num_bytes * count / sum(number for _, number in places)
+    agreed, owned = planned.state_bytes(result.plan)
+    device, host = Counter(result.device or result.host), Counter(result.host)
+    (host if planned.config.zero.zeropp.sync_on_host and result.device else device)[AGREED] = agreed
+    device[OUTER_STATE] = owned
+    kept = {kind: device[kind] for kind in (WEIGHTS, MOMENTS, AGREED, OUTER_STATE, SAVED_COPY)}
+    exchange = Counter({**kept, EXCHANGE: planned.buffer_bytes(result.plan)})
+    peak = max(device, exchange, key=Counter.total)
+    return replace(
+        result,
+        device=MappingProxyType(peak) if result.device else result.device,
+        host=MappingProxyType(host if result.device else peak),
+        sent=dict(sent),
     )
 
 

@@ -55,6 +55,13 @@ class SyncSchedule:
         phases = sync_every if isinstance(sync_every, tuple) else ((0, sync_every),)
         return cls(phases, fragments, delay)
 
+    def __str__(self) -> str:
+        parts = []
+        for start, interval in self.phases:
+            how = "every step" if interval == 1 else f"every {interval} steps"
+            parts.append(f"{how} after step {start:,}" if start else how)
+        return ", ".join(parts)
+
     @property
     def is_plain(self) -> bool:
         """Whether all nodes take every step together, as one data axis."""

@@ -7,7 +7,6 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
 from zeropp.optim.local_steps.fragment import HOST
 from zeropp.optim.local_steps.local_steps import LocalSteps
-from zeropp.settings.sync_schedule import SyncSchedule
 
 log = logging.getLogger("megatron_zpp")
 
@@ -26,7 +25,7 @@ def local_steps_rows(local_steps: LocalSteps, ranks: Ranks) -> list[tuple[str, s
         (
             "nodes",
             f"{ranks.num_worlds}{each} that step alone, exchange "
-            f"{intervals(local_steps.schedule)} in {options.bits} bits\n"
+            f"{local_steps.schedule} in {options.bits} bits\n"
             f"outer learning rate {options.lr:g}, momentum {options.momentum:g}; a rank keeps "
             f"{agreed} of agreed weights{where},\n{owned} of momentum and rounding errors",
         )
@@ -55,12 +54,3 @@ def log_without_effect(config: Config, ranks: Ranks) -> None:
     ]
     if parts and ranks.global_rank == 0:
         log.info(f"nodes step alone, and nothing of a step crosses them: {'; '.join(parts)}")
-
-
-def intervals(schedule: SyncSchedule) -> str:
-    """Return when nodes exchange, in words."""
-    parts = []
-    for start, interval in schedule.phases:
-        how = "every step" if interval == 1 else f"every {interval} steps"
-        parts.append(f"{how} after step {start:,}" if start else how)
-    return ", ".join(parts)

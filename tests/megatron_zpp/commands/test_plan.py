@@ -81,6 +81,10 @@ def test_a_picture_is_written(answer):
         ("--cluster dgx-a100 --context-parallel-size 8", "cannot be split over"),
         ("--cluster dgx-a100 --pipeline-model-parallel-size 4", "more ranks than layers"),
         ("--cluster dgx-a100 --zero-stage 2 --cpu-optimizer", "leave --cpu-optimizer out"),
+        (
+            "--cluster dgx-a100 --deepspeed_config examples/ds_local_steps_two_nodes.json",
+            "zeropp.sync_every lets nodes step alone: leave it out",
+        ),
         ("--cluster dgx-a100 --plot plan.pdf", "ends with .png"),
         ("--cluster dgx-a100 --json nowhere/plan.json", "there is no folder"),
         ("--cluster dgx-2", "plan with --fp16"),

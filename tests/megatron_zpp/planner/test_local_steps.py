@@ -1,0 +1,111 @@
+"""What a plan says of nodes that step alone is what runs keep and send."""
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_zpp.commands.pretrain import main
+from megatron_zpp.planner.activations import LiveBytes
+from megatron_zpp.planner.estimate import AGREED, OUTER_STATE, estimate
+from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
+from megatron_zpp.settings.arguments import parse
+from tests.megatron_zpp.train.training_runs import TINY, built_run, shared_folder
+from tests.ranks import ranks
+from tests.worlds import worlds
+from zeropp import InputError
+from zeropp.wire.route import Nodes
+
+BATCH = "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
+WIDE = "--hidden-size 256 --num-layers 4"
+OUTER = "outer", "across_nodes"
+
+
+def flags_of(folder: Path, stage: int, **zeropp: object) -> str:
+    values = {"ranks_per_node": 2, "sync_every": {"0": 1, "9": 4}} | zeropp
+    path = folder / f"{os.getpid()}.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "zeropp": values}))
+    return f"{BATCH} --deepspeed_config {path} "
+
+
+@pytest.mark.parametrize(("stage", "bits", "tensor"), [(0, 4, 1), (1, 32, 1), (3, 4, 1), (2, 8, 2)])
+@ranks(4)
+def test_agreed_weights_and_messages(stage: int, bits: int, tensor: int, tmp_path: Path) -> None:
+    flags = flags_of(tmp_path, stage, sync_bits=bits)
+    flags += f"--tensor-model-parallel-size {tensor} "
+    config = parse(f"{TINY} --mock-data {flags}".split(), 4)
+    planned = PlannedLocalSteps.of(config, Nodes.of(range(4), 2))
+    assert planned.num_worlds == 2
+    memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
+    with worlds(2, shared_folder(str(tmp_path))) as outer, built_run(flags, outer) as run:
+        local_steps, meter = run.trainer.local_steps, run.trainer.communication
+        assert memory.sent[OUTER] == pytest.approx(meter.forecast[OUTER], rel=1e-9)
+        agreed = outer.gather(sum(each.nbytes for each in local_steps.agreed))
+        mean = local_steps.mean
+        owned = (local_steps.momentum, mean.error, mean._is_real)
+        kept = outer.gather(sum(each.nbytes for each in owned))
+    assert memory.host.get(AGREED) in agreed, (memory.host, agreed)
+    assert memory.host.get(OUTER_STATE) in kept
+
+
+def test_the_dry_run_is_of_one_node(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    flags = f"{TINY} --mock-data --dry-run --dry-run-ranks 6 {flags_of(tmp_path, 3)}"
+    assert main(flags.replace("--global-batch-size 4", "--global-batch-size 12").split()) == 0
+    text = capsys.readouterr().out
+    assert "3 that step alone, exchange every step, every 4 steps after step 9 in 4 bits" in text
+    assert "2 micro-batches of 1 samples of 16 tokens on each of 2 ranks" in text
+    assert AGREED in text and OUTER_STATE in text
+
+
+@pytest.mark.parametrize(("bits", "nodes"), [(4, 2), (32, 2), (4, 4)])
+def test_the_buffers_of_an_exchange_are_at_most_what_is_foretold(
+    bits: int, nodes: int, tmp_path: Path
+) -> None:
+    {2: on_2_nodes, 4: on_4_nodes}[nodes](bits=bits, folder=tmp_path)
+
+
+@ranks(2)
+def on_2_nodes(bits: int, folder: Path) -> None:
+    require_buffers(bits, 2, folder)
+
+
+@ranks(4)
+def on_4_nodes(bits: int, folder: Path) -> None:
+    require_buffers(bits, 4, folder)
+
+
+def require_buffers(bits: int, nodes: int, folder: Path) -> None:
+    """Require that an exchange on this thread needs what is foretold, and not a fifth less."""
+    flags = flags_of(folder, 3, sync_bits=bits, ranks_per_node=1) + WIDE
+    planned = PlannedLocalSteps.of(
+        parse(f"{TINY} --mock-data {flags}".split(), nodes), Nodes.of(range(nodes), 1)
+    )
+    memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
+    with worlds(1, folder) as outer, built_run(flags, outer) as run:
+        local_steps = run.trainer.local_steps
+        for weight in local_steps.weights.read():
+            weight.add_(0.01 * torch.randn_like(weight))
+        outer.start = at_once
+        with LiveBytes() as live:
+            local_steps.after_update(13)
+    # It sees the weights and the agreed ones, too.
+    measured = live.peak - 2 * memory.host[AGREED]
+    foretold = planned.buffer_bytes(memory.plan)
+    assert measured <= 1.01 * foretold <= 1.2 * measured, (measured, foretold)  # padding
+
+
+def at_once(work: Callable) -> Future:
+    """Do work of another thread on this one, whose tensors are seen."""
+    done: Future = Future()
+    done.set_result(work())
+    return done
+
+
+def test_a_single_node_is_refused(tmp_path: Path) -> None:
+    config = parse(f"{TINY} --mock-data {flags_of(tmp_path, 1)}".split(), 2)
+    with pytest.raises(InputError, match="here of 2 ranks, and 2 ranks are not several of them"):
+        PlannedLocalSteps.of(config, Nodes.of(range(2), 2))
