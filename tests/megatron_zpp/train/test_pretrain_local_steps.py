@@ -129,3 +129,13 @@ def test_the_example_of_two_nodes_runs(tmp_path: Path) -> None:
         assert not ZeroConfig.from_json(each).notices()
     flags = f"--deepspeed_config {path} --micro-batch-size 2 --global-batch-size 8 --train-iters 2"
     assert len(losses(run_alone(4, 2, flags, tmp_path))) == 2
+
+
+def test_without_moments_nodes_go_on_from_equal_weights(tmp_path: Path) -> None:
+    """A restart takes the weights for those that nodes have agreed on."""
+    flags = Drawn(300).model + flags_of(tmp_path, {"stage": 0}, ranks_per_node=1, sync_every=3)
+    saved = tmp_path / "saved"
+    run_alone(2, 1, f"{flags} --save {saved} --exit-interval 2", tmp_path)
+    log = run_alone(2, 1, f"{flags} --load {saved} --no-load-optim", tmp_path)
+    assert "this run goes on with the mean of their weights" in log
+    assert len(losses(log)) == 5

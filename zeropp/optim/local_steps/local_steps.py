@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from zeropp.errors import InputError
 from zeropp.optim.local_steps.fragment import OUTER, Fragment, OuterOptions, fragments_of
 from zeropp.optim.local_steps.outer_group import OuterGroup
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
@@ -74,10 +75,17 @@ class LocalSteps:
         )
 
     def before_update(self, step: int) -> None:
-        """Average the gradients of a step over nodes where they do not step alone."""
+        """Average the gradients of a step over nodes where they do not step alone.
+
+        Raises InputError if they have done so before.
+        """
         if self.schedule.averages_gradients(step):
-            if not self.is_alike:  # as a run may go on with other intervals
-                self._exchange(self.fragments, step, 0)
+            if not self.is_alike:  # in a run that goes on with other intervals
+                raise InputError(
+                    f"zeropp.sync_every = 1 in step {step} averages gradients, but the nodes have "
+                    "stepped alone before it, and their optimizers have other moments: set an "
+                    "interval above 1, or go on without the optimizer's state"
+                )
             for each in self.fragments:
                 each.average_gradients()
 

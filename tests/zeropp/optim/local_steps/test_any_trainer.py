@@ -208,6 +208,31 @@ def test_agreed_weights_are_alike_and_the_end_is() -> None:
     node.steps.close()
 
 
+@ranks(2)
+def test_a_run_goes_on_with_other_settings() -> None:
+    """Another cut of the weights while some are exchanged; not averaged gradients."""
+    before = Node("alone", sgd, Recipe(every=4, fragments=4, delay=2).zeropp(32), None)
+    before.train(1, 3)
+    in_flight = [each.number for each in before.steps.local.fragments if each.merges_at]
+    assert in_flight == [1, 2]
+    saved = before.save()
+    others = Node("alone", sgd, Recipe(every=3, fragments=1).zeropp(32), None)
+    own = {name: each for name, each in before.weights().items()}
+    others.load(saved)
+    (whole,) = others.steps.local.fragments
+    for (name, now), agreed in zip(others.weights().items(), whole.agreed, strict=True):
+        mixed = next(each for each in before.steps.local.fragments if name in each.weights.named)
+        share = 0.5 if mixed.number in in_flight else 1.0
+        expected = own[name] * share + agreed.view_as(now) * (1 - share)
+        assert torch.allclose(now, expected, atol=CLOSE), name
+    averaged = Node("alone", sgd, {"sync_every": 1, "sync_bits": 32}, None)
+    averaged.load(saved)
+    with pytest.raises(zeropp.InputError, match="stepped alone before it"):
+        averaged.train(4, 4)
+    for each in (before, others, averaged):
+        each.steps.close()
+
+
 @ranks(4)
 def test_models_over_several_nodes_are_refused_by_name() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
