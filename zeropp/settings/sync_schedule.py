@@ -60,6 +60,10 @@ class SyncSchedule:
         for start, interval in self.phases:
             how = "every step" if interval == 1 else f"every {interval} steps"
             parts.append(f"{how} after step {start:,}" if start else how)
+        if self.fragments > 1:
+            parts.append(f"{self.fragments} fragments in turn")
+        if self.delay:
+            parts.append(f"beside {self.delay} further steps")
         return ", ".join(parts)
 
     @property

@@ -14,10 +14,9 @@ from zeropp.sharding.plan import Plan
 from zeropp.wire.route import Nodes
 
 FP32_BYTES, MASK_BYTES = 4, 1
-# Buffers of an exchange, in fp32: differences, all nodes' parts of them, what comes back, and that
-# as tensors; of the elements that a node owns, the sum and the next momentum; and messages, sent
-# and received.
-OF_ALL, OF_OWNED, MESSAGES = 4, 2, 2
+# Buffers of an exchange, in fp32: differences, and what comes back; of the elements that a node
+# owns, their sum and what becomes of it; and messages, sent and received.
+OF_ALL, OF_OWNED, MESSAGES = 2, 3, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +55,20 @@ class PlannedLocalSteps:
         )
 
     def __str__(self) -> str:
-        schedule = SyncSchedule.of(self.config.zero.zeropp.sync_every)
-        bits = self.config.zero.zeropp.sync_bits
+        settings = self.config.zero.zeropp
+        schedule = SyncSchedule.of(
+            settings.sync_every, settings.sync_fragments, settings.sync_delay
+        )
+        bits = settings.sync_bits
         return f"{self.num_worlds} that step alone, exchange {schedule} in {bits} bits"
 
     def state_bytes(self, plan: Plan) -> tuple[int, int]:
-        """Return a rank's agreed weights, and what it has beside of the elements that it owns."""
+        """Return a rank's agreed weights, and its outer momentum with what rounding has lost."""
         total = sum(self._sizes(plan))
-        owned = self._mean(plan).error.numel()
-        return FP32_BYTES * total, (2 * FP32_BYTES + MASK_BYTES) * owned
+        mean = self._mean(plan)
+        unsent = sum(each.nbytes for each in mean.unsent)
+        owned = (2 * FP32_BYTES + MASK_BYTES) * mean.error.numel()
+        return FP32_BYTES * total, owned + unsent
 
     def buffer_bytes(self, plan: Plan) -> int:
         """Return what an exchange needs on a rank beside, at most."""

@@ -19,7 +19,13 @@ def local_steps_rows(local_steps: LocalSteps, ranks: Ranks) -> list[tuple[str, s
     each = "" if nodes == 1 else f" groups of {nodes} nodes"
     fragments = local_steps.fragments
     agreed = size(sum(tensor.nbytes for each in fragments for tensor in each.agreed))
-    owned = size(sum(each.momentum.nbytes + each.mean.error.nbytes for each in fragments))
+    owned = size(
+        sum(
+            tensor.nbytes
+            for each in fragments
+            for tensor in (each.momentum, each.mean.error, *each.mean.unsent)
+        )
+    )
     where = " on the host" if options.on_host and device != HOST else ""
     return [
         (
