@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from tests.launched import LAUNCH, ROOT, kill_all, launching
-from zeropp.checkpoint.state_tensors import MODEL
+from tests.saved_weights import saved_weights
 
 MODEL_FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data "
@@ -85,18 +84,8 @@ def last_save(joined: int) -> int:
 
 def require_alike(folder: Path, iteration: int) -> None:
     """Require that both nodes have saved the same weights, to the bit."""
-    own, other = (weights(path / f"iter_{iteration:07}") for path in (folder, folder / "node_1"))
+    own, other = (
+        saved_weights(path / f"iter_{iteration:07}") for path in (folder, folder / "node_1")
+    )
     assert own.keys() == other.keys() != set()
     assert all(torch.equal(own[name], other[name]) for name in own)
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    reader = dcp.FileSystemReader(path)
-    described = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(each.size)
-        for name, each in described.items()
-        if name.startswith(MODEL) and each.properties.dtype == torch.float32
-    }
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state

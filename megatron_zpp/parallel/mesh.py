@@ -90,11 +90,6 @@ class Ranks(RankGrid):
         return self.outer if isinstance(self.outer, OuterGroup) else None
 
     @property
-    def present_nodes(self) -> tuple[str, ...]:
-        """The nodes that take part, where nodes come and go."""
-        return self.elastic.members.names if self.elastic else ()
-
-    @property
     def planned_replicas(self) -> int:
         """How many replicas the global batch that the flags name is for."""
         return (self.outer.planned if self.outer else 1) * self.num_replicas

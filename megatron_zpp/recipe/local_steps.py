@@ -5,7 +5,7 @@ import torch
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
-from zeropp.optim.local_steps.elastic_steps import ElasticSteps, Progress
+from zeropp.optim.local_steps.elastic_steps import ElasticSteps
 from zeropp.optim.local_steps.held_model import OfSharding
 from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
@@ -16,16 +16,11 @@ def build_local_steps(
     ranks: Ranks,
     sharding: Sharding,
     optimizer: torch.optim.Optimizer,
-    progress: Progress,
 ) -> LocalSteps | None:
-    """Return what lets nodes step alone, if the JSON asks for it.
-
-    Where nodes come and go, `progress` is what those that join get beside the weights.
-    """
+    """Return what lets nodes step alone, if the JSON asks for it."""
     if ranks.outer is None:
         return None
     weights = TrainedWeights(model=OfSharding(sharding), optimizer=optimizer)
     settings = config.zero.zeropp
-    if ranks.elastic is None:
-        return LocalSteps.of(settings, weights, ranks.outer)
-    return ElasticSteps.of(settings, weights, ranks.elastic, progress=progress)
+    kind = LocalSteps if ranks.elastic is None else ElasticSteps
+    return kind.of(settings, weights, ranks.outer)

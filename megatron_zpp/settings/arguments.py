@@ -51,7 +51,10 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     accumulation = file.values.get("gradient_accumulation_steps")
     parallel = _section(ParallelConfig, {**defaults.DEFAULTS, **values})
     parallel.check()
-    num_replicas = parallel.num_replicas(world_size) * num_launches(file)
+    num_replicas = parallel.num_replicas(world_size)
+    alone = file.values.get("zeropp.sync_every", 1) != 1
+    if alone and file.values.get("zeropp.sync_store"):  # each node is a launch of its own
+        num_replicas *= file.values.get("zeropp.sync_nodes") or 1
     completed = defaults.complete(values, accumulation, num_replicas)
     config = Config(**{name: _section(kind, completed) for name, kind in SECTIONS.items()})
     check(config, num_replicas)
@@ -78,12 +81,6 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     if default_line:
         log.info("%s", default_line)
     return config
-
-
-def num_launches(file: JsonValues) -> int:
-    """Return how many launches a run begins with: each node is one if nodes come and go."""
-    values = file.values
-    return values.get("zeropp.sync_nodes") or 1 if values.get("zeropp.sync_store") else 1
 
 
 def check(config: Config, num_replicas: int) -> None:

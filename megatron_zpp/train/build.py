@@ -35,7 +35,6 @@ from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trainer import Trainer
-from megatron_zpp.train.worlds.progress import RunProgress
 from megatron_zpp.train.worlds.rows import local_steps_rows, log_without_effect
 from zeropp import LossScaler, Sharding, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
@@ -68,10 +67,8 @@ def build_run(
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
-    progress = RunProgress(scaler=scaler)
-    local_steps = build_local_steps(config, ranks, sharding, optimizer, progress)
+    local_steps = build_local_steps(config, ranks, sharding, optimizer)
     beginning = load(config, ranks, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps)
-    progress.counters = beginning.counters
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, beginning)
     trainer = Trainer(

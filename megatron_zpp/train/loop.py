@@ -14,7 +14,8 @@ from megatron_zpp.train.worlds.first_node import keep_writers
 def train(run: Run) -> bool:
     """Train from the counters on; returns whether the last iteration was reached."""
     config, counters, log = run.config, run.trainer.counters, IterationLog(run=run)
-    run.trainer.join_other_nodes()
+    if config.zero.zeropp.sync_store:
+        run.trainer.join_other_nodes()
     if config.evaluation.eval_at_start and counters.iteration == 0:
         evaluate_split(run, VALIDATION, "the start of training")
 
@@ -25,7 +26,8 @@ def train(run: Run) -> bool:
         GarbageCollection(config.training) as garbage,
     ):
         while counters.iteration < last and not stop_reason:
-            keep_writers(config.log, run.ranks, run.metrics, counters)
+            if config.zero.zeropp.sync_store:
+                keep_writers(config.log, run.ranks, run.metrics, counters)
             stop_reason = train_with_these_nodes(run, log, profiler, garbage)
         if stop_reason:
             run.saver.finish()
@@ -47,7 +49,8 @@ def train_with_these_nodes(
     Returns why the run stops and has been saved, or None.
     """
     config, counters, schedules = run.config, run.trainer.counters, run.trainer.schedules
-    present, first_sample = run.ranks.present_nodes, counters.consumed_samples
+    outer, first_sample = run.ranks.outer, counters.consumed_samples
+    present = outer.members if outer else None
     left_out = schedules.batch_size.batches_with(config.data.skipped, first_sample)
     with run.batches.loader(TRAIN, first_sample, left_out) as batches:
         while counters.iteration < schedules.length.iterations:
@@ -74,7 +77,7 @@ def train_with_these_nodes(
                 run.saver.save()
             else:
                 run.saver.log_progress()
-            if stop_reason or run.ranks.present_nodes != present:
+            if stop_reason or (outer and outer.members != present):
                 return stop_reason
     return None
 

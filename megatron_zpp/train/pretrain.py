@@ -73,7 +73,9 @@ def main(
                     per_node,
                     settings,
                     steps_alone=config.zero.zeropp.sync_every != 1,
-                    elastic=elastic_options(config, environment, settings),
+                    elastic=elastic_options(config, environment, settings)
+                    if config.zero.zeropp.sync_store
+                    else None,
                 )
                 config = with_own_folders(config, ranks)
                 return _with_heartbeat(config, ranks, console, stopping)

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -21,6 +21,7 @@ from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules, is_due
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
+from megatron_zpp.train.worlds.progress import RunProgress
 from zeropp import LossScaler, Sharding, optimizer_step
 from zeropp.checkpoint.state_tensors import masters_of
 from zeropp.optim.local_steps.elastic_steps import ElasticSteps
@@ -59,10 +60,15 @@ class Counters:
         else:
             self.scheduled_samples += num_samples if scheduled is None else scheduled
 
-    def load(self, counts: Mapping[str, int]) -> None:
-        """Go on from the counts of another node, by their names."""
-        for name, count in counts.items():
-            setattr(self, name, count)
+    def state(self) -> dict[str, int]:
+        """Return what `load` takes, on another node."""
+        return dataclasses.asdict(self)
+
+    def load(self, state: dict[str, int]) -> None:
+        """Go on where another node is; this one has saved nothing of it yet."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.saved_iteration = 0
 
 
 # Counters that are fields of TrainingState.
@@ -146,9 +152,11 @@ class Trainer:
             self.local_steps.after_update(iteration, is_last=iteration == last)
 
     def join_other_nodes(self) -> None:
-        """Get weights and counters from other nodes, if this one joins their run."""
-        if isinstance(self.local_steps, ElasticSteps) and self.local_steps.group.joins:
-            self.local_steps.join()
+        """Let nodes that join get weights and counters; get them if this node is one of them."""
+        if isinstance(self.local_steps, ElasticSteps):
+            self.local_steps.follow(RunProgress(scaler=self.scaler, counters=self.counters))
+            if self.local_steps.group.joins:
+                self.local_steps.join()
 
     @property
     def meets(self) -> bool:

@@ -93,8 +93,7 @@ RULES = (
     Rule(
         ("zeropp.sync_store", "zeropp.sync_nodes"),
         lambda store, nodes: store is not None and nodes is None,
-        "{} needs zeropp.sync_nodes, the number of nodes with which a run begins and that the "
-        "global batch is for",
+        "{} and {}: say with how many nodes a run begins, for which the global batch is",
     ),
     Rule(
         BATCH_KEYS,

@@ -18,12 +18,12 @@ SAME_NODES = (
 def elastic_options(
     config: Config, environment: Environment, settings: Mapping[str, str]
 ) -> ElasticOptions | None:
-    """Return where nodes meet that come and go; None if the JSON names no store.
+    """Return where nodes meet that come and go; None if they do not step alone.
 
     `settings` are those that all ranks have alike. Raises InputError for what such nodes cannot do.
     """
     options = config.zero.zeropp
-    if options.sync_every == 1 or options.sync_store is None:
+    if options.sync_every == 1:
         return None
     if config.data.skipped:
         raise InputError(

@@ -76,6 +76,8 @@ def accepted(draw: st.DrawFn) -> dict[str, object]:
     if values.get("zeropp.delayed_param_update"):
         values |= {ZERO + "offload_optimizer.device": "cpu"}
         values.pop("zeropp.sync_every", None)
+    if values.get("zeropp.sync_store") is not None:
+        values |= {"zeropp.sync_nodes": 2, "zeropp.sync_delay": 0}
     if values.get(ZERO + "offload_param.device") == "cpu":
         values.pop(ZERO + "zero_quantized_nontrainable_weights", None)
         values |= {ZERO + "offload_optimizer.ratio": 1.0}
@@ -131,6 +133,8 @@ def test_the_tutorials_file_is_read(tmp_path: Path) -> None:
         {ZERO + "zero_quantized_nontrainable_weights": True, ZERO + "stage": 0},
         {ZERO + "offload_optimizer.device": "cpu", ZERO + "stage": 0},
         {"zeropp.sync_delay": 3, "zeropp.sync_every": 3},
+        {"zeropp.sync_store": "host:29400", "zeropp.sync_nodes": None},
+        {"zeropp.sync_store": "host:29400", "zeropp.sync_delay": 1},
         {"zeropp.sync_delay": 2, "zeropp.sync_every": {"0": 1, "9": 2, "20": 5}},
         {"zeropp.delayed_param_update": True, "zeropp.sync_every": {"0": 1, "9": 2}},
         {

@@ -76,7 +76,11 @@ class ElasticSteps(LocalSteps):
     """`LocalSteps` with nodes that come and go."""
 
     group: ElasticGroup
-    progress: Progress
+    progress: Progress | None = None
+
+    def follow(self, progress: Progress) -> None:
+        """Let nodes that join get this progress; to be called before the first exchange."""
+        self.progress = progress
 
     def before_update(self, step: int) -> None:
         """Average the gradients of a step over nodes where they do not step alone."""

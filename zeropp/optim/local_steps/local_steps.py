@@ -54,10 +54,8 @@ class LocalSteps:
         ]
 
     @classmethod
-    def of(
-        cls, settings: Zeropp, weights: TrainedWeights, group: OuterGroup, **others: object
-    ) -> "LocalSteps":
-        """Return those of a section `zeropp` of the JSON; `others` are further fields."""
+    def of(cls, settings: Zeropp, weights: TrainedWeights, group: OuterGroup) -> "LocalSteps":
+        """Return those of a section `zeropp` of the JSON."""
         return cls(
             weights=weights,
             group=group,
@@ -71,7 +69,6 @@ class LocalSteps:
                 on_host=settings.sync_on_host,
                 mixing=settings.sync_mixing,
             ),
-            **others,
         )
 
     def before_update(self, step: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zeropp.errors import InputError
 from zeropp.ranks.groups import set_backend_time_limit
+from zeropp.ranks.nodes.member import Members
 from zeropp.ranks.nodes.rounds import NodeLostError
 from zeropp.ranks.topology import Environment
 from zeropp.wire.traffic import Traffic
@@ -68,6 +69,7 @@ class OuterGroup:
         watch: Watch | None = None,
     ) -> None:
         self.node, self.size = node, size
+        self.members: Members | None = None  # where nodes come and go, `ElasticGroup` has them
         self.traffic = Traffic((PURPOSE,)) if traffic is None else traffic
         self._watch = watch
 

@@ -124,6 +124,7 @@ def test_all_who_are_left_agree_whatever_happens(seed: int) -> None:
     run = Run(seed)
     draw = run.draw
     nodes = [Member(name=f"n{number}", number=number) for number in range(draw.randint(1, 4))]
+    run.store.set("members/0", Members(tuple(nodes)).text)
     for node in nodes:
         run.start(node, Members(tuple(nodes)))
     living = list(nodes)

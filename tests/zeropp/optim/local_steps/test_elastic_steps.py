@@ -1,0 +1,168 @@
+"""Replicas that are killed and that join at random, as threads connected by gloo.
+
+Set RANDOM_ELASTIC to draw more runs than the suite does.
+"""
+
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropp.optim.local_steps.elastic_group import ElasticGroup
+from zeropp.optim.local_steps.elastic_steps import ElasticSteps
+from zeropp.optim.local_steps.fragment import OuterOptions
+from zeropp.optim.local_steps.held_model import OfModule
+from zeropp.optim.local_steps.trained_weights import TrainedWeights
+from zeropp.ranks.nodes.member import Member, Members
+from zeropp.ranks.nodes.rounds import NobodyLeftError, Rounds
+from zeropp.settings.sync_schedule import SyncSchedule
+
+RUNS = int(os.environ.get("RANDOM_ELASTIC", "6"))
+LIMIT = timedelta(seconds=30)
+LAST = 12  # step
+FINISHED = "finished"
+
+
+class Killed(BaseException):
+    """Ends a thread, as SIGKILL ends a process."""
+
+
+class Lives:
+    """Who lives, as all know at once."""
+
+    def __init__(self) -> None:
+        self.ended: set[str] = set()
+
+    def is_alive(self, name: str) -> bool:
+        return name not in self.ended
+
+    def end(self, name: str) -> None:
+        """Let all know that a node has ended."""
+        self.ended = self.ended | {name}
+
+
+class Steps:
+    """The progress of a node: how many steps it has taken."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state(self) -> int:
+        return self.count
+
+    def load(self, state: int) -> None:
+        self.count = state
+
+
+class Mortal(Rounds):
+    """Rounds of a node that may be killed where it looks at the store."""
+
+    def require_going(self) -> None:
+        self._die()
+        super().require_going()
+
+    def arrive(self, *, admits: bool) -> Members:
+        self._die()
+        return super().arrive(admits=admits)
+
+    def conclude(self, *, succeeded: bool) -> bool:
+        self._die()
+        return super().conclude(succeeded=succeeded)
+
+    def _die(self) -> None:
+        if not self._lives.is_alive(self.own.name):
+            raise Killed
+
+
+class Run:
+    """Nodes with a small model each, and what they had after every exchange."""
+
+    def __init__(self, seed: int, schedule: SyncSchedule, options: OuterOptions) -> None:
+        self.draw, self.store, self.lives = random.Random(seed), dist.HashStore(), Lives()
+        self.schedule, self.options = schedule, options
+        self.agreed: dict[tuple[str, int], bytes] = {}
+        self.ends: dict[str, str] = {}
+        self.pool, self.results = ThreadPoolExecutor(16), []
+
+    def start(self, own: Member, members: Members) -> None:
+        """Start a node, which begins with `members` or joins."""
+        model = small_model(own.number if own.is_fresh else 0)
+        self.results.append(self.pool.submit(self._node, own, members, model))
+
+    def _node(self, own: Member, members: Members, model: nn.Module) -> None:
+        rounds = Mortal(self.store, own, 0, 1, self.lives, LIMIT.total_seconds())
+        if not own.is_fresh:
+            rounds.begin(members)
+        end = FINISHED
+        try:
+            self._train(own, ElasticGroup(self.store, rounds, 2, LIMIT), model)
+        except Killed:
+            end = "killed"
+        finally:
+            self.lives.end(own.name)
+        self.ends[own.name] = end
+
+    def _train(self, own: Member, group: ElasticGroup, model: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(own.number)
+        progress = Steps()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weights = TrainedWeights(model=OfModule(model, None), optimizer=optimizer)
+        steps = ElasticSteps(
+            weights=weights,
+            group=group,
+            schedule=self.schedule,
+            options=self.options,
+        )
+        steps.follow(progress)
+        if own.is_fresh:
+            steps.join()
+        while progress.count < LAST:
+            progress.count += 1
+            for each in model.parameters():
+                each.grad = torch.randn(each.shape, generator=generator)
+            steps.before_update(progress.count)
+            optimizer.step()
+            steps.after_update(progress.count, is_last=progress.count == LAST)
+            self.agreed[own.name, progress.count] = b"".join(
+                each.numpy().tobytes() for part in steps.fragments for each in part.agreed
+            )
+            time.sleep(0.002)
+
+
+def small_model(seed: int) -> nn.Module:
+    """Return a model of several thousand weights."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
+
+
+@pytest.mark.parametrize("seed", range(RUNS))
+def test_replicas_that_are_left_are_equal_to_the_bit(seed: int) -> None:
+    draw = random.Random(seed)
+    every = draw.choice([2, 3, ((0, 1), (4, 2))])
+    schedule = SyncSchedule.of(every, fragments=draw.choice([1, 2]))
+    run = Run(seed, schedule, OuterOptions(bits=draw.choice([2, 4, 8, 32])))
+    nodes = [Member(name=f"n{number}", number=number) for number in range(draw.randint(1, 3))]
+    run.store.set("members/0", Members(tuple(nodes)).text)
+    run.start(Member(name="j0", number=10, is_fresh=True), Members(()))
+    for node in nodes:
+        run.start(node, Members(tuple(nodes)))
+    for event in range(draw.randint(0, 3)):
+        time.sleep(draw.random() * 0.2)
+        alive = [node.name for node in nodes if run.lives.is_alive(node.name)]
+        if draw.random() < 0.5 and len(alive) > 1:
+            run.lives.end(draw.choice(alive))
+        elif event:
+            run.start(Member(name=f"j{event}", number=10 + event, is_fresh=True), Members(()))
+    for result in run.results:
+        if (error := result.exception(60)) is not None:
+            assert isinstance(error, NobodyLeftError)
+    for step in range(1, LAST + 1):
+        values = {content for (_, number), content in run.agreed.items() if number == step}
+        assert len(values) == 1
+    assert FINISHED in run.ends.values()
