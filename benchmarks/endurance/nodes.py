@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cluster.started_cluster import exit_on_signals
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.table import Column, table
@@ -89,6 +90,7 @@ class Cluster:
 
 def measure(options: argparse.Namespace, result: dict) -> None:
     """Kill nodes and start others; raise Disagreement where the run does not go on by itself."""
+    exit_on_signals()
     draw, rows = random.Random(options.seed), []
     with tempfile.TemporaryDirectory(prefix="zeropp-nodes-") as folder:
         cluster = Cluster(Path(folder), options)
@@ -130,7 +132,12 @@ def replace_one(cluster: Cluster, draw: random.Random) -> dict:
     goes_on = time.monotonic() - killed
     if goes_on > GOES_ON_SECONDS:
         raise Disagreement(f"the others went on after {goes_on:.1f} s, not {GOES_ON_SECONDS:.0f}")
-    wait_for(lambda: len(steps_of(successor)) > EVERY)
+
+    def has_joined() -> bool:
+        cluster.require_alive()
+        return len(steps_of(successor)) > EVERY
+
+    wait_for(has_joined)
     return {
         "killed": number[0] if number else "of the first",
         "goes_on": goes_on,
