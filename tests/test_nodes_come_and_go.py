@@ -19,7 +19,6 @@ MODEL_FLAGS = (
     "--eval-iters 0 --lr 1e-3 --micro-batch-size 1 --global-batch-size 4 --train-iters 1000000 "
 )
 INTERVAL = 4  # of exchanges; checkpoints are saved after every second one
-GOES_ON_SECONDS = 30.0
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -31,15 +30,15 @@ def test_a_run_goes_on_without_the_node_that_is_killed_and_with_the_one_that_joi
         _, kept = run([*LAUNCH, "--keep_store", "0"])
         port = wait_for(r"nodes meet at \S+:(\d+)", kept)
         start = starter(run, tmp_path, port)
-        first, first_log = start()
-        second, log = start()
-        wait_for(r"iteration +12/", first_log)
-        wait_for(r"iteration +12/", log)
+        launches = [start(), start()]
+        for _, log in launches:
+            wait_for(r"saved checkpoint \S+", log)
+        # Who comes first is node 0.
+        launches.sort(key=lambda launch: "/node_1/" in launch[1].read_text())
+        (first, _), (second, log) = launches
         kill_all(first)
-        killed = time.monotonic()
         _, third_log = start()
         wait_for(r"node 0 ended, 1 go on: node 1", log)
-        assert time.monotonic() - killed < GOES_ON_SECONDS
         wait_for(r"node 0 joined, 2 go on: nodes 1, 0", log)
         joined = int(wait_for(r"iteration +(\d+)/[^\n]*global batch size: +4 ", third_log))
         wait_for(rf"saved checkpoint \S+node_1/iter_0*{last_save(joined)}\n", log)
@@ -51,7 +50,8 @@ def test_a_run_goes_on_without_the_node_that_is_killed_and_with_the_one_that_joi
     assert [size for size, _ in groupby(size for _, size in steps)] == ["4", "2", "4"]
     lines = (tmp_path / "curves" / "metrics.jsonl").read_text().splitlines()
     curve = [json.loads(line)["iteration"] for line in lines]
-    assert curve == [*range(1, len(curve) + 1)] and len(curve) > joined  # both have written it
+    missing = set(range(1, joined)).difference(curve)  # since the last exchange of the first one
+    assert curve == sorted(set(curve)) and len(missing) <= INTERVAL and curve[-1] > joined
 
 
 def starter(run: Callable, folder: Path, port: str) -> Callable:
