@@ -82,12 +82,13 @@ class ElasticSteps(LocalSteps):
         """Let nodes that join get this progress; to be called before the first exchange."""
         self.progress = progress
 
-    def before_update(self, step: int) -> None:
-        """Average the gradients of a step over nodes where they do not step alone."""
-        if not self.schedule.averages_gradients(step):
-            return
-        if not self.is_alike:
-            self._exchange(self.fragments, step, 0)
+    def join(self) -> None:
+        """Get weights and progress from the others in their next exchange, and take part in it."""
+        gather_objects(None)  # the others wait for all ranks once this node is admitted
+        self.group.join()
+        self._exchange([], 0, 0)
+
+    def _average_gradients(self) -> None:
         gradients = [each.weights.gradients() for each in self.fragments]
 
         def work(round_: Round) -> list[Draft]:
@@ -101,12 +102,6 @@ class ElasticSteps(LocalSteps):
             draft.keep()
             draft.fragment.weights.write_gradients(draft.values)
         self._report(before)
-
-    def join(self) -> None:
-        """Get weights and progress from the others in their next exchange, and take part in it."""
-        gather_objects(None)  # the others wait for all ranks once this node is admitted
-        self.group.join()
-        self._exchange([], 0, 0)
 
     @torch.no_grad()
     def _exchange(self, due: list[Fragment], step: int, delay: int) -> None:

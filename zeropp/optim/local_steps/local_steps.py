@@ -83,8 +83,7 @@ class LocalSteps:
                     "stepped alone before it, and their optimizers have other moments: set an "
                     "interval above 1, or go on without the optimizer's state"
                 )
-            for each in self.fragments:
-                each.average_gradients()
+            self._average_gradients()
 
     def after_update(self, step: int, *, is_last: bool = False) -> None:
         """Exchange how far the nodes came, as far as that is due after a step.
@@ -138,6 +137,10 @@ class LocalSteps:
         """Return the bytes, before coding, that this rank sends per step, by (purpose, hop)."""
         size = sum(each.mean.message_bytes for each in self.fragments)
         return {("outer", "across_nodes"): size / self.schedule.interval(step)}
+
+    def _average_gradients(self) -> None:
+        for each in self.fragments:
+            each.average_gradients()
 
     def _exchange(self, due: list[Fragment], step: int, delay: int) -> None:
         """Merge the exchanges that end after a step, and begin those that are due."""
