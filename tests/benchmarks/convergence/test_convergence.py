@@ -134,6 +134,9 @@ def test_variants_differ_in_zeropp_alone():
     mixture = replace(RECIPE, flags=f"{RECIPE.flags} --num-experts 4 --disable-bias-linear")
     bits = {name: mixture.config(name, seed=7).parallel.moe_dispatch_bits for name in VARIANTS}
     assert bits == {**dict.fromkeys(VARIANTS, 16), "int8-tokens": 8}
+    nodes = {name: each.zero.zeropp.sync_every for name, each in configs.items()}
+    alone = {name for name, interval in nodes.items() if interval > 1}
+    assert alone == {name for name in VARIANTS if "local-" in name}
     on = {
         variant: (
             config.zero.zero_optimization.zero_quantized_weights,
@@ -142,8 +145,8 @@ def test_variants_differ_in_zeropp_alone():
         )
         for variant, config in configs.items()
     }
-    for muon in [name for name in on if name.startswith("muon")]:
-        assert on.pop(muon) == ((True, 2, True) if "code-steps" in muon else (False, 1, False))
+    for name in [each for each in on if each.startswith("muon") or each in alone]:
+        assert on.pop(name) == ((True, 2, True) if "code-steps" in name else (False, 1, False))
     assert on == {
         "baseline": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 2, False),
         "qgz": (False, 1, True), "zeropp": (True, 2, True), "zeropp-4-4": (True, 2, True),

@@ -224,7 +224,8 @@ def test_weights_loaded_in_place_are_the_ones_that_are_evaluated(tmp_path):
         from_folder = replace(run.config.checkpoint, load=str(tmp_path))
         config = replace(run.config, checkpoint=from_folder)
         trainer, fingerprint = run.trainer, run.tokenizer.fingerprint
-        load(config, trainer.sharding, trainer.optimizer, trainer.scaler, fingerprint)
+        sharding, optimizer = trainer.sharding, trainer.optimizer
+        load(config, run.ranks, sharding, optimizer, trainer.scaler, fingerprint)
         assert validation_loss(run) == fresh != untrained
 
 
