@@ -47,12 +47,11 @@ class Draft:
     def run(self, tensors: Sequence[Tensor], num_terms: int) -> None:
         """Form the outer step with the mean of tensors."""
 
-        def step(mean: Tensor) -> Tensor:
-            options = self.fragment.options
-            self.momentum = options.momentum * self.momentum + mean
-            return options.lr * (mean + options.momentum * self.momentum)
+        def nesterov(mean: Tensor) -> Tensor:
+            self.momentum, step = self.fragment.options.nesterov(self.momentum, mean)
+            return step
 
-        self.values = self.mean.run(tensors, step, num_terms)
+        self.values = self.mean.run(tensors, nesterov, num_terms)
 
     def keep(self) -> None:
         """Let the fragment be like this."""

@@ -36,6 +36,11 @@ class OuterOptions:
     on_host: bool = False
     mixing: float = 0.5
 
+    def nesterov(self, momentum: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the momentum and the step after a mean difference."""
+        momentum = self.momentum * momentum + mean
+        return momentum, self.lr * (mean + self.momentum * momentum)
+
 
 def fragments_of(model: HeldModel, count: int) -> list[frozenset[str]]:
     """Cut a model into `count` fragments, in its order and of about equal sizes; some may be empty.
@@ -179,9 +184,8 @@ class Fragment:
         return [*self.weights.named]
 
     def _nesterov(self, mean: Tensor) -> Tensor:
-        options = self.options
-        self.momentum = options.momentum * self.momentum + mean
-        return options.lr * (mean + options.momentum * self.momentum)
+        self.momentum, step = self.options.nesterov(self.momentum, mean)
+        return step
 
     @torch.no_grad()
     def _mix(self, mixing: float, names: set[str] | frozenset[str]) -> None:

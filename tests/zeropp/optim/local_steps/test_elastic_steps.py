@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.mortal_nodes import Killed, Lives
 from zeropp.optim.local_steps.elastic_group import ElasticGroup
 from zeropp.optim.local_steps.elastic_steps import ElasticSteps
 from zeropp.optim.local_steps.fragment import OuterOptions
@@ -27,24 +28,6 @@ RUNS = int(os.environ.get("RANDOM_ELASTIC", "6"))
 LIMIT = timedelta(seconds=30)
 LAST = 12  # step
 FINISHED = "finished"
-
-
-class Killed(BaseException):
-    """Ends a thread, as SIGKILL ends a process."""
-
-
-class Lives:
-    """Who lives, as all know at once."""
-
-    def __init__(self) -> None:
-        self.ended: set[str] = set()
-
-    def is_alive(self, name: str) -> bool:
-        return name not in self.ended
-
-    def end(self, name: str) -> None:
-        """Let all know that a node has ended."""
-        self.ended = self.ended | {name}
 
 
 class Steps:

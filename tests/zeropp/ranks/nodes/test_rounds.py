@@ -15,26 +15,13 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 
+from tests.mortal_nodes import Killed, Lives
 from zeropp.ranks.nodes.member import Member, Members
 from zeropp.ranks.nodes.rounds import ExcludedError, NobodyLeftError, NodeLostError, Rounds
 
 RUNS = int(os.environ.get("RANDOM_ROUNDS", "12"))
 RANKS, ROUNDS, SECONDS = 2, 6, 10.0
 FINISHED = "finished"
-
-
-class Killed(BaseException):
-    """Ends a thread, as SIGKILL ends a process."""
-
-
-class Lives:
-    """Who lives, as all know at once."""
-
-    def __init__(self) -> None:
-        self.ended: set[str] = set()
-
-    def is_alive(self, name: str) -> bool:
-        return name not in self.ended
 
 
 class MortalStore:
@@ -90,7 +77,7 @@ class Run:
         self.ends[own.name, rank] = end
         # A launcher ends the other ranks of a node when one has failed.
         if end != FINISHED or all((own.name, each) in self.ends for each in range(RANKS)):
-            self.lives.ended = self.lives.ended | {own.name}
+            self.lives.end(own.name)
 
     def _step(
         self, rounds: Rounds, store: MortalStore, draw: random.Random, step: int, value: str
@@ -132,7 +119,7 @@ def test_all_who_are_left_agree_whatever_happens(seed: int) -> None:
         time.sleep(draw.random() * 0.01)
         if draw.random() < 0.5 and len(living) > 1:
             ended = living.pop(draw.randrange(len(living))).name
-            run.lives.ended = run.lives.ended | {ended}
+            run.lives.end(ended)
         else:
             joins = Member(name=f"j{event}", number=10 + event, is_fresh=True)
             run.start(joins, Members(()))
