@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 import torch
@@ -36,6 +36,8 @@ from benchmarks.convergence.convergence_rank import train_as_ordered
 from benchmarks.convergence.variants import (
     BASELINE,
     FLAGS,
+    MUON_LR,
+    OUTER,
     SPIKE,
     SPIKE_FACTOR,
     USUAL,
@@ -50,6 +52,10 @@ from tools.faster_precision import MARGIN, seconds
 from zeropp.errors import InputError
 
 FINISHED_RUNS = "runs.jsonl"
+# Fields that recipes of older files do not have, with the values that they stood for.
+LATER_FIELDS = {
+    field.name: field.default for field in fields(Recipe) if field.default is not MISSING
+}
 RANK_MODULE = "benchmarks.convergence.convergence"
 
 
@@ -77,6 +83,9 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
         eval_samples=options.eval_samples,
         flags=f"{FLAGS} {options.flags}".strip(),
         lr_spike=options.lr_spike,
+        muon_lr=options.muon_lr,
+        outer_lr=options.outer_lr,
+        outer_momentum=options.outer_momentum,
     )
 
 
@@ -134,8 +143,7 @@ def read_runs(path: Path, recipe: Recipe) -> dict[tuple[str, int], dict]:
     for line in lines:
         run = json.loads(line)
         variant = run.setdefault("variant", run.get("arm"))  # "arm" in files of November 2026
-        run["recipe"].setdefault("lr_spike", 0)  # not in files of those days either
-        if run["recipe"] != asdict(recipe) or variant not in VARIANTS:
+        if {**LATER_FIELDS, **run["recipe"]} != asdict(recipe) or variant not in VARIANTS:
             continue
         if run["zero"] == recipe.zero(variant):
             runs[variant, run["seed"]] = run
@@ -255,6 +263,9 @@ BENCHMARK = Benchmark(
             0,
             f"multiply the learning rate by {SPIKE_FACTOR:g} in {SPIKE} iterations from this one",
         ),
+        Flag("--muon-lr", MUON_LR, "learning rate of variants with Muon"),
+        Flag("--outer-lr", OUTER.outer_lr, "of variants whose nodes step alone"),
+        Flag("--outer-momentum", OUTER.outer_momentum, "likewise"),
         Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
         Flag("--folder", "runs/convergence", "for finished runs"),
         Flag("--order", help="of a rank: JSON with the variant, the seed and the recipe"),

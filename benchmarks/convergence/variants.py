@@ -15,6 +15,7 @@ from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
+from zeropp.settings.sections import Zeropp
 
 EVAL_MICRO_BATCH = 8  # held-out samples of one forward pass on one rank
 SPIKE, SPIKE_FACTOR = 10, 5.0  # iterations, and what their learning rate is multiplied by
@@ -29,13 +30,15 @@ FLAGS = (
 
 
 BASELINE = "baseline"
-# With the factor, updates are as large as Adam's. Held-out losses after 400 steps of seed 9 with
-# the learning rates 1.5e-3, 3e-3, 6e-3 and 1.2e-2: AdamW 5.544, 5.494, 5.997 and 6.268, Muon 5.430,
-# 5.250, 5.180 and 5.197.
+# With the factor, updates are as large as Adam's.
 MUON = (
     "--optimizer muon --muon-nesterov --muon-momentum 0.95 --muon-coefficient-type simple "
-    "--muon-extra-scale-factor 0.2 --lr 6e-3"
+    "--muon-extra-scale-factor 0.2"
 )
+# Held-out losses of the usual flags after 400 steps of seed 9 with the learning rates 1.5e-3, 3e-3,
+# 6e-3 and 1.2e-2: AdamW 5.544, 5.494, 5.997 and 6.268, Muon 5.430, 5.250, 5.180 and 5.197.
+MUON_LR = 6e-3
+OUTER = Zeropp()  # with the default outer_lr and outer_momentum
 
 
 INTERVALS = (10, 30, 100)  # steps that nodes take alone
@@ -118,6 +121,8 @@ class Recipe:
 
     eval_interval: iterations. eval_samples: held-out samples, the same at every evaluation.
     lr_spike: the first of `SPIKE` iterations whose learning rate is multiplied; 0 for none.
+    muon_lr: the learning rate of variants with Muon. outer_lr, outer_momentum: of those whose nodes
+    step alone.
     """
 
     steps: int
@@ -128,6 +133,9 @@ class Recipe:
     eval_samples: int
     flags: str = FLAGS
     lr_spike: int = 0
+    muon_lr: float = MUON_LR
+    outer_lr: float = OUTER.outer_lr
+    outer_momentum: float = OUTER.outer_momentum
 
     def config(self, variant: str, seed: int) -> Config:
         """The configuration of one run; raises InputError for wrong flags."""
@@ -137,9 +145,11 @@ class Recipe:
                 f"--eval-samples {self.eval_samples}: expected a multiple of {round_samples} "
                 f"({EVAL_MICRO_BATCH} on each of {self.ranks} ranks)"
             )
+        own_flags = VARIANTS[variant].flags.split()
+        own_flags += ["--lr", str(self.muon_lr)] if "muon" in own_flags else []
         words = [
             *self.flags.split(),
-            *VARIANTS[variant].flags.split(),
+            *own_flags,
             "--train-iters",
             str(self.steps),
             "--seed",
@@ -158,4 +168,7 @@ class Recipe:
         variant = VARIANTS[name]
         content = zero_json(variant.zero, self.ranks_per_node)
         content["zeropp"] |= variant.zeropp
+        if "sync_every" in variant.zeropp:
+            outer = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
+            content["zeropp"] |= outer
         return content

@@ -9,8 +9,10 @@ from megatron_zpp.data.path_files import with_named_paths
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
+from zeropp.errors import InputError
 
 DEFAULT_CACHE = ".cache"  # in the current folder
+SMALLEST_VOCAB_SIZE = 257
 
 log = logging.getLogger("megatron_zpp")
 
@@ -18,9 +20,10 @@ log = logging.getLogger("megatron_zpp")
 def resolve_data(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[DataConfig, Tokenizer]:
     """Return the data section with default paths filled in, and the tokenizer.
 
-    Without any path or tokenizer, the text is the default corpus, with a tokenizer trained on it;
-    both are built by the first call and cached. For files of examples, attention and positions are
-    reset at each example. Raises InputError if files are missing or invalid.
+    Without any path or tokenizer, the text is the default corpus, with a tokenizer trained on it,
+    of `vocab_size` entries if that is given; both are built by the first call and cached. For files
+    of examples, attention and positions are reset at each example. Raises InputError if files are
+    missing or invalid.
     """
     data = with_named_paths(data)
     if names_examples(data) and not (data.reset_attention_mask and data.reset_position_ids):
@@ -28,7 +31,7 @@ def resolve_data(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[DataConf
         log.info("examples: --reset-attention-mask and --reset-position-ids keep them apart")
     if _is_configured(data, tokenizer):
         return data, build_tokenizer(tokenizer)
-    corpus = _load_default_corpus(data.data_cache_path)
+    corpus = _load_default_corpus(data.data_cache_path, tokenizer)
     has_default_split = data.split == DataConfig().split
     data = dataclasses.replace(
         data,
@@ -42,23 +45,37 @@ def resolve_tokenizer(cache: str | None, tokenizer: TokenizerConfig) -> Tokenize
     """Return `tokenizer`, or if it is not configured, the one of the default corpus in `cache`."""
     if _is_tokenizer_configured(tokenizer):
         return tokenizer
-    return _corpus_tokenizer(_load_default_corpus(cache), tokenizer)
+    return _corpus_tokenizer(_load_default_corpus(cache, tokenizer), tokenizer)
 
 
 def resolve_vocab_size(data: DataConfig, tokenizer: TokenizerConfig) -> int:
     """Return the vocabulary size of the tokenizer of `resolve_data`, without reading any text."""
     if _is_configured(data, tokenizer):
         return build_tokenizer(tokenizer).vocab_size
-    return VOCAB_SIZE + tokenizer.vocab_extra_ids
+    return _corpus_vocab_size(tokenizer) + tokenizer.vocab_extra_ids
 
 
-def _load_default_corpus(cache: str | None) -> Corpus:
-    return load_standard_library(Path(cache or DEFAULT_CACHE) / "standard-library")
+def _load_default_corpus(cache: str | None, tokenizer: TokenizerConfig) -> Corpus:
+    folder = Path(cache or DEFAULT_CACHE) / "standard-library"
+    return load_standard_library(folder, vocab_size=_corpus_vocab_size(tokenizer))
+
+
+def _corpus_vocab_size(tokenizer: TokenizerConfig) -> int:
+    size = tokenizer.vocab_size or VOCAB_SIZE
+    if size < SMALLEST_VOCAB_SIZE:
+        raise InputError(
+            f"--vocab-size {size}: a tokenizer of the default corpus has at least "
+            f"{SMALLEST_VOCAB_SIZE} entries, the bytes and end of document"
+        )
+    return size
 
 
 def _corpus_tokenizer(corpus: Corpus, tokenizer: TokenizerConfig) -> TokenizerConfig:
     return dataclasses.replace(
-        tokenizer, tokenizer_type="HFTokenizer", tokenizer_model=str(corpus.tokenizer)
+        tokenizer,
+        tokenizer_type="HFTokenizer",
+        tokenizer_model=str(corpus.tokenizer),
+        vocab_size=None,
     )
 
 
@@ -67,4 +84,5 @@ def _is_configured(data: DataConfig, tokenizer: TokenizerConfig) -> bool:
 
 
 def _is_tokenizer_configured(tokenizer: TokenizerConfig) -> bool:
-    return tokenizer != TokenizerConfig(vocab_extra_ids=tokenizer.vocab_extra_ids)
+    sizes = {"vocab_size": tokenizer.vocab_size, "vocab_extra_ids": tokenizer.vocab_extra_ids}
+    return tokenizer != TokenizerConfig(**sizes)

@@ -55,7 +55,9 @@ class TokenizerConfig(Section):
         "SentencePiece model, or tokenizer.json, or a folder with one",
         aliases=("tokenizer-name-or-path", "tokenizer-file"),
     )
-    vocab_size: int | None = flag(None, "size of the NullTokenizer's vocabulary", minimum=1)
+    vocab_size: int | None = flag(
+        None, "entries of the NullTokenizer, or of the default corpus's tokenizer (8192)", minimum=1
+    )
     vocab_extra_ids: int = flag(0, "sentinel tokens added to the vocabulary", minimum=0)
 
     @property

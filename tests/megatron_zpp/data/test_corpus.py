@@ -11,7 +11,8 @@ import pytest
 from megatron_zpp.data import corpus as module
 from megatron_zpp.data.corpus import Corpus, load_standard_library, train_tokenizer
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.settings.config import TokenizerConfig
+from megatron_zpp.data.text_source import resolve_data, resolve_vocab_size
+from megatron_zpp.settings.config import DataConfig, TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from zeropp.errors import InputError
 
@@ -103,6 +104,18 @@ def test_held_out_documents_do_not_shape_the_tokenizer(
     sizes = [len(tokenizer.encode(f" {word(number)}")) for number in numbers]
     assert sizes[:-NUM_HELD_OUT] == [1] * (NUM_FILES - NUM_HELD_OUT)
     assert min(sizes[-NUM_HELD_OUT:]) > 1
+
+
+def test_vocab_size_without_data_is_that_of_its_tokenizer(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
+    data, tokens = DataConfig(data_cache_path=str(tmp_path)), TokenizerConfig(vocab_size=300)
+    with_text, tokenizer = resolve_data(data, tokens)
+    assert with_text.data_path is not None and tokenizer.vocab_size == 300
+    assert resolve_vocab_size(data, tokens) == 300
+    with pytest.raises(InputError, match="--vocab-size 256: .* at least 257"):
+        resolve_vocab_size(data, TokenizerConfig(vocab_size=256))
 
 
 def test_second_call_finds_it(corpus: Corpus, library: Path) -> None:
