@@ -5,20 +5,35 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
 
 from benchmarks.cluster.bf16_matmul import multiply_in_fp32
 from benchmarks.cluster.configurations import Configuration, build_configuration
+from benchmarks.convergence.convergence_rank import build_variant, held_out_loss_of
+from benchmarks.convergence.variants import Recipe
+from benchmarks.shared.pretrain_run import run_step, training_batches
 from benchmarks.shared.training_setup import TrainingSetup
+from megatron_zpp.data.loader import Loader
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.config import ParallelConfig
+from megatron_zpp.train.run import Run
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
 
 PROBE_PORT = 29400
 CHUNK = 2**20  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run that is trained in parts."""
+
+    run: Run
+    recipe: Recipe
+    batches: Loader
 
 
 class ClusterRank:
@@ -28,6 +43,7 @@ class ClusterRank:
         self.ranks: Ranks | None = None
         self.configurations: dict[str, Configuration] = {}
         self.bf16_kernels: torch.library.Library | None = None
+        self.training: Training | None = None
 
     def join(self, products: str) -> dict:
         """Join the process group; bf16 matrices are multiplied in `products`, bf16 or fp32."""
@@ -70,6 +86,32 @@ class ClusterRank:
             "sent": configuration.take_sent(),
         }
 
+    def pretrain(self, variant: str, seed: int, recipe: Mapping[str, object]) -> dict:
+        """Build a variant of a convergence comparison, to be trained by `train`."""
+        recipe = Recipe(**recipe)
+        run = build_variant(variant, seed, recipe)
+        self.training = Training(run=run, recipe=recipe, batches=training_batches(run))
+        return {"parameters": run.trainer.sharding.model.num_parameters()}
+
+    def train(self, steps: int) -> dict:
+        """Train for some steps.
+
+        Returns their seconds, and after the last of the run the bytes that a node has sent to
+        others, by the traffic ledger and without evaluations.
+        """
+        seconds = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            iteration = run_step(self.training.run, self.training.batches)
+            seconds.append(time.perf_counter() - started)
+        sent = iteration.communication.sent if iteration.communication else {}
+        across = sum(count for (_, hop), count in sent.items() if hop == "across_nodes")
+        return {"seconds": seconds, "ledger": across}
+
+    def held_out(self) -> dict:
+        """Returns the held-out loss."""
+        return {"loss": held_out_loss_of(self.training.run, self.training.recipe)}
+
     def probe(self, sender: int, receiver: int, address: str, num_bytes: int) -> dict:
         """The receiver's answer is the rate of one connection between two ranks, in bit/s."""
         if self.ranks.rank == sender:
@@ -83,7 +125,9 @@ def main() -> None:
     """Answer orders until the other end of the pipe is closed."""
     connection = Connection(int(sys.argv[1]))
     rank = ClusterRank()
-    methods = (rank.join, rank.build, rank.run, rank.probe)
+    methods = (
+        rank.join, rank.build, rank.run, rank.probe, rank.pretrain, rank.train, rank.held_out,
+    )  # fmt: skip
     orders: Mapping[str, Callable[..., dict]] = {method.__name__: method for method in methods}
     while True:
         try:

@@ -18,6 +18,11 @@ from zeropp.wire.traffic import CodedMessages
 def train_as_ordered(variant: str, seed: int, recipe: dict, zero: dict) -> dict:
     """Train one variant of one seed; `zero` is for the record, as the recipe has it too."""
     recipe = Recipe(**recipe)
+    return train(build_variant(variant, seed, recipe), recipe)
+
+
+def build_variant(variant: str, seed: int, recipe: Recipe) -> Run:
+    """Join the ranks, and build what they train."""
     config = recipe.config(variant, seed)
     settings = config.zero.zeropp
     ranks = join_ranks(
@@ -27,12 +32,12 @@ def train_as_ordered(variant: str, seed: int, recipe: dict, zero: dict) -> dict:
         steps_alone=settings.sync_every != 1,
     )
     run = silent_run(config, ranks)
-    if recipe.lr_spike:
-        batch_size, schedules = config.batch.global_batch_size, run.trainer.schedules
-        rate = SpikedLearningRate(schedules.learning_rate, recipe.lr_spike, batch_size)
-        trainer = replace(run.trainer, schedules=replace(schedules, learning_rate=rate))
-        run = replace(run, trainer=trainer)
-    return train(run, recipe)
+    if not recipe.lr_spike:
+        return run
+    batch_size, schedules = config.batch.global_batch_size, run.trainer.schedules
+    rate = SpikedLearningRate(schedules.learning_rate, recipe.lr_spike, batch_size)
+    trainer = replace(run.trainer, schedules=replace(schedules, learning_rate=rate))
+    return replace(run, trainer=trainer)
 
 
 class SpikedLearningRate:
@@ -54,21 +59,19 @@ def train(run: Run, recipe: Recipe) -> dict:
     `node_bytes` are those a node sends per training step, by "purpose/hop", without evaluations.
     `bits` are those of a weight and of a gradient in coded messages between nodes.
     """
-    replicas = run.ranks.all_replicas
-    rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * replicas)
     batches, seconds, training = training_batches(run), [], []
-    held_out = [(0, held_out_loss(run, EVAL_MICRO_BATCH, rounds))]
+    held_out = [(0, held_out_loss_of(run, recipe))]
     for iteration in range(1, recipe.steps + 1):
         started = time.perf_counter()
         measured = run_step(run, batches)
         seconds.append(time.perf_counter() - started)
         training.append(measured.loss)
         if is_due(iteration, recipe.eval_interval) or iteration == recipe.steps:
-            held_out.append((iteration, held_out_loss(run, EVAL_MICRO_BATCH, rounds)))
+            held_out.append((iteration, held_out_loss_of(run, recipe)))
             report(run, iteration, training[-1], held_out[-1][1])
     communication = measured.communication  # of all steps: the log interval is the whole run
     batch = run.config.batch
-    micro_batches = batch.global_batch_size // (batch.micro_batch_size * replicas)
+    micro_batches = batch.global_batch_size // (batch.micro_batch_size * run.ranks.all_replicas)
     return {
         "parameters": run.trainer.sharding.model.num_parameters(),
         "collectives": [list(row) for row in run.trainer.sharding.describe(micro_batches)],
@@ -81,6 +84,12 @@ def train(run: Run, recipe: Recipe) -> dict:
         },
         "bits": dict(bits_of(communication.coded)),
     }
+
+
+def held_out_loss_of(run: Run, recipe: Recipe) -> float:
+    """The loss of the recipe's held-out samples."""
+    rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * run.ranks.all_replicas)
+    return held_out_loss(run, EVAL_MICRO_BATCH, rounds)
 
 
 def bits_of(coded: CodedMessages) -> Iterator[tuple[str, float]]:

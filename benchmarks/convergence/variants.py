@@ -82,6 +82,12 @@ def _local_variants() -> dict[str, Variant]:
                     flags=flags,
                     zeropp={"sync_every": interval, "sync_bits": bits, "muon_blocks": "whole"},
                 )
+        overlap = {"sync_every": 30, "sync_fragments": 5, "sync_delay": 2, "muon_blocks": "whole"}
+        variants[f"{prefix}local-30-overlap"] = Variant(
+            meaning=f"the same with {name} and 30 steps, exchanged in fifths behind two steps",
+            flags=flags,
+            zeropp=overlap,
+        )
     return variants
 
 

@@ -1,0 +1,202 @@
+"""How long training takes to a held-out loss on slow links, and what crosses them.
+
+    python -m benchmarks.cluster.time_to_loss [--rate 20mbit --rate 100mbit] [--variants \\
+        code-steps muon-code-steps muon-local-30] [--json FILE] [--plot FILE.png]
+
+Each variant of benchmarks.convergence.convergence trains at each rate in processes of its own. A
+node is a network namespace of this machine, with a link of that rate to the others (needs root, and
+the commands ip and tc). Time is that of training steps alone: held-out losses are
+taken between them, while links have no limit. Bytes are read from the nodes' interfaces before and
+after the steps, and shown beside the ranks' traffic ledgers. The time to a loss is that to the
+first evaluation which is not above it; without --target that is the highest of all final losses.
+"""
+
+import argparse
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.cluster.network import emulation
+from benchmarks.cluster.rank_processes import RankProcesses
+from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
+from benchmarks.convergence.variants import FLAGS, MUON_LR, OUTER, VARIANTS, Recipe
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.charts import hide_top_and_right, save_png
+from benchmarks.shared.table import Column, table
+from zeropp.errors import InputError
+
+USUAL = ("code-steps", "muon-code-steps", "muon-local-30", "muon-local-30-overlap")
+COLUMNS = (
+    Column("link", "rate"),
+    Column("", "variant"),
+    Column("final loss", lambda row: row["losses"][-1][1], ".4f"),
+    Column("ms a step", lambda row: 1e3 * row["seconds"][-1] / row["losses"][-1][0], ".0f"),
+    Column("kB a step, interface", "wire", ".1f", 1e-3),
+    Column("ledger", "ledger", ".1f", 1e-3),
+    Column("in M", "of_model", ".4f"),
+    Column("s to the loss", "seconds_to_target", ".1f"),
+    Column("faster, x", "speedup", ".2f"),
+)
+
+
+def recipe_of(options: argparse.Namespace) -> Recipe:
+    """What all runs share."""
+    return Recipe(
+        steps=options.steps,
+        ranks=options.nodes * options.ranks_per_node,
+        ranks_per_node=options.ranks_per_node,
+        dtype="fp32",
+        eval_interval=options.eval_interval,
+        eval_samples=options.eval_samples,
+        flags=f"{FLAGS} {options.flags}".strip(),
+        muon_lr=options.muon_lr,
+        outer_lr=options.outer_lr,
+        outer_momentum=options.outer_momentum,
+    )
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError for what would fail only after a while."""
+    emulation.require_namespaces()
+    options.rate = list(dict.fromkeys(options.rate or ("20mbit", "100mbit")))
+    for rate in options.rate:
+        emulation.bits_per_second(rate)
+    for variant in options.variants:
+        recipe_of(options).config(variant, options.seed)
+    if options.steps % options.eval_interval:
+        raise InputError(
+            f"--steps {options.steps}: expected a multiple of --eval-interval "
+            f"{options.eval_interval}"
+        )
+
+
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Train each variant at each rate."""
+    exit_on_signals()
+    rows = []
+    for rate in options.rate:
+        for variant in options.variants:
+            print(f"{variant} at {rate}", file=sys.stderr, flush=True)
+            with started_cluster(options.nodes, options.ranks_per_node, 0.0) as ranks:
+                rows.append({"rate": rate, **trained(ranks, variant, rate, options)})
+    highest = max(row["losses"][-1][1] for row in rows)
+    target = highest if options.target is None else float(options.target)
+    result |= {"recipe": asdict(recipe_of(options)), "seed": options.seed, "target": target}
+    result["rows"] = compare(rows, target)
+
+
+def trained(ranks: RankProcesses, variant: str, rate: str, options: argparse.Namespace) -> dict:
+    """Losses by step, seconds of training up to each of them, and bytes a node sends in a step."""
+    recipe = recipe_of(options)
+    processes = ranks.pid_of_each_node(options.ranks_per_node)
+    built = ranks.ask("pretrain", variant=variant, seed=options.seed, recipe=asdict(recipe))
+    losses, seconds, wire, ledger = [], [], 0, 0
+    losses.append((0, ranks.ask("held_out")[0]["loss"]))
+    for step in range(recipe.eval_interval, recipe.steps + 1, recipe.eval_interval):
+        emulation.set_rate(options.nodes, rate)
+        before = sent_by(processes)
+        answers = ranks.ask("train", steps=recipe.eval_interval)
+        wire += statistics.fmean(sent_by(processes)) - statistics.fmean(before)
+        emulation.set_rate(options.nodes, emulation.UNLIMITED)
+        slowest = max(sum(answer["seconds"]) for answer in answers)
+        seconds.append((seconds[-1] if seconds else 0.0) + slowest)
+        ledger = answers[0]["ledger"]
+        losses.append((step, ranks.ask("held_out")[0]["loss"]))
+    parameters = built[0]["parameters"]
+    return {
+        "variant": variant,
+        "parameters": parameters,
+        "losses": losses,
+        "seconds": [0.0, *seconds],
+        "wire": wire / recipe.steps,
+        "ledger": ledger / recipe.steps,
+        "of_model": wire / recipe.steps / (2 * parameters),
+    }
+
+
+def sent_by(processes: list[int]) -> list[int]:
+    """Bytes that each node has sent to others, headers included."""
+    return [emulation.counters(each)[emulation.INTERFACE].sent for each in processes]
+
+
+def compare(rows: list[dict], target: float) -> list[dict]:
+    """The rows with the time to the target; how much faster than the first of the same rate."""
+    first: dict[str, float | None] = {}
+    compared = []
+    for row in rows:
+        reached = [
+            at for at, (_, loss) in zip(row["seconds"], row["losses"], strict=True)
+            if loss <= target
+        ]  # fmt: skip
+        seconds = reached[0] if reached else None
+        reference = first.setdefault(row["rate"], seconds)
+        speedup = reference / seconds if reference and seconds else None
+        compared.append({**row, "seconds_to_target": seconds, "speedup": speedup})
+    return compared
+
+
+def show(result: dict) -> str:
+    """The table."""
+    recipe, rows = result["recipe"], result["rows"]
+    return (
+        f"- {rows[0]['parameters'] / 1e6:.2f} M parameters, {recipe['steps']} iterations, seed "
+        f"{result['seed']}, {recipe['ranks']} ranks as nodes of {recipe['ranks_per_node']}, fp32\n"
+        f"- `pretrain_gpt.py` with `{recipe['flags']}`\n"
+        f"- the loss: {result['target']:.4f}, held out, taken every {recipe['eval_interval']} "
+        f"iterations\n\n{table(rows, *COLUMNS)}\n\n"
+        "Bytes are what a node sends to the others in a step, on average; M is the model in 16 bit."
+    )
+
+
+def draw(result: dict, path: Path) -> None:
+    """Write the PNG: held-out losses over the seconds of training, a panel for each rate."""
+    from matplotlib.figure import Figure
+
+    rates = list(dict.fromkeys(row["rate"] for row in result["rows"]))
+    figure = Figure(figsize=(4.8 * len(rates), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
+    for panel, rate in zip(panels, rates, strict=True):
+        for row in (row for row in result["rows"] if row["rate"] == rate):
+            losses = [loss for _, loss in row["losses"]]
+            panel.plot(row["seconds"], losses, label=row["variant"], linewidth=1.4)
+        panel.axhline(result["target"], color="#555555", linewidth=0.8, linestyle=":")
+        panel.set_title(f"links of {rate}", fontsize=10)
+        panel.set_xlabel("seconds of training")
+        panel.grid(alpha=0.25)
+        hide_top_and_right(panel)
+    panels[0].set_ylabel("held-out loss, nats per token")
+    panels[0].legend(frameon=False, fontsize=8)
+    save_png(figure, path)
+
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    flags=(
+        Flag("--variants", USUAL, "the first is the reference", choices=tuple(VARIANTS)),
+        Flag(
+            "--rate",
+            help="of each node's link, in each direction (default: 20mbit and 100mbit)",
+            is_repeated=True,
+        ),
+        Flag("--nodes", 2, least=2),
+        Flag("--ranks-per-node", 2, least=1),
+        Flag("--steps", 600, "iterations of a run", least=1),
+        Flag("--seed", 1),
+        Flag("--eval-interval", 20, "iterations between held-out losses", least=1),
+        Flag("--eval-samples", 256, "samples of each held-out loss, always the same"),
+        Flag("--target", help="the loss; default: the highest of all final ones", type=float),
+        Flag("--muon-lr", MUON_LR, "learning rate of variants with Muon"),
+        Flag("--outer-lr", OUTER.outer_lr, "of variants whose nodes step alone"),
+        Flag("--outer-momentum", OUTER.outer_momentum, "likewise"),
+        Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
+    ),
+    check=check,
+    measure=measure,
+    show=show,
+    draw=draw,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())
