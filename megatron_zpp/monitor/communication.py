@@ -7,8 +7,8 @@ costs.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -38,7 +38,8 @@ class Communication:
 
     `expected` is what the formula says for these steps, `plain` what the same ZeRO stage would have
     sent without ZeRO++, on rings over all ranks, those of nodes that step alone too. `coded` is
-    what coded messages of all ranks held.
+    what coded messages of all ranks held. `exchange`: of all steps since nodes that step alone had
+    last exchanged something, if they have done so in these steps.
     """
 
     steps: int = 0
@@ -46,6 +47,7 @@ class Communication:
     expected: Counter = field(default_factory=Counter)
     plain: Counter = field(default_factory=Counter)
     coded: CodedMessages = CodedMessages()
+    exchange: "Communication | None" = None
 
     def __add__(self, other: "Communication") -> "Communication":
         return Communication(
@@ -62,24 +64,43 @@ class Communication:
         others = [each for each in OTHERS if any(self.expected[each, hop] for hop in HOPS)]
         return (*PURPOSES, *others)
 
+    @property
+    def sent_per_step(self) -> Counter:
+        """Means over steps: of exchanges, in the interval of one, over those since the one before.
+
+        `OUTER` has no key in other intervals.
+        """
+        return self._per_step(lambda each: each.sent)
+
     def line(self) -> str:
-        """A log line in Megatron's style: bytes across nodes, in all and by purpose, and within."""
-        sent, expected = self.sent, self.expected
+        """A log line in Megatron's style: bytes across nodes, in all and by purpose, and within.
+
+        What nodes that step alone exchange is in the lines of intervals in which they do.
+        """
+        sent, expected = self.sent_per_step, self._per_step(lambda each: each.expected)
         values = {"across nodes": (sum_over(sent, ACROSS_NODES), sum_over(expected, ACROSS_NODES))}
         for purpose in self.purposes:
             key = purpose, ACROSS_NODES
-            values[purpose.replace("_", " ")] = sent[key], expected[key]
+            if key in sent:
+                values[purpose.replace("_", " ")] = sent[key], expected[key]
         values["in node"] = sum_over(sent, IN_NODE), sum_over(expected, IN_NODE)
         fields = [f" {name}: {self._with_formula(*pair)} |" for name, pair in values.items()]
         return " comm per node and step (MiB) |" + "".join(fields)
+
+    def _per_step(self, column: Callable[["Communication"], Counter]) -> Counter:
+        own, other = column(self), self.exchange
+        means = Counter({key: own[key] / self.steps for key in KEYS if key[0] != OUTER})
+        if other is not None:
+            shared = {key: column(other)[key] / other.steps for key in KEYS if key[0] == OUTER}
+            means.update(shared)
+        return means
 
     def _with_formula(self, sent: float, expected: float) -> str:
         """MiB per step, and the formula's where the two differ by more than rounding.
 
         Of coded messages it counts what they are before.
         """
-        measured = f"{sent / self.steps / MIB:.2f}"
-        formula = f"{expected / self.steps / MIB:.2f}"
+        measured, formula = (f"{each / MIB:.2f}" for each in (sent, expected))
         name = "uncoded" if self.coded.num_bytes else "formula"
         return measured if measured == formula else f"{measured} ({name}: {formula})"
 
@@ -103,6 +124,7 @@ class CommunicationMeter:
         self._local_steps = local_steps
         self._formulas: dict[int, tuple[Counter, Counter]] = {}
         self._rank_interval, self._node_total = Communication(), Communication()
+        self._since_exchange = Communication()
         self.forecast = Counter()  # what `expected_on_node` returned last
 
     def begin_step(self) -> None:
@@ -161,6 +183,10 @@ class CommunicationMeter:
             coded=CodedMessages(*counts),
         )
         self._node_total += node_interval
+        self._since_exchange += node_interval
+        if any(sent[OUTER, hop] for hop in HOPS):
+            exchange, self._since_exchange = self._since_exchange, Communication()
+            node_interval = replace(node_interval, exchange=exchange)
         return node_interval
 
     def summary_rows(self) -> list[tuple[str, str]]:

@@ -166,8 +166,8 @@ def _throughput(interval: Interval) -> str:
 
 def _sent_between_nodes(communication: Communication | None) -> str:
     """Bytes that a node sends others in a step; nothing on one node."""
-    sent = sum_over(communication.sent, ACROSS_NODES) if communication else 0
-    return f"{size(sent / communication.steps)}{FAR}" if sent else ""
+    sent = sum_over(communication.sent_per_step, ACROSS_NODES) if communication else 0
+    return f"{size(sent)}{FAR}" if sent else ""
 
 
 def _loss(loss: float) -> str:

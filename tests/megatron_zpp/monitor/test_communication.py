@@ -9,6 +9,7 @@ import torch
 from megatron_zpp.monitor.communication import Communication, CommunicationMeter
 from megatron_zpp.monitor.tensorboard_names import communication_scalars
 from megatron_zpp.settings.config import Config
+from zeropp.optim.local_steps.outer_group import PURPOSE as OUTER
 from zeropp.wire.route import Nodes
 from zeropp.wire.tokens.peers import AXES
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
@@ -131,6 +132,38 @@ def test_one_node_has_no_ending():
     model.traffic.add("gradients", {"in_node": MIB})
     meter.end_step(1, 1)
     assert meter.summary_rows() == []
+
+
+def test_an_exchange_is_the_mean_over_the_steps_since_the_one_before():
+    """What the lines say times their steps is what the ledger has counted."""
+    model, outer = sharding(), Traffic((OUTER,))
+    local_steps = SimpleNamespace(
+        group=SimpleNamespace(traffic=outer),
+        expected_traffic=lambda iteration: {(OUTER, "across_nodes"): MIB},
+    )
+    meter = CommunicationMeter(Config(), model, TwoNodes(), local_steps=local_steps)
+    lines = []
+    for steps, exchanged in ((2, 0), (2, 0), (2, 3 * MIB), (2, MIB)):  # 2 ranks of a node
+        for _ in range(steps):
+            step(meter, model, 1, weights_forward=MIB, gradients=MIB)
+        outer.add(OUTER, {"across_nodes": exchanged})
+        lines.append(meter.take())
+    assert [each.exchange and each.exchange.steps for each in lines] == [None, None, 6, 2]
+    assert lines[0].line() == lines[1].line()
+    assert lines[0].line() == (
+        " comm per node and step (MiB) | across nodes: 4.00 | weights forward: 2.00 |"
+        " weights backward: 0.00 | gradients: 2.00 | in node: 0.00 |"
+    )
+    assert lines[2].line() == (
+        " comm per node and step (MiB) | across nodes: 5.00 (formula: 6.00) |"
+        " weights forward: 2.00 | weights backward: 0.00 | gradients: 2.00 |"
+        " outer: 1.00 (formula: 2.00) | in node: 0.00 |"
+    )
+    assert "| outer: 1.00 (formula: 2.00) |" in lines[3].line()
+    scalars = [communication_scalars(each)["comm/outer_across_nodes"] for each in lines]
+    assert scalars == [0, 0, 3 * MIB, MIB]
+    ((_, between), _) = meter.summary_rows()
+    assert between == "5.00 MiB per node and step, 40.0 MiB in 8 steps"
 
 
 def test_communications_add_up():
