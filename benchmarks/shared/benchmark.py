@@ -22,6 +22,7 @@ from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.rank_launch import ON_RANKS, RanksFailed
 from benchmarks.shared.result import begin, heading, page, save, write_text
 from zeropp.errors import InputError
+from zeropp.ranks.process_group import exit_process
 from zeropp.ranks.topology import Environment
 
 SHAPE = {
@@ -116,12 +117,11 @@ class Benchmark:
     succeeded: Callable[[dict], bool] = _succeeded
 
     def main(self) -> int:
-        """Run as a program; returns the exit status."""
+        """Run as a program; returns the exit status, but ends a process that is a rank."""
         options = self.parse()
+        if options.on_ranks is not None:
+            exit_process(self._be_a_rank(options))
         try:
-            if options.on_ranks is not None:
-                self._be_a_rank(options)
-                return 0
             self.checked(options)
             result = begin(self.spec.name)
             if self.shape is not None:
@@ -177,15 +177,22 @@ class Benchmark:
         )
         return self.flags + shape
 
-    def _be_a_rank(self, options: argparse.Namespace) -> None:
-        """Answer as one of the ranks; what is wrong on all of them is said once."""
+    def _be_a_rank(self, options: argparse.Namespace) -> int:
+        """Answer as one of the ranks; what is wrong on all of them is said once.
+
+        Returns the exit status.
+        """
         is_first = Environment.read().rank == 0
         try:
             answer = self.on_rank(options)
         except (Disagreement, InputError) as problem:
-            sys.exit(f"error: {problem}" if is_first else FAILED)
+            return _refuse(problem, FAILED) if is_first else FAILED
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
         if is_first:
             write_text(options.on_ranks, json.dumps(answer))
+        return 0
 
     def _finish(self, options: argparse.Namespace, result: dict) -> None:
         """Print the text and write the files asked for; with --json -, print only the JSON."""

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.shared.benchmark import SHAPE, Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.rank_launch import RanksFailed
+from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
 
 SPEC = SimpleNamespace(name="benchmarks.folder.how_fast")
 
@@ -74,3 +74,12 @@ def test_a_benchmark_that_may_not_be_trusted_fails_after_it_has_said_what_it_saw
 ):
     status, _ = run(monkeypatch, "", succeeded=lambda result: result["rounds"] > 3)
     assert status == 1 and "3 rounds" in capsys.readouterr().out
+
+
+def test_ranks_end_without_finalizing_python(capfd):
+    """Threads of gloo may hold tensors, and releasing them then ends a rank with SIGABRT."""
+    module = "tests.benchmarks.shared.finalized_rank"
+    assert run_on_ranks(module, 2, []) == [0, 1]
+    with pytest.raises(RanksFailed, match="exited with status 1"):
+        run_on_ranks(module, 2, [], variables={"DISAGREES": "1"})
+    assert capfd.readouterr().err.count("error: a and b differ") == 1
