@@ -30,8 +30,8 @@ if hasattr(os, "SCHED_BATCH"):  # inherited by ranks, who outnumber the cores: e
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # preempts who holds gloo's locks
 
 PROCESSES = re.compile(
-    r"\b(subprocess|tests\.ranks|tests\.launched|training_runs|benchmarks\.started|run_on_ranks|closed|"
-    r"emulated|cuda_compile|torch\.compile)\b"
+    r"\b(subprocess|tests\.ranks|tests\.launched|launched_nodes|training_runs|benchmarks\.started|"
+    r"run_on_ranks|closed|emulated|cuda_compile|torch\.compile)\b"
 )
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job: tests interrupt

@@ -3,36 +3,20 @@
 import contextlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER = "import sys; from zeropp.ranks.launcher import main; sys.exit(main())"
-LAUNCH = (sys.executable, "-c", LAUNCHER)
+from benchmarks.endurance.killable_launch import LAUNCH, ROOT, descendants, kill_all, start
+
 CALL = """
 import pickle, sys
 function, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
 function(*arguments)
 """
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-
-
-def start(command: list[str], log: Path, folder: Path) -> subprocess.Popen:
-    """Start a command in a process group of its own; what it prints goes to `log`."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with open(log, "wb") as output:
-        return subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-        )
 
 
 @contextlib.contextmanager
@@ -83,19 +67,3 @@ def rank_pid(rank: int, launcher: subprocess.Popen) -> int:
         if b"RANK=%d" % rank in variables or name == f"rank {rank}":
             return pid
     raise AssertionError(f"no process has RANK={rank}")
-
-
-def kill_all(launcher: subprocess.Popen) -> None:
-    """SIGKILL the launcher and all its ranks at once, as a power cut would."""
-    for pid in [launcher.pid, *descendants(launcher.pid)]:
-        with contextlib.suppress(ProcessLookupError):  # a fork server ends with its program
-            os.kill(pid, signal.SIGKILL)
-    launcher.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes below one, its children first."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children] + [
-        below for child in children for below in descendants(int(child))
-    ]

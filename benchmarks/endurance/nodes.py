@@ -9,30 +9,20 @@ that have saved the same iteration have the same weights, to the bit.
 """
 
 import argparse
-import json
 import random
-import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from benchmarks.cluster.started_cluster import exit_on_signals
+from benchmarks.endurance.launched_nodes import LaunchedNode, LaunchedNodes, wait_for
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.table import Column, table
-from tests.launched import LAUNCH, ROOT, kill_all, start
-from tests.saved_weights import saved_weights
 
-MODEL = (
-    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 50 --num-workers 0 --log-interval 1 "
-    "--eval-iters 0 --lr 1e-3 --micro-batch-size 1 --train-iters 100000000 "
-)
-GOES_ON_SECONDS, START_SECONDS, POLL_SECONDS = 30.0, 300.0, 0.1
+GOES_ON_SECONDS, START_SECONDS = 30.0, 300.0
 EVERY, SAVES, KEPT = 10, 50, 100  # steps between exchanges and checkpoints, and how many are kept
 COLUMNS = (
     Column("after s", "at", ".0f"),
@@ -43,49 +33,48 @@ COLUMNS = (
 
 
 class Cluster:
-    """The launches of a run, each with its log."""
+    """The nodes of a run that have not been killed."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self.folder, self.logs, self.nodes = folder, [], []
-        self._options = options
-        self.store, log = self._start([*LAUNCH, "--keep_store", "0"])
-        port = wait_for(lambda: re.search(r"nodes meet at \S+:(\d+)", log.read_text()))[1]
-        zeropp = {
-            "sync_every": EVERY,
-            "sync_store": f"127.0.0.1:{port}",
-            "sync_nodes": options.nodes,
-        }
-        settings = {"zero_optimization": {"stage": 3}, "zeropp": zeropp}
-        (folder / "zeropp.json").write_text(json.dumps(settings))
+    def __init__(self, run: LaunchedNodes) -> None:
+        self.run = run
+        self.nodes = [run.add() for _ in range(run.planned)]
+        for node in self.nodes:
+            self.wait(lambda node=node: len(node.steps) > EVERY)
 
-    def add(self) -> Path:
-        """Start a node; return its log."""
-        batch, save = self._options.nodes * self._options.ranks, f"{self.folder}/save"
-        flags = (
-            f"{MODEL} --global-batch-size {batch} --deepspeed_config {self.folder}/zeropp.json "
-            f"--save-interval {SAVES} --keep-checkpoints {KEPT} --save {save} --load {save}"
+    def wait(self, condition: Callable[[], object]) -> None:
+        """Wait for something; raises Disagreement if it takes long or a node ends by itself."""
+
+        def holds() -> object:
+            for node in self.nodes:
+                if node.launcher.poll() is not None:
+                    raise Disagreement(f"a node has ended by itself:\n{end_of(node)}")
+            return condition()
+
+        try:
+            wait_for(holds, START_SECONDS)
+        except TimeoutError as error:
+            raise Disagreement(f"the run does not go on: {error}") from error
+
+    def replace_one(self, draw: random.Random) -> dict:
+        """Kill a node, wait until the others have passed their step, and let another one join."""
+        node = self.nodes.pop(draw.randrange(len(self.nodes)))
+        others, number = [*self.nodes], node.number
+        node.kill()
+        killed, reached = time.monotonic(), [max(each.steps) for each in others]
+        successor = self.run.add()
+        self.nodes.append(successor)
+        self.wait(
+            lambda: all(
+                max(each.steps) > step + EVERY for each, step in zip(others, reached, strict=True)
+            )
         )
-        script = [str(ROOT / "pretrain_gpt.py"), *flags.split()]
-        process, log = self._start([*LAUNCH, "--num_ranks", str(self._options.ranks), *script])
-        self.nodes.append((process, log))
-        return log
-
-    def end(self) -> None:
-        """Kill everything."""
-        for process, _ in [*self.nodes, (self.store, None)]:
-            if process.poll() is None:
-                kill_all(process)
-
-    def require_alive(self) -> None:
-        """Raise Disagreement if a node has ended by itself."""
-        for process, log in self.nodes:
-            if process.poll() is not None:
-                raise Disagreement(f"a node has ended by itself:\n{log.read_text()[-4000:]}")
-
-    def _start(self, command: list[str]) -> tuple:
-        log = self.folder / f"log-{len(self.logs)}.txt"
-        self.logs.append(log)
-        return start(command, log, self.folder), log
+        goes_on = time.monotonic() - killed
+        if goes_on > GOES_ON_SECONDS:
+            limit = f"{GOES_ON_SECONDS:.0f}"
+            raise Disagreement(f"the others went on after {goes_on:.1f} s, not {limit}")
+        self.wait(lambda: len(successor.steps) > EVERY)
+        name = "one that had not saved" if number is None else number
+        return {"killed": name, "goes_on": goes_on, "joined": time.monotonic() - killed}
 
 
 def measure(options: argparse.Namespace, result: dict) -> None:
@@ -93,83 +82,44 @@ def measure(options: argparse.Namespace, result: dict) -> None:
     exit_on_signals()
     draw, rows = random.Random(options.seed), []
     with tempfile.TemporaryDirectory(prefix="zeropp-nodes-") as folder:
-        cluster = Cluster(Path(folder), options)
-        try:
-            for log in [cluster.add() for _ in range(options.nodes)]:
-                wait_for(lambda log=log: len(steps_of(log)) > EVERY)
+        flags = f"--save-interval {SAVES} --keep-checkpoints {KEPT}"
+        run = LaunchedNodes(
+            folder=Path(folder),
+            planned=options.nodes,
+            ranks=options.ranks,
+            every=EVERY,
+            flags=flags,
+        )
+        with run:
+            cluster = Cluster(run)
             began = time.monotonic()
             while time.monotonic() - began < 60 * options.minutes:
                 time.sleep(draw.uniform(0, options.pause))
-                rows.append({"at": time.monotonic() - began, **replace_one(cluster, draw)})
+                rows.append({"at": time.monotonic() - began, **cluster.replace_one(draw)})
                 print(table(rows[-1:], *COLUMNS), file=sys.stderr, flush=True)
-        finally:
-            cluster.end()
         result["kills"] = rows
         result["seconds"] = time.monotonic() - began
-        result["steps"] = max(max(steps_of(log)) for _, log in cluster.nodes)
-        result["equal_checkpoints"] = compare(Path(folder) / "save")
-        for log in cluster.logs[1:]:
-            steps = steps_of(log)
-            if steps != sorted(set(steps)):
-                raise Disagreement(f"a node has taken a step twice:\n{log.read_text()[-4000:]}")
+        result["steps"] = max(max(node.steps) for node in cluster.nodes)
+        result["equal_checkpoints"] = compare(run)
+        for node in run.nodes:
+            if node.steps != sorted(set(node.steps)):
+                raise Disagreement(f"a node has taken a step twice:\n{end_of(node)}")
 
 
-def replace_one(cluster: Cluster, draw: random.Random) -> dict:
-    """Kill a node, wait until the others have passed their step, and start its successor."""
-    place = draw.randrange(len(cluster.nodes))
-    process, log = cluster.nodes.pop(place)
-    number = re.findall(r"joined .* as node (\d+)", log.read_text())
-    kill_all(process)
-    killed, reached = time.monotonic(), [max(steps_of(other)) for _, other in cluster.nodes]
-    successor = cluster.add()
-
-    def all_went_on() -> bool:
-        cluster.require_alive()
-        others = zip(cluster.nodes, reached, strict=False)
-        return all(max(steps_of(other)) > step + EVERY for (_, other), step in others)
-
-    wait_for(all_went_on)
-    goes_on = time.monotonic() - killed
-    if goes_on > GOES_ON_SECONDS:
-        raise Disagreement(f"the others went on after {goes_on:.1f} s, not {GOES_ON_SECONDS:.0f}")
-
-    def has_joined() -> bool:
-        cluster.require_alive()
-        return len(steps_of(successor)) > EVERY
-
-    wait_for(has_joined)
-    return {
-        "killed": number[0] if number else "of the first",
-        "goes_on": goes_on,
-        "joined": time.monotonic() - killed,
-    }
-
-
-def compare(folder: Path) -> int:
+def compare(run: LaunchedNodes) -> int:
     """Return how many checkpoints are of several nodes; raise Disagreement if they differ."""
-    folders, count = [folder, *folder.glob("node_*")], 0
-    for name in {path.name for each in folders for path in each.glob("iter_*")}:
-        saved = [saved_weights(each / name) for each in folders if (each / name).is_dir()]
-        for other in saved[1:]:
-            if any(not torch.equal(saved[0][key], other[key]) for key in saved[0]):
-                raise Disagreement(f"nodes have saved other weights in {name}")
-        count += len(saved) > 1
+    count = 0
+    for name in {path.name for path in run.checkpoints.rglob("iter_*")}:
+        num_nodes, differ = run.differences(name)
+        if differ:
+            raise Disagreement(f"nodes have saved other weights in {name}")
+        count += num_nodes > 1
     return count
 
 
-def steps_of(log: Path) -> list[int]:
-    """Return the steps in a log."""
-    return [int(number) for number in re.findall(r"iteration +(\d+)/", log.read_text())]
-
-
-def wait_for(condition: Callable[[], object]) -> object:
-    """Return what a condition returns once that is true; raises Disagreement if it takes long."""
-    deadline = time.monotonic() + START_SECONDS
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise Disagreement(f"the run does not go on: {START_SECONDS:.0f} s have passed")
-        time.sleep(POLL_SECONDS)
-    return value
+def end_of(node: LaunchedNode) -> str:
+    """Return the last lines of a log."""
+    return node.log.read_text()[-4000:]
 
 
 def show(result: dict) -> str:
