@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -27,10 +27,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class LaunchedNode:
-    """The launcher of a node, and the log of all its ranks."""
+    """The launcher of a node on one of the hosts, and the log of all its ranks."""
 
     launcher: subprocess.Popen
     log: Path
+    host: int = 0
 
     @property
     def steps(self) -> list[int]:
@@ -55,7 +56,9 @@ class LaunchedNode:
 class LaunchedNodes:
     """The nodes of a run in `folder`, of `ranks` each, which begins with `planned` of them.
 
-    They exchange `every` so many steps. `flags` are added to those of the model.
+    They exchange `every` so many steps. `flags` are added to those of the model. `hosts` are the
+    prefixes of commands on machines of an emulated cluster: on the last, at `store_address`, is the
+    store, on each of the others a node. Without them, all are on this machine.
     """
 
     folder: Path
@@ -63,15 +66,17 @@ class LaunchedNodes:
     ranks: int
     every: int
     flags: str = ""
+    hosts: Sequence[Sequence[str]] = ()
+    store_address: str = "127.0.0.1"
     nodes: list[LaunchedNode] = field(default_factory=list)
 
     def __enter__(self) -> "LaunchedNodes":
-        self._store = self._start("store.txt", [*LAUNCH, "--keep_store", "0"])
+        self._store = self._start("store.txt", [*LAUNCH, "--keep_store", "0"], -1)
         pattern = re.compile(r"nodes meet at \S+:(\d+)")
         port = wait_for(lambda: pattern.search(self._store.log.read_text()), 60)[1]
         zeropp = {
             "sync_every": self.every,
-            "sync_store": f"127.0.0.1:{port}",
+            "sync_store": f"{self.store_address}:{port}",
             "sync_nodes": self.planned,
         }
         settings = {"zero_optimization": {"stage": 3}, "zeropp": zeropp}
@@ -90,14 +95,16 @@ class LaunchedNodes:
         return self.folder / "save"
 
     def add(self) -> LaunchedNode:
-        """Start a node."""
+        """Start a node, on a host without one."""
         flags = (
             f"{MODEL} --global-batch-size {self.planned * self.ranks} "
             f"--deepspeed_config {self.folder}/zeropp.json "
             f"--save {self.checkpoints} --load {self.checkpoints} {self.flags}"
         )
         command = [*LAUNCH, "--num_ranks", str(self.ranks), str(ROOT / "pretrain_gpt.py")]
-        node = self._start(f"log-{len(self.nodes)}.txt", [*command, *flags.split()])
+        used = {node.host for node in self.nodes if node.launcher.poll() is None}
+        host = next(number for number in range(len(self.nodes) + 1) if number not in used)
+        node = self._start(f"log-{len(self.nodes)}.txt", [*command, *flags.split()], host)
         self.nodes.append(node)
         return node
 
@@ -112,9 +119,9 @@ class LaunchedNodes:
         )
         return 1 + len(others), not alike
 
-    def _start(self, log: str, command: list[str]) -> LaunchedNode:
-        path = self.folder / log
-        return LaunchedNode(start(command, path, self.folder), path)
+    def _start(self, log: str, command: list[str], host: int) -> LaunchedNode:
+        path, prefix = self.folder / log, self.hosts[host] if self.hosts else ()
+        return LaunchedNode(start([*prefix, *command], path, self.folder), path, host)
 
 
 def wait_for(condition: Callable[[], Result], seconds: float) -> Result:

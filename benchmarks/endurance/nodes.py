@@ -1,14 +1,18 @@
 """Kills and joins of nodes that step alone, at random: does the run go on without a hand?
 
-    python -m benchmarks.endurance.nodes [--minutes 30] [--nodes 3] [--ranks 1] [--json FILE]
+    python -m benchmarks.endurance.nodes [--minutes 30] [--nodes 3] [--ranks 1] [--rate 100mbit]
+        [--json FILE]
 
-Each node is a launch of its own, and a supervisor starts a new one for each that ended. At random
+Each node is a launch of its own, and a supervisor starts a new one for each that ended. With --rate
+each is in a network namespace of this machine, as is the store, with a link of that rate to the
+others (needs root, and the commands ip and tc). At random
 moments, one in a minute, all processes of a node are killed at once. Required are that the others
 pass the step that they had reached within 30 s, that no node counts a step twice, and that nodes
 that have saved the same iteration have the same weights, to the bit.
 """
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
@@ -16,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.cluster.network import emulation
 from benchmarks.cluster.started_cluster import exit_on_signals
 from benchmarks.endurance.launched_nodes import LaunchedNode, LaunchedNodes, wait_for
 from benchmarks.shared.benchmark import Benchmark, Flag
@@ -81,14 +86,15 @@ def measure(options: argparse.Namespace, result: dict) -> None:
     """Kill nodes and start others; raise Disagreement where the run does not go on by itself."""
     exit_on_signals()
     draw, rows = random.Random(options.seed), []
-    with tempfile.TemporaryDirectory(prefix="zeropp-nodes-") as folder:
-        flags = f"--save-interval {SAVES} --keep-checkpoints {KEPT}"
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="zeropp-nodes-"))
         run = LaunchedNodes(
             folder=Path(folder),
             planned=options.nodes,
             ranks=options.ranks,
             every=EVERY,
-            flags=flags,
+            flags=f"--save-interval {SAVES} --keep-checkpoints {KEPT}",
+            **emulated_hosts(options, stack),
         )
         with run:
             cluster = Cluster(run)
@@ -104,6 +110,25 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         for node in run.nodes:
             if node.steps != sorted(set(node.steps)):
                 raise Disagreement(f"a node has taken a step twice:\n{end_of(node)}")
+
+
+def emulated_hosts(options: argparse.Namespace, stack: contextlib.ExitStack) -> dict:
+    """Create a namespace for each node and for the store; nothing without a rate."""
+    if options.rate is None:
+        return {}
+    store = options.nodes
+    stack.enter_context(emulation.emulated_cluster(options.nodes + 1))
+    emulation.set_rate(options.nodes + 1, options.rate)
+    variables = [f"{name}={value}" for name, value in emulation.VARIABLES.items()]
+    hosts = [[*emulation.prefix(host), "env", *variables] for host in range(options.nodes + 1)]
+    return {"hosts": hosts, "store_address": emulation.address(store)}
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError if the cluster cannot be emulated."""
+    if options.rate is not None:
+        emulation.bits_per_second(options.rate)
+        emulation.require_namespaces()
 
 
 def compare(run: LaunchedNodes) -> int:
@@ -142,8 +167,10 @@ BENCHMARK = Benchmark(
         Flag("--nodes", 3, "with how many the run begins", least=2),
         Flag("--ranks", 1, "of a node", least=1),
         Flag("--pause", 30.0, "most seconds between a join and the next kill", least=0),
+        Flag("--rate", help="of each node's link in an emulated cluster, as in 100mbit"),
         Flag("--seed", 0, "of the moments and the nodes"),
     ),
+    check=check,
     measure=measure,
     show=show,
 )
