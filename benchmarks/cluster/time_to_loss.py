@@ -51,6 +51,7 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
         eval_samples=options.eval_samples,
         flags=f"{FLAGS} {options.flags}".strip(),
         muon_lr=options.muon_lr,
+        local_lr=options.local_lr,
         outer_lr=options.outer_lr,
         outer_momentum=options.outer_momentum,
     )
@@ -188,6 +189,7 @@ BENCHMARK = Benchmark(
         Flag("--eval-samples", 256, "samples of each held-out loss, always the same"),
         Flag("--target", help="the loss; default: the highest of all final ones", type=float),
         Flag("--muon-lr", MUON_LR, "learning rate of variants with Muon"),
+        Flag("--local-lr", help="that of AdamW where nodes step alone", type=float),
         Flag("--outer-lr", OUTER.outer_lr, "of variants whose nodes step alone"),
         Flag("--outer-momentum", OUTER.outer_momentum, "likewise"),
         Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),

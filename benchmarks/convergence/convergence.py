@@ -84,6 +84,7 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
         flags=f"{FLAGS} {options.flags}".strip(),
         lr_spike=options.lr_spike,
         muon_lr=options.muon_lr,
+        local_lr=options.local_lr,
         outer_lr=options.outer_lr,
         outer_momentum=options.outer_momentum,
     )
@@ -264,6 +265,7 @@ BENCHMARK = Benchmark(
             f"multiply the learning rate by {SPIKE_FACTOR:g} in {SPIKE} iterations from this one",
         ),
         Flag("--muon-lr", MUON_LR, "learning rate of variants with Muon"),
+        Flag("--local-lr", help="that of AdamW where nodes step alone", type=float),
         Flag("--outer-lr", OUTER.outer_lr, "of variants whose nodes step alone"),
         Flag("--outer-momentum", OUTER.outer_momentum, "likewise"),
         Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),

@@ -127,8 +127,8 @@ class Recipe:
 
     eval_interval: iterations. eval_samples: held-out samples, the same at every evaluation.
     lr_spike: the first of `SPIKE` iterations whose learning rate is multiplied; 0 for none.
-    muon_lr: the learning rate of variants with Muon. outer_lr, outer_momentum: of those whose nodes
-    step alone.
+    muon_lr: the learning rate of variants with Muon. local_lr: that of AdamW where nodes step
+    alone, if it is another one there; outer_lr, outer_momentum: of their exchanges.
     """
 
     steps: int
@@ -140,6 +140,7 @@ class Recipe:
     flags: str = FLAGS
     lr_spike: int = 0
     muon_lr: float = MUON_LR
+    local_lr: float | None = None
     outer_lr: float = OUTER.outer_lr
     outer_momentum: float = OUTER.outer_momentum
 
@@ -151,11 +152,10 @@ class Recipe:
                 f"--eval-samples {self.eval_samples}: expected a multiple of {round_samples} "
                 f"({EVAL_MICRO_BATCH} on each of {self.ranks} ranks)"
             )
-        own_flags = VARIANTS[variant].flags.split()
-        own_flags += ["--lr", str(self.muon_lr)] if "muon" in own_flags else []
         words = [
             *self.flags.split(),
-            *own_flags,
+            *VARIANTS[variant].flags.split(),
+            *self.rate(variant),
             "--train-iters",
             str(self.steps),
             "--seed",
@@ -168,6 +168,14 @@ class Recipe:
         rounds = -(-self.eval_samples // config.batch.global_batch_size)
         evaluation = dataclasses.replace(config.evaluation, eval_iters=rounds)
         return dataclasses.replace(config, evaluation=evaluation)
+
+    def rate(self, name: str) -> list[str]:
+        """The flag of a variant's learning rate if it has its own."""
+        variant = VARIANTS[name]
+        if variant.flags == MUON:
+            return ["--lr", str(self.muon_lr)]
+        is_local = "sync_every" in variant.zeropp
+        return ["--lr", str(self.local_lr)] if is_local and self.local_lr is not None else []
 
     def zero(self, name: str) -> dict:
         """DeepSpeed's JSON of a variant."""

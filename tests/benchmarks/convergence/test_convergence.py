@@ -167,6 +167,16 @@ def test_variants_differ_in_zeropp_alone():
     assert configs["code-steps-int3"].zero.zeropp.gradient_bits == (8, 3)
 
 
+def test_variants_have_the_learning_rates_of_their_optimizers():
+    recipe = replace(RECIPE, muon_lr=2e-2, local_lr=1e-3, outer_lr=0.9, outer_momentum=0.1)
+    names = (BASELINE, "local-10", "muon", "muon-local-10")
+    configs = [recipe.config(name, seed=7) for name in names]
+    assert [config.optimizer.lr for config in configs] == [3e-3, 1e-3, 2e-2, 2e-2]
+    outer = [(c.zero.zeropp.outer_lr, c.zero.zeropp.outer_momentum) for c in configs]
+    assert outer == [(0.7, 0.5), (0.9, 0.1), (0.7, 0.5), (0.9, 0.1)]
+    assert replace(RECIPE, local_lr=None).config("local-10", seed=7).optimizer.lr == 3e-3
+
+
 def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):
     path, trained = tmp_path / "folder" / "runs.jsonl", []
 
@@ -201,7 +211,7 @@ def test_runs_of_other_settings_do_not_count(tmp_path):
     add_run(path, {"arm": "qgz", "seed": 3, "recipe": old, "zero": order["zero"]})
     assert list(read_runs(path, RECIPE)) == [("qgz", 1), ("qgz", 3)]
     assert not read_runs(path, replace(RECIPE, steps=41))
-    for field in ("lr_spike", "muon_lr", "outer_lr", "outer_momentum"):
+    for field in ("lr_spike", "muon_lr", "local_lr", "outer_lr", "outer_momentum"):
         assert not read_runs(path, replace(RECIPE, **{field: 5}))
     assert not read_runs(path, replace(RECIPE, flags=RECIPE.flags + " --lr 1e-3"))
 
