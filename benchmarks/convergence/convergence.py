@@ -6,7 +6,7 @@
 Every variant trains the same small GPT with pretrain_gpt.py's own step, on the text of Python's
 standard library, from the same weights and over the same samples as the baseline of its seed.
 Finished runs are stored in FOLDER/runs.jsonl, so an interrupted comparison continues where it
-stopped; only runs with the same settings are used again.
+stopped; only runs with the same settings, as far as they concern a variant, are used again.
 
 With --flags the ranks may split the model too, as in `--flags "--tensor-model-parallel-size 2"`.
 The variant `int8-tokens` needs a mixture whose experts are split over both nodes.
@@ -144,9 +144,10 @@ def read_runs(path: Path, recipe: Recipe) -> dict[tuple[str, int], dict]:
     for line in lines:
         run = json.loads(line)
         variant = run.setdefault("variant", run.get("arm"))  # "arm" in files of November 2026
-        if {**LATER_FIELDS, **run["recipe"]} != asdict(recipe) or variant not in VARIANTS:
+        if variant not in VARIANTS:
             continue
-        if run["zero"] == recipe.zero(variant):
+        stored = Recipe(**{**LATER_FIELDS, **run["recipe"]})
+        if stored.of(variant) == recipe.of(variant) and run["zero"] == recipe.zero(variant):
             runs[variant, run["seed"]] = run
     return runs
 

@@ -8,7 +8,7 @@ seed, so variants are compared seed by seed.
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
 from benchmarks.shared.zero_json import zero_json
@@ -168,6 +168,15 @@ class Recipe:
         rounds = -(-self.eval_samples // config.batch.global_batch_size)
         evaluation = dataclasses.replace(config.evaluation, eval_iters=rounds)
         return dataclasses.replace(config, evaluation=evaluation)
+
+    def of(self, name: str) -> dict:
+        """What concerns a variant, by the names of fields."""
+        variant = VARIANTS[name]
+        is_local, is_muon = "sync_every" in variant.zeropp, variant.flags == MUON
+        other = set() if is_muon else {"muon_lr"}
+        other |= {"local_lr"} if is_muon or not is_local else set()
+        other |= set() if is_local else {"outer_lr", "outer_momentum"}
+        return {key: value for key, value in asdict(self).items() if key not in other}
 
     def rate(self, name: str) -> list[str]:
         """The flag of a variant's learning rate if it has its own."""

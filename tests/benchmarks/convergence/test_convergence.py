@@ -211,8 +211,18 @@ def test_runs_of_other_settings_do_not_count(tmp_path):
     add_run(path, {"arm": "qgz", "seed": 3, "recipe": old, "zero": order["zero"]})
     assert list(read_runs(path, RECIPE)) == [("qgz", 1), ("qgz", 3)]
     assert not read_runs(path, replace(RECIPE, steps=41))
-    for field in ("lr_spike", "muon_lr", "local_lr", "outer_lr", "outer_momentum"):
-        assert not read_runs(path, replace(RECIPE, **{field: 5}))
+    assert not read_runs(path, replace(RECIPE, lr_spike=5))
+    for name in ("muon", "local-10", "muon-local-10"):
+        add_run(path, {"variant": name, "seed": 1, "recipe": old, "zero": RECIPE.zero(name)})
+    concerned = {
+        "muon_lr": {"muon", "muon-local-10"},
+        "local_lr": {"local-10"},
+        "outer_lr": {"local-10", "muon-local-10"},
+        "outer_momentum": {"local-10", "muon-local-10"},
+    }
+    for field, names in concerned.items():
+        left = {name for name, _ in read_runs(path, replace(RECIPE, **{field: 0.2}))}
+        assert left == {"qgz", "muon", "local-10", "muon-local-10"} - names
     assert not read_runs(path, replace(RECIPE, flags=RECIPE.flags + " --lr 1e-3"))
 
 
