@@ -72,9 +72,9 @@ def cases(backend: Backend, elements: int, device: torch.device) -> Iterator[Cas
     generator = torch.Generator(device).manual_seed(SEED)
     fp32 = torch.randn(ROWS, columns, generator=generator, device=device)
     bf16 = fp32.to(torch.bfloat16)
-    int8, int4, rotated4, int3 = (
+    int8, int4, rotated4, int3, int2 = (
         RowLayout(sizes=(columns,), bits=(bits,), wire=torch.bfloat16)
-        for bits in (8, 4, ROTATED_4, 3)
+        for bits in (8, 4, ROTATED_4, 3, 2)
     )
     yield _quantize(backend, "bf16 -> INT8", bf16, int8)
     yield _quantize(backend, "bf16 -> INT8, 12 segments", bf16, block_layout(columns))
@@ -89,6 +89,8 @@ def cases(backend: Backend, elements: int, device: torch.device) -> Iterator[Cas
         yield _quantize(backend, f"fp32 -> rotated -> {name}", fp32, rotated)
         yield _reduce_quantize(backend, packed8, int8, rotated, 4)
         yield _reduce_dequantize(backend, _packed(backend, fp32, rotated), rotated)
+    yield _quantize(backend, "fp32 -> rotated -> INT2", fp32, int2)
+    yield _dequantize(backend, "rotated INT2 -> fp32", fp32, int2)
     packed = _packed(backend, fp32, rotated4)
     yield _reduce_quantize(backend, packed, rotated4, rotated4, 4)
 
@@ -132,15 +134,21 @@ def _packed(backend: Backend, rows: Tensor, layout: RowLayout) -> Tensor:
 
 def _quantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout, fold: int = 1) -> Case:
     packed = torch.ones(ROWS, layout.packed_bytes, dtype=torch.uint8, device=rows.device)
-    has_peers = len(layout.sizes) == 1 and not is_rotated(layout.bits[0])
-    peers = {"values": rows, "bits": layout.bits[0]} if has_peers else {}
-    return _case(backend, reference, "quantize", name, (rows,), packed, layout.table, fold, **peers)
+    others = layout.table, fold
+    peers = _peers(rows, layout)
+    return _case(backend, reference, "quantize", name, (rows,), packed, *others, **peers)
 
 
 def _dequantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout) -> Case:
     packed, out = _packed(backend, rows, layout), torch.ones_like(rows)
-    peers = {"values": rows, "bits": layout.bits[0]}
+    peers = _peers(rows, layout)
     return _case(backend, reference, "dequantize", name, (packed,), out, layout.table, 1, **peers)
+
+
+def _peers(rows: Tensor, layout: RowLayout) -> dict:
+    """What other libraries can quantize for comparison: whole rows that are not rotated."""
+    (bits, *more) = layout.bits
+    return {} if more or is_rotated(bits) else {"values": rows, "bits": bits}
 
 
 def _reduce_quantize(

@@ -101,13 +101,14 @@ void put(const QuantizeKernels& use, const Layout& layout, const Tile& tile, con
     if (segment.bits == RAW) {
         use.convert.from_to[type][layout.wire](values, tile.raw(packed, layout.wire), tile.size);
     } else {
-        use.quantize[type][segment.width()](values, tile.codes(packed), tile.scales(packed),
-                                            tile.size);
+        use.of[segment.width()].quantize[type](values, tile.codes(packed), tile.scales(packed),
+                                               tile.size);
     }
 }
 
 // Fill sums with the sum of terms that are `stride` bytes apart, added in order; rotated, if the
-// segment is. If `extremes` is not null, fill it with those of the sums; raw and INT3 tiles have none.
+// segment is. If `extremes` is not null, fill it with those of the sums; raw tiles have none, nor has
+// what codes for odd numbers stand for.
 void add_up(const QuantizeKernels& use, const Layout& layout, const Tile& tile, uint8_t* packed,
             int64_t stride, int64_t terms, float* sums, Extremes* extremes) {
     const Segment& segment = *tile.segment;
@@ -127,12 +128,14 @@ void add_up(const QuantizeKernels& use, const Layout& layout, const Tile& tile, 
             batch[i] = Coded{tile.codes(row), tile.scales(row)};
         }
         Extremes* of_batch = term + count == terms ? extremes : nullptr;
-        use.sum[segment.width()](batch, count, term == 0, sums, tile.size, of_batch);
+        use.of[segment.width()].sum(batch, count, term == 0, sums, tile.size, of_batch);
     }
 }
 
-// Whether blocks are whole chunks, whose extremes are found while terms are added up.
-bool has_extremes(const Segment& segment) { return segment.bits != RAW && segment.width() != INT3; }
+// Whether extremes of a segment's sums are found while terms are added up.
+bool has_extremes(const Segment& segment) {
+    return segment.bits != RAW && !is_odd(segment.width());
+}
 
 // The row of values of a packed row: n*fold+r for packed row r*N+n, N = rows / fold.
 int64_t unfolded(int64_t packed_row, int64_t rows, int64_t fold) {
@@ -185,7 +188,7 @@ void zpp_dequantize(const Layout* layout, uint8_t* packed, uint8_t* rows, int64_
             use.convert.from_to[layout->wire][type](tile.raw(from, layout->wire), to, tile.size);
         } else {
             const Coded coded{tile.codes(from), tile.scales(from)};
-            use.dequantize[tile.segment->width()][type](coded, to, tile.size);
+            use.of[tile.segment->width()].dequantize[type](coded, to, tile.size);
         }
     });
 }
@@ -213,8 +216,8 @@ void zpp_reduce_quantize(const Layout* layout, uint8_t* packed, const Layout* on
             return put(use, *onto, target, sums, FP32, out);
         }
         if (target.is_first_of_row(*onto)) clear_gaps(*onto, out);
-        use.quantize_sum[target.segment->width()](sums, extremes, target.codes(out),
-                                                  target.scales(out), tile.size);
+        use.of[target.segment->width()].quantize_sum(sums, extremes, target.codes(out),
+                                                     target.scales(out), tile.size);
     });
 }
 

@@ -8,7 +8,7 @@
 
 #include "../shared/vector_avx2.h"
 #include "cpu_tiles.h"
-#include "three_bits_x86.h"
+#include "odd_codes_x86.h"
 
 namespace zpp {
 namespace {
@@ -69,14 +69,34 @@ struct Avx2Codes : Avx2 {
                                             _mm256_extracti128_si256(pairs, 1)));
     }
 
+    static void put_two_bits(const F* unit, F distance, uint8_t* codes) {
+        const F zero = _mm256_setzero_ps(), below = _mm256_sub_ps(zero, distance);
+        I code[4];  // negative
+        for (int i = 0; i < 4; ++i) {
+            const I low = _mm256_castps_si256(_mm256_cmp_ps(unit[i], below, _CMP_GE_OQ));
+            const I middle = _mm256_castps_si256(_mm256_cmp_ps(unit[i], zero, _CMP_GE_OQ));
+            const I high = _mm256_castps_si256(_mm256_cmp_ps(unit[i], distance, _CMP_GE_OQ));
+            code[i] = _mm256_add_epi32(_mm256_add_epi32(low, middle), high);
+        }
+        const I bytes = _mm256_abs_epi8(int8s(code[0], code[1], code[2], code[3]));
+        const I twos = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x0401));  // first + 4 second
+        const I fours = _mm256_madd_epi16(twos, _mm256_set1_epi32(0x00100001));  // first + 16 second
+        const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(fours),
+                                               _mm256_extracti128_si256(fours, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm_packus_epi16(words, words));
+    }
+
     template <Width W> static void get(const uint8_t* codes, F* unit) {
         if (W == INT8) return load_int8(codes, unit);
-        if (W == INT3) {
-            const F values = _mm256_setr_ps(-7, -5, -3, -1, 1, 3, 5, 7);  // by the lowest 3 bits
-            const I shifts = _mm256_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21);
+        if (is_odd(W)) {
+            const F threes = _mm256_setr_ps(-7, -5, -3, -1, 1, 3, 5, 7);  // by the lowest 3 bits
+            const F twos = _mm256_setr_ps(-3, -1, 1, 3, -3, -1, 1, 3);
+            const I shifts = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                                                _mm256_set1_epi32(Codes<W>::BITS));
             for (int i = 0; i < 4; ++i) {
-                const I words = _mm256_set1_epi32(eight_codes(codes, i));
-                unit[i] = _mm256_permutevar8x32_ps(values, _mm256_srlv_epi32(words, shifts));
+                const I words = _mm256_set1_epi32(eight_codes<W>(codes, i));
+                unit[i] = _mm256_permutevar8x32_ps(W == INT3 ? threes : twos,
+                                                   _mm256_srlv_epi32(words, shifts));
             }
             return;
         }

@@ -9,7 +9,7 @@
 
 #include "../shared/vector_avx512.h"
 #include "cpu_tiles.h"
-#include "three_bits_x86.h"
+#include "odd_codes_x86.h"
 
 namespace zpp {
 namespace {
@@ -59,14 +59,34 @@ struct Avx512Codes : Avx512 {
         put_half_at(codes, _mm512_cvtepi16_epi8(pairs));
     }
 
+    // For each element of a unit, whether it reaches a limit.
+    static __mmask64 reached(const F* unit, F limit) {
+        __mmask64 all = 0;
+        for (int i = 0; i < 4; ++i) {
+            all |= __mmask64(_mm512_cmp_ps_mask(unit[i], limit, _CMP_GE_OQ)) << 16 * i;
+        }
+        return all;
+    }
+
+    static void put_two_bits(const F* unit, F distance, uint8_t* codes) {
+        const F zero = _mm512_setzero_ps();
+        const I one = _mm512_set1_epi8(1);
+        I bytes = _mm512_maskz_mov_epi8(reached(unit, _mm512_sub_ps(zero, distance)), one);
+        bytes = _mm512_mask_add_epi8(bytes, reached(unit, zero), bytes, one);
+        bytes = _mm512_mask_add_epi8(bytes, reached(unit, distance), bytes, one);
+        const I twos = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x0401));  // first + 4 second
+        const I fours = _mm512_madd_epi16(twos, _mm512_set1_epi32(0x00100001));  // first + 16 second
+        put_quarter_at(codes, _mm512_cvtepi32_epi8(fours));
+    }
+
     // What 16 codes of three bits stand for: words `i` and `i` + 1 of 12 bytes.
     static __m512 sixteen_values(const uint8_t* codes, int i) {
         const __m512 values =  // by the lowest 4 bits, of which the highest is the next code's
             _mm512_setr_ps(-7, -5, -3, -1, 1, 3, 5, 7, -7, -5, -3, -1, 1, 3, 5, 7);
         const I shifts =
             _mm512_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21, 0, 3, 6, 9, 12, 15, 18, 21);
-        const __m256i first = _mm256_set1_epi32(eight_codes(codes, i));
-        const __m256i second = _mm256_set1_epi32(eight_codes(codes, i + 1));
+        const __m256i first = _mm256_set1_epi32(eight_codes<INT3>(codes, i));
+        const __m256i second = _mm256_set1_epi32(eight_codes<INT3>(codes, i + 1));
         const I words = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
         return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), values);
     }
@@ -75,6 +95,17 @@ struct Avx512Codes : Avx512 {
         if (W == INT8) return load_int8(codes, unit);
         if (W == INT3) {
             for (int i = 0; i < 4; ++i) unit[i] = sixteen_values(codes + i / 2 * 12, i % 2 * 2);
+            return;
+        }
+        if (W == INT2) {
+            const F values = _mm512_set4_ps(3, 1, -1, -3);
+            const I shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            for (int i = 0; i < 4; ++i) {
+                int sixteen;
+                memcpy(&sixteen, codes + 4 * i, 4);
+                const I words = _mm512_srlv_epi32(_mm512_set1_epi32(sixteen), shifts);
+                unit[i] = _mm512_permutevar_ps(values, words);  // by the lowest 2 bits
+            }
             return;
         }
         const __m128i value = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);

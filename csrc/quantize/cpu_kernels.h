@@ -28,7 +28,8 @@ using Requantize = void (*)(const void* values, const uint8_t* held_scales, uint
                             uint8_t* scales, int64_t size);
 using Dequantize = void (*)(Coded from, void* values, int64_t size);
 // sums = 0 if `fresh`; then add the terms one after another, at most MAX_TERMS of them: what codes
-// stand for, rotated or not. If `extremes` is not null, fill it with those of the sums, not for INT3.
+// stand for, rotated or not. If `extremes` is not null, fill it with those of the sums, not for codes
+// of odd numbers: what a unit has beyond a segment's end does not count as 0 there.
 using Sum = void (*)(const Coded* terms, int count, bool fresh, float* sums, int64_t size,
                      Extremes* extremes);
 // Of sums that are rotated if codes are to stand for rotated values. `extremes` may be null.
@@ -38,13 +39,17 @@ using SumRaw = void (*)(const void* values, float* sums, int64_t size);
 // Turns sums of rotated values into sums of values.
 using Unrotate = void (*)(float* sums, int64_t size);
 
+struct WidthKernels {
+    Quantize quantize[NUM_TYPES];
+    Dequantize dequantize[NUM_TYPES];
+    Sum sum;
+    QuantizeSum quantize_sum;
+};
+
 struct QuantizeKernels {
-    Quantize quantize[NUM_TYPES][NUM_WIDTHS];
+    WidthKernels of[NUM_WIDTHS];
     Requantize requantize[NUM_TYPES];
-    Dequantize dequantize[NUM_WIDTHS][NUM_TYPES];
     Conversions convert;
-    Sum sum[NUM_WIDTHS];
-    QuantizeSum quantize_sum[NUM_WIDTHS];
     SumRaw sum_raw[NUM_TYPES];
     Unrotate unrotate;
 };

@@ -60,6 +60,17 @@ struct PlainCodes : Plain {
         }
     }
 
+    static void put_two_bits(const F* unit, F distance, uint8_t* codes) {
+        float values[UNIT_SIZE];
+        int32_t code[UNIT_SIZE];
+        memcpy(values, unit, sizeof(values));
+        for (int i = 0; i < UNIT_SIZE; ++i) code[i] = two_bits_of(values[i], distance.lane[0]);
+        for (int i = 0; i < UNIT_SIZE / 4; ++i) {
+            const int32_t* four = code + 4 * i;
+            codes[i] = uint8_t(four[0] | four[1] << 2 | four[2] << 4 | four[3] << 6);
+        }
+    }
+
     template <Width W> static void get(const uint8_t* codes, F* unit) {
         float values[UNIT_SIZE];
         if (W == INT8) {
@@ -69,6 +80,10 @@ struct PlainCodes : Plain {
                 const uint8_t* three = codes + i / 8 * 3;
                 const uint32_t eight = three[0] | three[1] << 8 | uint32_t(three[2]) << 16;
                 values[i] = float(2 * int(eight >> 3 * (i % 8) & 7) - 7);
+            }
+        } else if (W == INT2) {
+            for (int i = 0; i < UNIT_SIZE; ++i) {
+                values[i] = float(2 * (codes[i / 4] >> 2 * (i % 4) & 3) - 3);
             }
         } else {
             for (int i = 0; i < UNIT_SIZE / 2; ++i) {

@@ -1,7 +1,7 @@
 // The kernels over one tile, for any vector type V. Each instruction set instantiates them.
 //
 // Besides what ../shared/convert.h needs, V has: put and get, which write and read the codes of a
-// unit (UNIT = 4 * WIDTH elements); rotate, which multiplies each ROTATED elements of a unit by the
+// unit (UNIT = 4 * WIDTH elements); put_two_bits, by the distance of two codes; rotate, which multiplies each ROTATED elements of a unit by the
 // Hadamard matrix; extremes of 16-bit numbers; and FloatExtremes, which collects the extremes of floats.
 // The remainder of a segment goes through a zeroed buffer of one unit. Segments of rotated values
 // have whole groups of ROTATED elements, so that a unit's other groups are zeros.
@@ -58,8 +58,12 @@ template <class V, Type T, Width W> struct Block {
         F unit[4];
         V::template load<T>(values, unit);
         const F factors = V::all(factor);
-        for (int i = 0; i < 4; ++i) unit[i] = V::mul(unit[i], factors);
-        V::template put<W>(unit, codes);
+        if constexpr (W == INT2) {
+            V::put_two_bits(unit, factors, codes);
+        } else {
+            for (int i = 0; i < 4; ++i) unit[i] = V::mul(unit[i], factors);
+            V::template put<W>(unit, codes);
+        }
     }
 
     ZPP_INLINE void quantize(const Word* values, uint8_t* codes, float factor, int64_t size) {
@@ -120,7 +124,7 @@ ZPP_INLINE void quantize_blocks(const typename Element<T>::Word* values, const u
         const float extreme = to_float<T>(extreme_bits(high[i], low[i], SIGN));
         const uint32_t bits = held_scales ? scale_after(extreme, held[i]) : scale_of(extreme, W);
         scale[i] = uint16_t(bits);
-        factors[i] = steps_per_unit(bits);
+        factors[i] = factor_of(bits, W);
     }
     memcpy(scales, scale, size_t(blocks) * 2);
     for (int64_t i = 0; i < whole; ++i) {
@@ -282,7 +286,7 @@ ZPP_INLINE void add_units(const uint8_t* const* codes, const float* scales, floa
     }
 }
 
-// Codes beyond the end count as zeros, which do not change the extremes of the others.
+// Codes beyond the end are 0. If that stands for 0, they do not change the extremes of the others.
 template <class V, Width W, int COUNT, bool FRESH, bool TRACK>
 ZPP_INLINE void add_chunk(const uint8_t* const* codes, const float* scales, float* sums,
                           int64_t size, typename V::FloatExtremes* tracker) {
@@ -351,7 +355,7 @@ static void sum_some(const Coded* terms, int count, bool fresh, float* sums, int
 template <class V, Width W>
 static void sum_tile(const Coded* terms, int count, bool fresh, float* sums, int64_t size,
                      Extremes* extremes) {
-    if (W == INT3 || extremes == nullptr) {
+    if (is_odd(W) || extremes == nullptr) {
         return sum_some<V, W, false>(terms, count, fresh, sums, size, nullptr);
     }
     for (int64_t i = 0; i < TILE / CHUNK; ++i) {
@@ -368,27 +372,26 @@ static void sum_raw_tile(const void* from, float* sums, int64_t size) {
     for (int64_t i = 0; i < size; ++i) sums[i] += values[i];
 }
 
+template <class V, Type T, Width W> constexpr Quantize quantizer() {
+    if constexpr (is_rotated(W)) return quantize_rotated<V, T, W>;
+    else return quantize_tile<V, T, W>;
+}
+
+template <class V, Width W> constexpr WidthKernels width_kernels() {
+    return {
+        {quantizer<V, BF16, W>(), quantizer<V, FP16, W>(), quantizer<V, FP32, W>()},
+        {dequantize_tile<V, BF16, W>, dequantize_tile<V, FP16, W>, dequantize_tile<V, FP32, W>},
+        sum_tile<V, W == ROTATED4 ? INT4 : W>,
+        quantize_sum<V, W>,
+    };
+}
+
 template <class V> constexpr QuantizeKernels quantize_kernels() {
     return {
-        {{quantize_tile<V, BF16, INT8>, quantize_tile<V, BF16, INT4>,
-          quantize_rotated<V, BF16, INT3>, quantize_rotated<V, BF16, ROTATED4>},
-         {quantize_tile<V, FP16, INT8>, quantize_tile<V, FP16, INT4>,
-          quantize_rotated<V, FP16, INT3>, quantize_rotated<V, FP16, ROTATED4>},
-         {quantize_tile<V, FP32, INT8>, quantize_tile<V, FP32, INT4>,
-          quantize_rotated<V, FP32, INT3>, quantize_rotated<V, FP32, ROTATED4>}},
+        {width_kernels<V, INT8>(), width_kernels<V, INT4>(), width_kernels<V, INT3>(),
+         width_kernels<V, ROTATED4>(), width_kernels<V, INT2>()},
         {requantize_tile<V, BF16>, requantize_tile<V, FP16>, requantize_tile<V, FP32>},
-        {{dequantize_tile<V, BF16, INT8>, dequantize_tile<V, FP16, INT8>,
-          dequantize_tile<V, FP32, INT8>},
-         {dequantize_tile<V, BF16, INT4>, dequantize_tile<V, FP16, INT4>,
-          dequantize_tile<V, FP32, INT4>},
-         {dequantize_tile<V, BF16, INT3>, dequantize_tile<V, FP16, INT3>,
-          dequantize_tile<V, FP32, INT3>},
-         {dequantize_tile<V, BF16, ROTATED4>, dequantize_tile<V, FP16, ROTATED4>,
-          dequantize_tile<V, FP32, ROTATED4>}},
         conversions<V>(),
-        {sum_tile<V, INT8>, sum_tile<V, INT4>, sum_tile<V, INT3>, sum_tile<V, INT4>},
-        {quantize_sum<V, INT8>, quantize_sum<V, INT4>, quantize_sum<V, INT3>,
-         quantize_sum<V, ROTATED4>},
         {sum_raw_tile<V, BF16>, sum_raw_tile<V, FP16>, sum_raw_tile<V, FP32>},
         unrotate<V>,
     };

@@ -39,6 +39,8 @@ ZPP_DEVICE void unpack(const Place& place, int wire, const Tile& tile, uint8_t* 
         } else {
             if (width == ROTATED4) {
                 read_and_add<INT4>(codes, scales, tile, &held);
+            } else if (width == INT2) {
+                read_and_add<INT2>(codes, scales, tile, &held);
             } else {
                 read_and_add<INT3>(codes, scales, tile, &held);
             }

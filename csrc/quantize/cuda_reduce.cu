@@ -52,6 +52,8 @@ ZPP_DEVICE void sum_terms(const Job& job, const Tile& tile, const Place& place, 
     const Width width = width_of(place.bits);
     if (width == INT8) {
         sum_codes<INT8>(job, tile, codes, scales, sums);
+    } else if (width == INT2) {
+        sum_codes<INT2>(job, tile, codes, scales, sums);
     } else if (width != INT3) {
         sum_codes<INT4>(job, tile, codes, scales, sums);
     } else if constexpr (VEC <= 8) {

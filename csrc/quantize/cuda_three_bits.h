@@ -92,9 +92,10 @@ template <int VEC> ZPP_DEVICE uint32_t read_three_bits(const uint8_t* codes, int
     return uint32_t(both >> (32 - 8 * eight) % 32) >> S::shift_of(lane);
 }
 
-// What code i of those that read_three_bits returns stands for, in scales.
-ZPP_DEVICE float odd_in(uint32_t codes, int i) {
-    return float_of(0x4B000000u | (codes >> 3 * i & 7u) << 1) - 8388615.0f;
+// What code i of a word of codes of 3 or 2 bits stands for, in scales.
+template <int BITS> ZPP_DEVICE float odd_in(uint32_t codes, int i) {
+    constexpr uint32_t MASK = (1u << BITS) - 1u;
+    return float_of(0x4B000000u | (codes >> BITS * i & MASK) << 1) - float(8388608 + MASK);
 }
 
 }  // namespace zpp

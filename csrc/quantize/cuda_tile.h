@@ -123,7 +123,8 @@ template <Width W, int VEC> struct Shape {
     static constexpr int GROUP = UNIT < BLOCK ? BLOCK / UNIT : 1;          // units
     static constexpr int BLOCKS = UNIT < BLOCK ? 1 : UNIT / BLOCK;         // of a group
     static constexpr int SPAN = LANES / BLOCKS;                            // lanes of a block
-    static constexpr int BYTES = W == INT3 ? 4 : VEC * BITS / 8;           // of a lane's unit
+    static constexpr int SHARERS = VEC * BITS < 8 && W == INT2 ? 8 / (VEC * BITS) : 1;  // lanes of a byte
+    static constexpr int BYTES = W == INT3 ? 4 : SHARERS * VEC * BITS / 8;  // of a lane's unit
     static constexpr int ALIGNED = int(ALIGN) * 8 / BITS;                  // elements, not INT3
 };
 
@@ -159,7 +160,7 @@ template <Width W, int VEC> ZPP_DEVICE uint32_t extreme_of(const Held<VEC>& held
     return own;
 }
 
-// The codes of a unit, four or eight to a word.
+// The codes of a unit, as many to a word as it has room for.
 template <Width W, int VEC>
 ZPP_DEVICE Words<Shape<W, VEC>::BYTES> coded(const float* values, float factor) {
     using S = Shape<W, VEC>;
@@ -172,7 +173,8 @@ ZPP_DEVICE Words<Shape<W, VEC>::BYTES> coded(const float* values, float factor) 
         uint32_t word = 0;
 #pragma unroll
         for (int i = 0; i < PER_WORD && first + i < VEC; ++i) {
-            const int code = code_of(values[first + i] * factor, S::BITS);
+            const float value = values[first + i];
+            const int code = W == INT2 ? two_bits_of(value, factor) : code_of(value * factor, S::BITS);
             word |= (uint32_t(code) & MASK) << i * S::BITS;
         }
         words.word[first / PER_WORD] = word & usable;
@@ -193,7 +195,7 @@ ZPP_DEVICE void write_codes(const Held<VEC>& held, const Tile& tile, Width scale
         before && has_block
             ? scale_after(extreme, reinterpret_cast<const uint16_t*>(before)[tile.lane])
             : scale_of(extreme, scaled_as);
-    const float factors = steps_per_unit(scale);
+    const float factors = factor_of(scale, scaled_as);
     if (has_block) reinterpret_cast<uint16_t*>(scales)[tile.lane] = uint16_t(scale);
     if constexpr (W == INT3) {
         const int end = (tile.size / 8 * 3 + int(ALIGN) - 1) / int(ALIGN) * int(ALIGN);
@@ -206,13 +208,19 @@ ZPP_DEVICE void write_codes(const Held<VEC>& held, const Tile& tile, Width scale
         return;
     }
     const int end = (tile.size + S::ALIGNED - 1) / S::ALIGNED * S::ALIGNED;
-    codes += tile.lane * S::BYTES;
+    codes += tile.lane / S::SHARERS * S::BYTES;
 #pragma unroll
     for (int u = 0; u < S::UNITS; ++u) {
         const int at = tile.at<VEC>(u);
         const float factor = __shfl_sync(ALL, factors, at / S::BLOCK);
-        const auto words = coded<W, VEC>(held.value[u], factor);
-        if (at < end) write_words<S::BYTES>(codes + u * LANES * S::BYTES, words);
+        auto words = coded<W, VEC>(held.value[u], factor);
+        if constexpr (W == INT2) words.word[0] &= mask_of(at < tile.size);  // 0 has another code
+        if constexpr (S::SHARERS > 1) {
+            words.word[0] <<= tile.lane % S::SHARERS * (VEC * S::BITS);
+            words.word[0] |= __shfl_xor_sync(ALL, words.word[0], 1);
+        }
+        const bool writes = at < end && tile.lane % S::SHARERS == 0;
+        if (writes) write_words<S::BYTES>(codes + u * (LANES / S::SHARERS) * S::BYTES, words);
     }
 }
 
@@ -240,11 +248,12 @@ ZPP_DEVICE void read_codes(const uint8_t* codes, const uint8_t* scales, const Ti
         }
         return;
     }
-    codes += tile.lane * S::BYTES;
+    codes += tile.lane / S::SHARERS * S::BYTES;
 #pragma unroll
     for (int u = 0; u < S::UNITS; ++u) {
         if (u * S::UNIT < left) {
-            read->unit[u] = read_words<S::BYTES>(codes + u * LANES * S::BYTES);
+            read->unit[u] = read_words<S::BYTES>(codes + u * (LANES / S::SHARERS) * S::BYTES);
+            read->unit[u].word[0] >>= tile.lane % S::SHARERS * (VEC * S::BITS);
         }
     }
 }
@@ -260,8 +269,8 @@ ZPP_DEVICE void add_codes(const Coded<W, VEC>& read, const Tile& tile, Held<VEC>
         const float scale = from_bf16(uint16_t(bits));
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-            const uint32_t word = read.unit[u].word[W == INT3 ? 0 : i / PER_WORD];
-            const float code = W == INT3 ? odd_in(word, i)
+            const uint32_t word = read.unit[u].word[is_odd(W) ? 0 : i / PER_WORD];
+            const float code = is_odd(W) ? odd_in<S::BITS>(word, i)
                                          : code_in(word ^ SIGNS, i % PER_WORD, S::BITS);
             sums->value[u][i] = add_value(code, scale, sums->value[u][i]);
         }
@@ -300,6 +309,8 @@ ZPP_DEVICE void put(const Held<VEC>& held, bool rotated, const Place& place, int
         if (!rotated) rotate(turned.value, tile.lane);
         if (width == ROTATED4) {
             write_codes<INT4, VEC>(turned, tile, width, codes, scales);
+        } else if (width == INT2) {
+            write_codes<INT2, VEC>(turned, tile, width, codes, scales);
         } else if constexpr (VEC <= 8) {
             write_codes<INT3, VEC>(turned, tile, width, codes, scales);
         }

@@ -6,22 +6,26 @@
 
 namespace zpp {
 
-// Codes of INT3 and ROTATED4 stand for rotated elements. Those of ROTATED4 are packed as those of INT4.
-enum Width { INT8 = 0, INT4 = 1, INT3 = 2, ROTATED4 = 3, NUM_WIDTHS = 4 };
+// Codes of INT3, ROTATED4 and INT2 stand for rotated elements. Those of ROTATED4 are packed as INT4's.
+enum Width { INT8 = 0, INT4 = 1, INT3 = 2, ROTATED4 = 3, INT2 = 4, NUM_WIDTHS = 5 };
 
 // Elements that share a scale; BLOCK in zeropp/quant/packing.py.
 constexpr int BLOCK8 = 256;
-constexpr int BLOCK4 = 128;
+constexpr int BLOCK4 = 128;  // of INT2, too
 constexpr int BLOCK3 = 64;
 
 // Elements that are rotated together.
 constexpr int ROTATED = 32;
 
-ZPP_HD constexpr int code_bits_of(Width width) { return width == INT8 ? 8 : width == INT3 ? 3 : 4; }
+ZPP_HD constexpr int code_bits_of(Width width) {
+    return width == INT8 ? 8 : width == INT3 ? 3 : width == INT2 ? 2 : 4;
+}
 ZPP_HD constexpr int block_of(Width width) {
     return width == INT8 ? BLOCK8 : width == INT3 ? BLOCK3 : BLOCK4;
 }
 ZPP_HD constexpr bool is_rotated(Width width) { return width >= INT3; }
+// Whether codes stand for odd numbers of scales, so that none stands for 0.
+ZPP_HD constexpr bool is_odd(Width width) { return width == INT3 || width == INT2; }
 
 template <Width W> struct Codes {
     static constexpr int BITS = code_bits_of(W), BLOCK = block_of(W);
@@ -46,15 +50,18 @@ ZPP_HD uint32_t extreme_bits(uint32_t high, uint32_t low, uint32_t sign) {
 // The bf16 scale of a block: -extreme / 2^(bits-1), truncated to 8 significant bits, so that the
 // extreme gets the code -2^(bits-1) and no code times its scale exceeds the extreme. 0 for a block
 // of zeros or below TINY, NaN for a block that is not finite. Of rotated elements, 1/7 of the
-// magnitude, or with 3 bits 9/64.
+// magnitude, with 3 bits 9/64, with 2 bits 1/5 rounded to nearest.
 ZPP_HD uint32_t scale_of(float extreme, Width width) {
     const uint32_t magnitude = bits_of(extreme) & 0x7FFFFFFFu;
     const float from = is_rotated(width) ? float_of(magnitude) : extreme;
     const float factor = width == INT8   ? -0.0078125f
                          : width == INT4 ? -0.125f
                          : width == INT3 ? 0.140625f
+                         : width == INT2 ? 0.20000000298023223876953125f  // 13421773 / 2^26
                                          : 0.14285714924335479736328125f;  // 9586981 / 2^26
-    const uint32_t scale = bits_of(from * factor) >> 16;
+    const uint32_t exact = bits_of(from * factor);
+    const uint32_t up = width == INT2 ? 0x7FFFu + (exact >> 16 & 1u) : 0u;
+    const uint32_t scale = (exact + up) >> 16;
     const uint32_t finite = mask_of(magnitude < INFINITY_BITS);
     return (scale & finite & mask_of(magnitude >= bits_of(TINY))) | (BF16_NAN & ~finite);
 }
@@ -76,9 +83,11 @@ ZPP_HD uint32_t scale_after(float extreme, uint32_t held) {
     return largest < FEW_CODES * size ? bits_of(size * 0.5f) >> 16 | sign : held;
 }
 
-// The factor that turns elements into steps; 0 for a block whose codes are all 0.
-ZPP_HD float steps_per_unit(uint32_t scale) {
-    const uint32_t factor = bits_of(1.0f / float_of(scale << 16));
+// The factor that turns elements into steps, or with 2 bits the distance of two codes; 0 for a block
+// whose bytes are all 0.
+ZPP_HD float factor_of(uint32_t scale, Width width) {
+    const float size = float_of(scale << 16);
+    const uint32_t factor = bits_of(width == INT2 ? 2.0f * size : 1.0f / size);
     return float_of(factor & mask_of((scale & 0x7FFF) != 0) & mask_of(scale != BF16_NAN));
 }
 
@@ -90,6 +99,12 @@ ZPP_HD int code_of(float steps, int bits) {
     const int rounded = int(bits_of(exact + 12582912.0f)) - 0x4B400000;
     const int clamped = rounded < lowest ? lowest : rounded;
     return clamped > highest ? highest : clamped;
+}
+
+// The code 0 ... 3, for -3, -1, 1 and 3 scales, of an element: floor(element / distance) + 2, clamped.
+// A rounded quotient reaches a whole number exactly if the element reaches that many distances.
+ZPP_HD int two_bits_of(float element, float distance) {
+    return int(element >= -distance) + int(element >= 0.0f) + int(element >= distance);
 }
 
 // Add the value of a code to a sum. A code and a scale have at most 8 significant bits each, so

@@ -11,9 +11,9 @@ constexpr int RAW = 16;        // the "bits" of a segment that is not quantized
 constexpr int ROTATED_4 = ROTATED + 4;  // those of a segment of ROTATED4
 
 ZPP_HD Width width_of(int64_t bits) {  // of a segment that is not RAW
-    return bits == 8 ? INT8 : bits == 4 ? INT4 : bits == 3 ? INT3 : ROTATED4;
+    return bits == 8 ? INT8 : bits == 4 ? INT4 : bits == 3 ? INT3 : bits == 2 ? INT2 : ROTATED4;
 }
-ZPP_HD bool is_rotated(int64_t bits) { return bits == ROTATED_4 || bits == 3; }
+ZPP_HD bool is_rotated(int64_t bits) { return bits != RAW && is_rotated(width_of(bits)); }
 
 // The place of a segment: elements of a row, bytes of a packed row.
 struct Segment {

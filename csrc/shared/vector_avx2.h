@@ -66,12 +66,17 @@ struct Avx2 {
         }
     }
 
+    // 32 integers as int8, saturated.
+    static I int8s(I first, I second, I third, I fourth) {
+        const I bytes = _mm256_packs_epi16(_mm256_packs_epi32(first, second),
+                                           _mm256_packs_epi32(third, fourth));
+        return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+
     // 32 int8, rounded half to even and saturated.
     static I int8_of(const F* unit) {
-        const I a = _mm256_packs_epi32(_mm256_cvtps_epi32(unit[0]), _mm256_cvtps_epi32(unit[1]));
-        const I b = _mm256_packs_epi32(_mm256_cvtps_epi32(unit[2]), _mm256_cvtps_epi32(unit[3]));
-        const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-        return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(a, b), order);
+        return int8s(_mm256_cvtps_epi32(unit[0]), _mm256_cvtps_epi32(unit[1]),
+                     _mm256_cvtps_epi32(unit[2]), _mm256_cvtps_epi32(unit[3]));
     }
 
     static __m256 floats(__m128i int8s) {

@@ -25,6 +25,10 @@ struct Avx512 {
         return _mm_loadu_si128(static_cast<const __m128i*>(from));
     }
 
+    static void put_quarter_at(void* to, __m128i value) {
+        _mm_storeu_si128(static_cast<__m128i*>(to), value);
+    }
+
     static F all(float value) { return _mm512_set1_ps(value); }
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
     static F add_product(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }

@@ -1,9 +1,9 @@
 """Block quantization of rows of parameters or gradients, as ops of PyTorch.
 
 A row holds the parts of several parameters, one after another; a `RowLayout` says which of them
-become codes of 8, 4 or 3 bits and which are sent unchanged. docs/numerics.md defines the numbers,
-zeropp/quant/packing.py their places in a packed row. Shapes: K rows, C elements of a row, P bytes
-of a packed row, T terms of a sum.
+become codes of 8, 4, 3 or 2 bits and which are sent unchanged. docs/numerics.md defines the
+numbers, zeropp/quant/packing.py their places in a packed row. Shapes: K rows, C elements of a row,
+P bytes of a packed row, T terms of a sum.
 
 `quantize` and its companions call `torch.ops.zeropp.quantize` and so on, which take a layout
 as its `table`. Each device has a backend: zeropp/quant/cpu.py, zeropp/quant/cuda.py, and on all

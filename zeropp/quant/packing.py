@@ -4,11 +4,11 @@
 
 A segment is one parameter's part of the row. Quantized segments are cut into blocks of
 `BLOCK[bits]` elements; the last block is shorter if the segment is not a multiple, and no block
-crosses a segment. A block has one bf16 scale and its codes: one int8 per element, two int4 per
-byte, or eight int3 in three bytes, the first one in the lowest bits. Codes of `ROTATED_4` and of 3
-bits stand for the elements after a rotation of each 32 of them, so that their segments are a
-multiple of 32, or, with 3 bits, of their block. The codes of each segment start at a multiple of
-16 bytes.
+crosses a segment. A block has one bf16 scale and its codes: one int8 per element, two int4 or four
+int2 per byte, or eight int3 in three bytes, the first one in the lowest bits. Codes of `ROTATED_4`
+and of 3 and 2 bits stand for the elements after a rotation of each 32 of them, so that their
+segments are a multiple of 32, or, with 3 bits, of their block. The codes of each segment start at a
+multiple of 16 bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,11 @@ import torch
 ROTATED = 32  # elements that are rotated together
 ROTATED_4 = ROTATED + 4  # the "bits" of a segment of 4-bit codes of rotated elements
 RAW = 16  # the "bits" of a segment that is not quantized
-CODE_BITS = MappingProxyType({8: 8, 4: 4, ROTATED_4: 4, 3: 3})  # by the bits of a segment
+CODE_BITS = MappingProxyType({8: 8, 4: 4, ROTATED_4: 4, 3: 3, 2: 2})  # by the bits of a segment
 # By bits, elements that share a scale; docs/numerics.md says why.
-BLOCK = MappingProxyType({8: 256, 4: 128, ROTATED_4: 128, 3: 64})
-MULTIPLE = MappingProxyType({ROTATED_4: ROTATED, 3: BLOCK[3]})  # of elements, in such a segment
+BLOCK = MappingProxyType({8: 256, 4: 128, ROTATED_4: 128, 3: 64, 2: 128})
+# Of elements, in such a segment.
+MULTIPLE = MappingProxyType({ROTATED_4: ROTATED, 3: BLOCK[3], 2: ROTATED})
 ALIGN = 16  # bytes
 SCALE_BYTES = 2
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # in the order of csrc/shared/numbers.h
@@ -37,7 +38,7 @@ class Segment(NamedTuple):
 
     start: int  # elements
     size: int  # elements
-    bits: int  # 3, 4, 8, ROTATED_4 or RAW
+    bits: int  # 2, 3, 4, 8, ROTATED_4 or RAW
     scales_at: int  # bytes; 0 for a raw segment
     data_at: int  # bytes; of the codes, or of the raw values
 
@@ -51,10 +52,10 @@ class Segment(NamedTuple):
 class RowLayout:
     """How a row of C elements is laid out in P bytes.
 
-    sizes: elements of each segment, in order; 0 is allowed. bits: 8, 4, `ROTATED_4` or 3 for a
-    segment that is block-quantized (with `ROTATED_4` a multiple of 32 elements, with 3 of 64), 16
-    for one that is sent unchanged, in the type `wire` (bf16, fp16 or fp32). Raises ValueError or
-    TypeError for anything else.
+    sizes: elements of each segment, in order; 0 is allowed. bits: 8, 4, `ROTATED_4`, 3 or 2 for a
+    segment that is block-quantized (with `ROTATED_4` and 2 a multiple of 32 elements, with 3 of
+    64), 16 for one that is sent unchanged, in the type `wire` (bf16, fp16 or fp32). Raises
+    ValueError or TypeError for anything else.
     """
 
     sizes: tuple[int, ...]
@@ -69,8 +70,8 @@ class RowLayout:
                 raise ValueError(f"a segment of {size} elements")
             if bits not in BLOCK and bits != RAW:
                 raise ValueError(
-                    f"bits {bits}: a segment has 3, 4, 8, {ROTATED_4} (4, rotated) or {RAW} (not "
-                    "quantized)"
+                    f"bits {bits}: a segment has 2, 3, 4, 8, {ROTATED_4} (4, rotated) or {RAW} "
+                    "(not quantized)"
                 )
             if size % MULTIPLE.get(bits, 1):
                 raise ValueError(
@@ -157,7 +158,7 @@ def num_blocks(size: int, bits: int) -> int:
 
 def is_rotated(bits: int) -> bool:
     """Whether codes of a segment of these `bits` stand for rotated elements."""
-    return bits in (ROTATED_4, 3)
+    return bits in (ROTATED_4, 3, 2)
 
 
 def _code_bytes(size: int, bits: int) -> int:

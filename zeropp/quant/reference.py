@@ -33,8 +33,8 @@ TINY = 2.0**-94  # a block with no element this large becomes zeros
 MOST_CODES = 129  # that the largest element may need: a truncated scale begins with up to these
 FEW_CODES = 58  # 45% of what there are: a block that needs fewer doubles them
 GROWN = 1.25 / 127  # of the largest element: the scale of a block that outgrew its own, or had none
-PER_EXTREME = MappingProxyType(  # by bits, the scale before it is truncated; 1/7 in fp32
-    {8: -1 / 128, 4: -1 / 8, ROTATED_4: 9586981 / 2**26, 3: 9 / 64}
+PER_EXTREME = MappingProxyType(  # by bits, the scale before it becomes bf16; 1/7 and 1/5 in fp32
+    {8: -1 / 128, 4: -1 / 8, ROTATED_4: 9586981 / 2**26, 3: 9 / 64, 2: 13421773 / 2**26}
 )
 
 
@@ -135,6 +135,8 @@ def _unpack(packed: Tensor, segment: Segment, wire: torch.dtype) -> Tensor:
         codes = torch.stack(((codes << 4) >> 4, codes >> 4), dim=-1).flatten(1)
     elif width == 3:
         codes = 2 * _split_in_eight(codes) - 7
+    elif width == 2:
+        codes = 2 * torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(1) - 3
     padded = pad(codes[:, : segment.size].float(), (0, blocks * block - segment.size))
     values = padded.view(-1, blocks, block) * scales[..., None] + 0.0  # exact; never -0
     return values.flatten(1)[:, : segment.size]
@@ -155,6 +157,8 @@ def _pack(values: Tensor, segment: Segment, packed: Tensor, wire: torch.dtype) -
         codes = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
     elif width == 3:
         codes = _eight_in_three_bytes(codes)
+    elif width == 2:
+        codes = sum(codes[:, first::4] << 2 * first for first in range(4))
     put(packed, segment.data_at, codes)
 
 
@@ -169,8 +173,9 @@ def _quantized(values: Tensor, bits: int, held: Tensor | None = None) -> tuple[T
 
     Blocks of INT8 may go on with scales that are `held`, fp32 (K, blocks).
 
-    A code of 8 or 4 bits stands for code * scale; one of 3 bits, 0 ... 7, for (2 code - 7) * scale.
-    The scales of rotated values are positive, and their 4-bit codes -7 ... 7.
+    A code of 8 or 4 bits stands for code * scale; one of 3 bits, 0 ... 7, for (2 code - 7) * scale,
+    one of 2 bits, 0 ... 3, for (2 code - 3) * scale. The scales of rotated values are positive, and
+    their 4-bit codes -7 ... 7.
     """
     rows, size = values.shape
     block, blocks, top = BLOCK[bits], num_blocks(size, bits), 1 << (CODE_BITS[bits] - 1)
@@ -178,26 +183,37 @@ def _quantized(values: Tensor, bits: int, held: Tensor | None = None) -> tuple[T
     high, low = by_block.amax(-1), by_block.amin(-1)
     extreme = torch.where(high >= -low, high, low)
     usable = extreme.isfinite() & (extreme.abs() >= TINY)
-    exact = ((extreme.abs() if is_rotated(bits) else extreme) * PER_EXTREME[bits]).view(torch.int32)
-    scale = torch.where(usable, (exact >> 16 << 16).view(torch.float32), 1.0)
+    exact = (extreme.abs() if is_rotated(bits) else extreme) * PER_EXTREME[bits]
+    rounded = exact.bfloat16().float() if bits == 2 else _truncated(exact)
+    scale = torch.where(usable, rounded, 1.0)
     if held is not None:
         scale = torch.where(usable, _scale_after(extreme.abs(), held), 1.0)
-    steps = by_block * (1.0 / scale)[..., None]
-    if bits == 3:
-        codes = torch.round(steps * 0.5 - 0.5).clamp(-top, top - 1) + top
+    if bits == 2:
+        codes = _two_bits(by_block, 2 * scale[..., None])
     else:
-        codes = torch.round(steps).clamp(-top, top - 1)
+        codes = by_block * (1.0 / scale)[..., None]
+        codes = torch.round(codes * 0.5 - 0.5 if bits == 3 else codes).clamp(-top, top - 1)
+        codes = codes + top if bits == 3 else codes
     codes = torch.where(usable[..., None], codes, 0.0).to(torch.int8)
     stored = torch.where(usable, scale, torch.where(extreme.isfinite(), 0.0, torch.nan))
     return codes.flatten(1)[:, :size], (stored.view(torch.int32) >> 16).to(torch.int16)
+
+
+def _two_bits(values: Tensor, distance: Tensor) -> Tensor:
+    """The codes 0 ... 3, of two neighbours at a distance: floor(values / distance) + 2, clamped."""
+    return sum((values >= limit * distance).float() for limit in (-1, 0, 1))
+
+
+def _truncated(values: Tensor) -> Tensor:
+    """fp32 numbers with the 8 significant bits of bf16, the others cut off."""
+    return (values.view(torch.int32) >> 16 << 16).view(torch.float32)
 
 
 def _scale_after(largest: Tensor, held: Tensor) -> Tensor:
     """The scales (K, blocks) with which blocks go on, by the magnitudes of their extremes."""
     size = held.abs()
     has_scale = (size > 0) & size.isfinite()
-    grown = (largest * GROWN).view(torch.int32) >> 16 << 16
-    grown = torch.where(has_scale, held.sign(), 1.0) * grown.view(torch.float32)
+    grown = torch.where(has_scale, held.sign(), 1.0) * _truncated(largest * GROWN)
     fitting = torch.where(largest < FEW_CODES * size, held * 0.5, held)
     return torch.where(has_scale & (largest <= MOST_CODES * size), fitting, grown)
 

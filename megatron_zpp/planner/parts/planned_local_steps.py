@@ -13,7 +13,7 @@ from zeropp.settings.sync_schedule import SyncSchedule
 from zeropp.sharding.plan import Plan
 from zeropp.wire.route import Nodes
 
-FP32_BYTES, MASK_BYTES = 4, 1
+FP32_BYTES = 4
 # Buffers of an exchange, in fp32: differences, and what comes back; of the elements that a node
 # owns, their sum and what becomes of it; and messages, sent and received.
 OF_ALL, OF_OWNED, MESSAGES = 2, 3, 2
@@ -67,7 +67,7 @@ class PlannedLocalSteps:
         total = sum(self._sizes(plan))
         mean = self._mean(plan)
         unsent = sum(each.nbytes for each in mean.unsent)
-        owned = (2 * FP32_BYTES + MASK_BYTES) * mean.error.numel()
+        owned = 2 * FP32_BYTES * mean.error.numel()
         return FP32_BYTES * total, owned + unsent
 
     def buffer_bytes(self, plan: Plan) -> int:

@@ -23,8 +23,9 @@ NAMES = [
     "8 x INT8 -> sum -> INT4", "8 x INT4 -> sum -> fp32", "fp32 -> rotated -> INT4",
     "4 x INT8 -> sum -> rotated INT4", "8 x rotated INT4 -> sum -> fp32",
     "fp32 -> rotated -> INT3", "4 x INT8 -> sum -> rotated INT3",
-    "8 x rotated INT3 -> sum -> fp32", "4 x rotated INT4 -> sum -> rotated INT4",
-    "bf16 -> INT8 by scales that stay", "fp32 -> INT8 by scales that stay",
+    "8 x rotated INT3 -> sum -> fp32", "fp32 -> rotated -> INT2", "rotated INT2 -> fp32",
+    "4 x rotated INT4 -> sum -> rotated INT4", "bf16 -> INT8 by scales that stay",
+    "fp32 -> INT8 by scales that stay",
 ]  # fmt: skip
 pytestmark = pytest.mark.skipif(backend() is reference, reason="csrc/ was not built here")
 

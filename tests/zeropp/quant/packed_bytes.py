@@ -29,11 +29,12 @@ RAGGED = (  # elements and bits of each segment
     ((4101, 17, 2305), (4, 8, 8)),
     ((64, 5, 192, 0, 2048 + 576), (3, 16, 3, 3, 3)),
     ((32, 5, 2048 + 96, 160, 0, 2048 + 64), (ROTATED_4, 16, ROTATED_4, 8, ROTATED_4, ROTATED_4)),
+    ((96, 32, 3, 2048 + 160, 256, 4096), (2, 2, 16, 2, 3, 2)),
 )
 KEPT = 512  # rows of tests that are run for several instruction sets
 SPECIAL = (0.0, -0.0, 2.0**-94, -(2.0**-94), 2.0**-95, 1e-40, -1e-45)
 
-widths = st.sampled_from((3, 4, ROTATED_4, 8, RAW))
+widths = st.sampled_from((2, 3, 4, ROTATED_4, 8, RAW))
 dtypes = st.sampled_from(FLOATS)
 segment_sizes = st.one_of(st.sampled_from(EDGES), st.integers(0, 700))
 seeds = st.integers(0, 2**32)

@@ -109,7 +109,7 @@ def other_bits(layout: RowLayout) -> RowLayout:
 
 def _other_width(size: int, bits: int) -> int:
     of_8_bits = 3 if size % BLOCK[3] == 0 else ROTATED_4 if size % ROTATED == 0 else 4
-    return {8: of_8_bits, 4: 16, 3: ROTATED_4, ROTATED_4: 8, 16: 8}[bits]
+    return {8: of_8_bits, 4: 16, 3: ROTATED_4, ROTATED_4: 2, 2: 8, 16: 8}[bits]
 
 
 def many_segments(count: int, wire: torch.dtype) -> RowLayout:

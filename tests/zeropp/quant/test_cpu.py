@@ -21,6 +21,7 @@ from tests.zeropp.quant.packed_bytes import (
     fitting_width,
     layouts,
     ragged_layouts,
+    scales_of,
     seeds,
     widths,
 )
@@ -152,7 +153,21 @@ def test_rotated_values_at_every_code_and_tie(of_isa, bits, largest, step):
     check_rows(of_isa, rows, RowLayout(sizes=(128,), bits=(bits,), wire=torch.float32), 1)
 
 
-@pytest.mark.parametrize("bits", [3, 4, ROTATED_4, 8, 16])
+def test_two_bits_at_and_beside_every_limit(of_isa):
+    """A group of one element is rotated to 32 of that size. Scales have 128 fractions."""
+    scales = torch.arange(128, 256) / 256
+    limits = torch.stack((2 * scales, torch.zeros_like(scales)), 1)
+    beside = [torch.nextafter(limits, torch.full_like(limits, end)) for end in (-9.0, 9.0)]
+    groups = torch.zeros(len(scales), 8, ROTATED)
+    groups[:, 3::4, 0] = 5 * scales[:, None]  # the largest of each block
+    groups[:, (0, 1, 2, 4, 5, 6), 0] = torch.cat((limits, *beside), 1)
+    rows = groups.view(1, -1)
+    layout = RowLayout(sizes=(rows.numel(),), bits=(2,), wire=torch.float32)
+    packed = check_rows(of_isa, rows, layout, 1)
+    assert torch.equal(scales_of(packed, *layout.segments)[0, ::256], scales.double())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, ROTATED_4, 8, 16])
 def test_threads_share_the_work_and_change_nothing(of_isa, threads, bits):
     sizes = (MANY_BYTES // 8 + 77, 33, MANY_BYTES // 8 - 1)
     if is_rotated(bits):

@@ -51,12 +51,12 @@ def test_sums_of_ragged_segments(kernels, terms):
             check_sums(kernels, packed, layout, onto, terms, shift=terms % 2)
 
 
-@pytest.mark.parametrize("bits", [3, 4, ROTATED_4, 8, 16])
+@pytest.mark.parametrize("bits", [2, 3, 4, ROTATED_4, 8, 16])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_segments_that_only_wide_accesses_touch(kernels, dtype, bits):
     layout = RowLayout(sizes=(3072, 768, 2048 + 64), bits=(bits,) * 3, wire=dtype)
     packed = check_rows(kernels, any_rows(4, layout.elements, dtype, bits), layout, 2)
-    for onto_bits in (3, 4, ROTATED_4, 8, 16):
+    for onto_bits in (2, 3, 4, ROTATED_4, 8, 16):
         onto = RowLayout(sizes=layout.sizes, bits=(onto_bits,) * 3, wire=dtype)
         check_sums(kernels, packed, layout, onto, 4)
 

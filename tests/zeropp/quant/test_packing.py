@@ -50,6 +50,7 @@ def test_the_size_of_a_row_counted_by_hand():
         (8, torch.float32, 1 + 2 / 256),
         (4, torch.float32, 0.5 + 2 / 128),
         (ROTATED_4, torch.float32, 0.5 + 2 / 128),
+        (2, torch.float32, 0.25 + 2 / 128),
         (16, torch.float32, 4),
         (16, torch.float16, 2),
     ],
@@ -129,7 +130,7 @@ def test_the_same_arguments_give_the_same_layout():
     [
         ({"sizes": (3,)}, ValueError, "1 sizes, 2 bits"),
         ({"sizes": (3, -1)}, ValueError, "-1 elements"),
-        ({"bits": (8, 5)}, ValueError, "bits 5: a segment has 3, 4, 8, 36 .* or 16"),
+        ({"bits": (8, 5)}, ValueError, "bits 5: a segment has 2, 3, 4, 8, 36 .* or 16"),
         ({"wire": torch.float64}, TypeError, "torch.float64: give"),
         ({"wire": torch.int8}, TypeError, "torch.int8: give"),
     ],

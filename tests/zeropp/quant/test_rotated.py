@@ -1,4 +1,4 @@
-"""Codes of three and four bits of rotated elements: error bounds, gain, zeros, order of codes."""
+"""Codes of two to four bits of rotated elements: error bounds, gain, zeros, order of codes."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.zeropp.quant.layout_ops import reference
-from tests.zeropp.quant.packed_bytes import FEW, dtypes, finite_rows, scales_of, seeds
+from tests.zeropp.quant.packed_bytes import FEW, any_rows, dtypes, finite_rows, scales_of, seeds
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import BLOCK, CODE_BITS, ROTATED, ROTATED_4, RowLayout, Segment
 from zeropp.quant.reference import TINY, rotate
@@ -16,10 +16,14 @@ from zeropp.quant.reference import TINY, rotate
 SIZE = 128  # elements: a block of 4 bits, two of 3
 EPSILON = 2.0**-24  # of fp32: the largest relative error of one operation
 STAGES = 5  # of additions in a rotation of 32
-WORST = {ROTATED_4: 0.5, 3: 1.0}  # scales between a rotated value and what its code stands for
-LARGEST = {ROTATED_4: 7, 3: 64 / 9}  # scales that a block's largest rotated value has
+# Scales between a rotated value and what its code stands for.
+WORST = {ROTATED_4: 0.5, 3: 1.0, 2: 2 + 5 * 2.0**-8}
+LARGEST = {ROTATED_4: 7, 3: 64 / 9, 2: 5}  # scales that a block's largest rotated value has
+UP = {ROTATED_4: 0, 3: 0, 2: 2.0**-8}  # of a scale: what it may grow when it becomes bf16
 STEP = {ROTATED_4: 1, 3: 2}  # scales between neighbouring codes
+LOWEST = {3: 4, 2: 2}  # -LOWEST is the code whose bits are 0
 both = pytest.mark.parametrize("bits", [ROTATED_4, 3])
+every = pytest.mark.parametrize("bits", [ROTATED_4, 3, 2])
 COLUMNS, OUTLIERS, FACTOR = 512, 8, 30
 
 
@@ -69,14 +73,15 @@ def test_the_rotation_is_the_hadamard_matrix():
 
 
 @FEW
-@given(st.sampled_from((ROTATED_4, 3)), dtypes, seeds)
+@given(st.sampled_from((ROTATED_4, 3, 2)), dtypes, seeds)
 def test_no_element_is_further_off_than_half_the_distance_of_two_codes(bits, dtype, seed):
     """No rotated value is further off than w scales s, so no element than (32 w s) / 32 = w s.
 
     With 4 bits a rotated value reaches 7 (1 + 2^-7) s, which rounds to the largest code, 7: w is
     half a step. With 3 bits it reaches 64/9 (1 + 2^-7) s, the largest code stands for 7 s: w is 1.
-    Rounding adds, in the steps (one division, two products, a subtraction below 8), at most 2^-20
-    of s, and in the additions of both rotations 2^-24 of 32 times the largest number each.
+    With 2 bits it reaches 5 (1 + 2^-8) s, the largest code stands for 3 s. Rounding adds, in the
+    steps (one division, two products, a subtraction below 8), at most 2^-20 of s, and in the
+    additions of both rotations 2^-24 of 32 times the largest number each.
     """
     limit = min(1e36, torch.finfo(dtype).max)  # 32 times as much is finite
     rows = finite_rows(2, 4 * SIZE, dtype, seed).clamp(-limit, limit)
@@ -86,7 +91,8 @@ def test_no_element_is_further_off_than_half_the_distance_of_two_codes(bits, dty
     rounding = 2 * STAGES * EPSILON * ROTATED * largest
     bound = torch.where(step == 0, TINY, step * (WORST[bits] + 2.0**-20) + rounding)
     assert ((actual - exact).abs() <= bound).all()
-    assert (step <= ROTATED / LARGEST[bits] * largest * (1 + (STAGES + 2) * EPSILON)).all()
+    most = ROTATED / LARGEST[bits] * largest * (1 + UP[bits])
+    assert (step <= most * (1 + (STAGES + 2) * EPSILON)).all()
 
 
 @both
@@ -136,7 +142,7 @@ def test_elements_beside_large_columns_keep_their_size_and_mean(name):
         assert values[:, ~large].mean() == pytest.approx(mean.item(), rel=0.02)
 
 
-@pytest.mark.parametrize(("bits", "row"), [(3, 64), (ROTATED_4, 32), (ROTATED_4, 96)])
+@pytest.mark.parametrize(("bits", "row"), [(2, 128), (3, 64), (ROTATED_4, 32), (ROTATED_4, 96)])
 def test_rows_without_a_gradient_stay_zero(bits, row):
     """With 4 bits also where a block of 128 has parts of several rows."""
     rows = draw(2, 8 * row, seed=5)
@@ -147,7 +153,7 @@ def test_rows_without_a_gradient_stay_zero(bits, row):
     assert (parts[:, [0, 3, 5, 6, 7]] != 0).any(-1).all()
 
 
-@both
+@every
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**127])
 def test_a_number_that_is_not_finite_makes_its_block_nan_and_no_other(bits, value):
     """As does one whose multiple by 32 is not: here two of 2^127 add up to infinity."""
@@ -160,7 +166,7 @@ def test_a_number_that_is_not_finite_makes_its_block_nan_and_no_other(bits, valu
     assert torch.equal(blocks[[0, 2]], before[[0, 2]])
 
 
-@both
+@every
 def test_a_block_below_tiny_becomes_zeros(bits):
     size = BLOCK[bits]
     rows = torch.zeros(1, 2 * size)
@@ -170,7 +176,7 @@ def test_a_block_below_tiny_becomes_zeros(bits):
     assert blocks[1, 3] > 0
 
 
-@both
+@every
 def test_sums_are_rotated_back_once(bits):
     """Equal to fp32's rounding of 4 sums and 5 additions of up to 32 values, each below 7.1 s."""
     rows = draw(4, 2 * SIZE, seed=8)
@@ -205,6 +211,24 @@ def test_the_first_of_eight_codes_of_three_bits_is_in_the_lowest_bits():
     assert codes(quantize(rows, layout), *layout.segments, 8) == list(range(8))
 
 
+@FEW
+@given(dtypes, seeds)
+def test_codes_of_two_bits_are_quotients_rounded_down(dtype, seed):
+    """The scale is a fifth of the largest rotated value, and rounded to bf16 as PyTorch does."""
+    rows = any_rows(1, 4 * SIZE, dtype, seed)
+    blocks = rotate(rows.float()).view(4, SIZE)
+    largest = blocks.abs().amax(1, keepdim=True)
+    usable = (largest >= TINY) & largest.isfinite()
+    expected = (0.2 * largest).bfloat16().double()
+    own = scales(rows, 2).view(4, SIZE)[:, :1]
+    assert torch.equal(own[usable], expected[usable])
+    levels = (blocks.double() / (2 * own)).floor().clamp(-2, 1)
+    levels = torch.where(usable, levels, -2).view(-1).int().tolist()
+    layout = layout_of(4 * SIZE, 2)
+    packed = quantize(rows, layout)
+    assert codes(packed, *layout.segments, 4 * SIZE) == [level + 2 for level in levels]
+
+
 def test_the_first_of_two_codes_of_four_bits_is_in_the_lower_half():
     """Codes -7 ... 7 stand for as many scales; the code of the largest value has its sign."""
     values = torch.zeros(1, SIZE)
@@ -222,9 +246,12 @@ def test_the_first_of_two_codes_of_four_bits_is_in_the_lower_half():
     [  # multiples of two scales are halfway; 4.5 scales to 64/9 become the largest code
         (3, 64.0, (-6, -4, -2, 0, 2, 4, 6), (-4, -2, -2, 0, 0, 2, 2)),
         (ROTATED_4, 7.0, (-6.5, -5.5, -0.5, 0.5, 1.5, 2.5, 6.5), (-6, -6, 0, 0, 2, 2, 6)),
+        (2, 5.0, (-3, -2, -1, 0, 1, 2, 3), (-2, -1, -1, 0, 0, 1, 1)),
     ],
 )
-def test_ties_between_two_codes_go_to_the_even_one(bits, largest, ties, expected):
+def test_ties_between_two_codes_go_to_the_even_one_and_of_two_bits_up(
+    bits, largest, ties, expected
+):
     scale = largest / LARGEST[bits]
     values = torch.zeros(1, SIZE)
     values[0, :7], values[0, 7::64] = torch.tensor(ties) * scale, largest
@@ -233,16 +260,16 @@ def test_ties_between_two_codes_go_to_the_even_one(bits, largest, ties, expected
     packed = quantize(rows, layout)
     assert scales(rows, bits).unique().item() == scale
     first = codes(packed, *layout.segments, 8)[:7]
-    assert first == [code + 4 if bits == 3 else code & 15 for code in expected]
+    assert first == [code + LOWEST[bits] if bits < 4 else code & 15 for code in expected]
     assert torch.equal(packed, reference.quantize(rows, layout, 1))
 
 
-@pytest.mark.parametrize(("bits", "each"), [(3, 3.25), (ROTATED_4, 4.125)])
+@pytest.mark.parametrize(("bits", "each"), [(2, 2.125), (3, 3.25), (ROTATED_4, 4.125)])
 def test_bits_of_an_element_of_a_long_segment(bits, each):
     assert layout_of(SIZE << 10, bits).packed_bytes * 8 == each * (SIZE << 10)
 
 
-@pytest.mark.parametrize(("bits", "multiple"), [(3, 64), (ROTATED_4, 32)])
+@pytest.mark.parametrize(("bits", "multiple"), [(2, 32), (3, 64), (ROTATED_4, 32)])
 def test_a_segment_that_cannot_be_rotated_is_refused(bits, multiple):
     width = CODE_BITS[bits]
     message = f"{multiple + 1} elements of {width} bits, rotated: give a multiple of {multiple}"

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zeropp.optim.local_steps.codecs import WHOLE_BLOCKS, Codec, codec, padded
+from zeropp.optim.local_steps.codecs import WHOLE_BLOCKS, Codec, padded
 from zeropp.optim.local_steps.outer_group import OuterGroup
 from zeropp.quant.coded_message import CodedError, decode, encode
 
@@ -38,8 +38,6 @@ class OuterMean:
         self.group, self.sizes, self._bits = group, tuple(sizes), bits
         self.error = torch.zeros(self._codecs[group.node].elements, device=device)
         self.unsent = [self.error.new_zeros(each.elements) for each in self._codecs if self.feeds]
-        # Padding is 0, and what comes back of it, as it is rounded with its block, is not.
-        self._is_real = self.own([torch.ones(size, device=device) for size in sizes]).bool()
 
     @property
     def feeds(self) -> bool:
@@ -55,7 +53,7 @@ class OuterMean:
     @cached_property
     def _codecs(self) -> list[Codec]:
         """What packs the elements that each node owns."""
-        return [codec(sizes, self._bits) for sizes in self._padded_sizes]
+        return [Codec(sizes, self._bits) for sizes in self._padded_sizes]
 
     @cached_property
     def _padded_sizes(self) -> list[list[int]]:
@@ -87,7 +85,7 @@ class OuterMean:
         message = self._message(wanted, node)
         arrived = self.group.exchange([message] * self.group.size)
         values = [self._row(each, owner, owner) for owner, each in enumerate(arrived)]
-        self.error = self._is_real * (wanted - values[node])
+        self.error = self._with_empty_padding(wanted - values[node], node)
         return self.joined(values)
 
     def sum(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -97,7 +95,7 @@ class OuterMean:
         total = torch.zeros_like(own)
         for sender, message in enumerate(self.group.exchange(messages)):
             total += own if sender == node else self._row(message, node, sender)
-        return self._is_real * total
+        return self._with_empty_padding(total, node)
 
     def copy_for(self, group: OuterGroup) -> "OuterMean":
         """Return one that goes on from here, with other connections to the same nodes."""
@@ -151,9 +149,16 @@ class OuterMean:
             return self._message(row, owner)
         wanted = row + self.unsent[owner]
         message = self._message(wanted, owner)
-        is_real = self.own([torch.ones_like(each) for each in tensors], owner)
-        self.unsent[owner] = is_real * (wanted - self._row(message, owner, self.group.node))
+        lost = wanted - self._row(message, owner, self.group.node)
+        self.unsent[owner] = self._with_empty_padding(lost, owner)
         return message
+
+    def _with_empty_padding(self, row: Tensor, owner: int) -> Tensor:
+        """Set the padding of a row to 0, which is not what comes back of it: return the row."""
+        spaces = row.split(self._padded_sizes[owner])
+        for space, (first, end) in zip(spaces, self._parts[owner], strict=True):
+            space[end - first :] = 0
+        return row
 
     def _message(self, row: Tensor, owner: int) -> Tensor:
         packed = self._codecs[owner].pack(row).cpu()

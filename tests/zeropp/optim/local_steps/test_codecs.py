@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from zeropp.optim.local_steps.codecs import codec
+from zeropp.optim.local_steps.codecs import Codec
 from zeropp.quant.coded_message import encode
 
 
 def test_the_error_and_the_bytes_of_normal_numbers() -> None:
     row = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
-    each = codec([len(row)], 2)
+    each = Codec([len(row)], 2)
     packed = each.pack(row)
     error = (each.unpack(packed) - row).square().mean()
     assert error == pytest.approx(0.128, abs=0.003)
@@ -22,15 +22,15 @@ def test_segments_are_packed_by_themselves() -> None:
     generator = torch.Generator().manual_seed(1)
     sizes = [32, 0, 160, 256, 96]
     parts = [torch.randn(size, generator=generator) * 10**index for index, size in enumerate(sizes)]
-    each = codec(sizes, 2)
+    each = Codec(sizes, 2)
     together = each.unpack(each.pack(torch.cat(parts))).split(sizes)
     for part, size, own in zip(parts, sizes, together, strict=True):
-        alone = codec([size], 2)
+        alone = Codec([size], 2)
         assert torch.equal(alone.unpack(alone.pack(part)), own)
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_is_seen() -> None:
-    each = codec([256], 2)
+    each = Codec([256], 2)
     assert not each.unpack(each.pack(torch.zeros(256))).any()
     for value in (float("inf"), float("nan")):
         row = torch.ones(256)

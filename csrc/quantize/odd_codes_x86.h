@@ -1,9 +1,11 @@
-// Codes of three bits for x86: eight of them in three bytes, the first one in the lowest bits.
+// Codes of three and two bits for x86: eight of them in three or two bytes, the first in the lowest bits.
 #pragma once
 
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "math.h"
 
 namespace zpp {
 
@@ -27,8 +29,13 @@ static inline void put_three_bits(__m128i first, __m128i last, uint8_t* codes) {
     memcpy(codes + 8, &end, 4);
 }
 
-// Word i of 32 codes in 12 bytes: eight codes in the lowest 24 bits. Reads no byte beyond them.
-static inline int eight_codes(const uint8_t* codes, int i) {
+// Of 32 codes, eight in the lowest bits of a word, those from 8 i on. Reads no byte beyond the codes.
+template <Width W> static inline int eight_codes(const uint8_t* codes, int i) {
+    if (W == INT2) {
+        uint16_t eight;
+        memcpy(&eight, codes + 2 * i, 2);
+        return eight;
+    }
     uint32_t word;
     memcpy(&word, codes + (i < 3 ? 3 * i : 8), 4);
     return int(i < 3 ? word : word >> 8);
