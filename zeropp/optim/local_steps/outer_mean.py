@@ -147,10 +147,10 @@ class OuterMean:
         row = self.own(tensors, owner)
         if not self.feeds:
             return self._message(row, owner)
-        wanted = row + self.unsent[owner]
-        message = self._message(wanted, owner)
-        lost = wanted - self._row(message, owner, self.group.node)
-        self.unsent[owner] = self._with_empty_padding(lost, owner)
+        row += self.unsent[owner]
+        message = self._message(row, owner)
+        row -= self._row(message, owner, self.group.node)
+        self.unsent[owner] = self._with_empty_padding(row, owner)
         return message
 
     def _with_empty_padding(self, row: Tensor, owner: int) -> Tensor:
