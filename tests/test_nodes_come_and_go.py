@@ -17,7 +17,8 @@ def test_a_run_goes_on_without_the_node_that_is_killed_and_with_the_one_that_joi
     tmp_path: Path,
 ) -> None:
     """The first node is killed, with rank 0 and the checkpoints' writer; nothing is rolled back."""
-    flags = f"--save-interval {2 * INTERVAL} --tensorboard-dir {tmp_path}/curves"
+    flags = f"--save-interval {2 * INTERVAL} --tensorboard-dir {tmp_path}/curves "
+    flags += f"--eval-iters 1 --eval-interval {INTERVAL}"
     run = LaunchedNodes(folder=tmp_path, planned=2, ranks=2, every=INTERVAL, flags=flags)
     with run:
         nodes = [run.add(), run.add()]
@@ -33,11 +34,13 @@ def test_a_run_goes_on_without_the_node_that_is_killed_and_with_the_one_that_joi
         wait_for_line(rf"saved checkpoint \S+node_1/{saved}", second)
         wait_for_line(rf"saved checkpoint \S+save/{saved}", third)
     assert run.differences(f"iter_{last_save(joined):07}") == (2, False)
+    require_same_evaluations(first, second)
+    require_same_evaluations(third, second)
     assert second.steps == [*range(1, len(second.steps) + 1)]
     sizes = re.findall(r"global batch size: +(\d+) ", second.log.read_text())
     assert [size for size, _ in groupby(sizes)] == ["4", "2", "4"]
     lines = (tmp_path / "curves" / "metrics.jsonl").read_text().splitlines()
-    curve = [json.loads(line)["iteration"] for line in lines]
+    curve = [each["iteration"] for each in map(json.loads, lines) if "lm_loss" in each]
     missing = set(range(1, joined)).difference(curve)  # since the last exchange of the first one
     assert curve == sorted(set(curve)) and len(missing) <= INTERVAL and curve[-1] > joined
 
@@ -49,6 +52,16 @@ def wait_for_line(pattern: str, node: LaunchedNode) -> str:
     except TimeoutError as error:
         raise AssertionError(f"{pattern} never came:\n{node.log.read_text()}") from error
     return match[match.lastindex or 0]
+
+
+def require_same_evaluations(node: LaunchedNode, other: LaunchedNode) -> None:
+    """Require that nodes have printed the same losses of evaluations that both have."""
+    own, others = (
+        dict(re.findall(r"loss at iteration (\d+) \| lm loss value: (\S+)", each.log.read_text()))
+        for each in (node, other)
+    )
+    both = own.keys() & others.keys()
+    assert len(both) > 1 and all(own[each] == others[each] for each in both)
 
 
 def last_save(joined: int) -> int:

@@ -10,11 +10,12 @@ from zeropp import Sharding
 @torch.no_grad()
 def evaluate(
     sharding: Sharding, ranks: Ranks, batches: Loader, num_micro_batches: int
-) -> float | None:
-    """Return the mean loss of the next `num_micro_batches` micro-batches of every rank.
+) -> tuple[float, float]:
+    """Evaluate the next `num_micro_batches` micro-batches of every rank.
 
-    The mean is over the tokens that have a loss, in nats per token, the same on all ranks; None if
-    no token has one. Nodes that step alone evaluate the weights that each has.
+    Returns the sum of the losses of tokens, in nats, and how many tokens have one, the same on all
+    ranks. Nodes that step alone evaluate the weights that each has; those that come and go sum
+    nothing with others.
     """
     model = sharding.model
     model.eval()
@@ -28,7 +29,5 @@ def evaluate(
     model.train()
     sharding.release()
     sum_of_losses, sum_of_tokens = ranks.sum_over_worlds(total.item(), num_tokens.item())
-    if not sum_of_tokens:
-        return None
     # All ranks count tokens; those that are not at the end of a pipeline have no loss.
-    return sum_of_losses / (sum_of_tokens * ranks.num_losses / ranks.num_ranks)
+    return sum_of_losses, sum_of_tokens * ranks.num_losses / ranks.num_ranks

@@ -43,9 +43,8 @@ class Batches:
     def loader(self, split: int, consumed_samples: int, skipped: Sequence[range] = ()) -> Loader:
         """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks.
 
-        Nodes that come and go share out only what they train on.
-
-        The samples of `skipped`, ranges of whole global batches, are passed over.
+        Of other splits than TRAIN, nodes that come and go each have all micro-batches. The samples
+        of `skipped`, ranges of whole global batches, are passed over.
         """
         ranks = self.ranks
         alone = split != TRAIN and ranks.elastic is not None

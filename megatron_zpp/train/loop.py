@@ -9,13 +9,16 @@ from megatron_zpp.train.inputs import TRAIN, VALIDATION
 from megatron_zpp.train.iteration_log import IterationLog
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.worlds.first_node import keep_writers
+from megatron_zpp.train.worlds.shared_evaluation import sum_over_shares
 
 
 def train(run: Run) -> bool:
     """Train from the counters on; returns whether the last iteration was reached."""
     config, counters, log = run.config, run.trainer.counters, IterationLog(run=run)
     if config.zero.zeropp.sync_store:
-        run.trainer.join_other_nodes()
+        has_joined = run.trainer.join_other_nodes()
+        if has_joined and is_due(counters.iteration, config.evaluation.eval_interval):
+            evaluate_split(run, VALIDATION, f"iteration {counters.iteration}")  # as the others do
     if config.evaluation.eval_at_start and counters.iteration == 0:
         evaluate_split(run, VALIDATION, "the start of training")
 
@@ -111,12 +114,18 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
     ranks = run.ranks
     replicas = ranks.num_replicas if ranks.elastic else ranks.all_replicas
     samples_per_pass = config.batch.micro_batch_size * replicas
-    with run.batches.loader(split, consumed) as batches:
-        loss = evaluate(run.trainer.sharding, run.ranks, batches, num_samples // samples_per_pass)
+    passes = num_samples // samples_per_pass
+
+    def sums_of(share: int, shares: int) -> tuple[float, float]:
+        own = range(share * passes // shares, (share + 1) * passes // shares)
+        with run.batches.loader(split, consumed + own.start * samples_per_pass) as batches:
+            return evaluate(run.trainer.sharding, ranks, batches, len(own))
+
+    sum_of_losses, num_tokens = sum_over_shares(run.trainer.local_steps, sums_of)
     if split == VALIDATION:
         counters.consumed_valid_samples = consumed + num_samples
     name = "validation" if split == VALIDATION else "test"
-    if loss is None:
+    if not num_tokens:
         run.console.line(f"no {name} loss at {moment}: none of the tokens drawn has one")
         return
     run.metrics.validation(
@@ -124,7 +133,7 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
             iteration=counters.iteration,
             consumed_samples=counters.consumed_samples,
             consumed_tokens=counters.consumed_tokens,
-            loss=loss,
+            loss=sum_of_losses / num_tokens,
             moment=moment,
             split=name,
         )

@@ -151,12 +151,18 @@ class Trainer:
             iteration, last = self.counters.iteration, self.schedules.length.iterations
             self.local_steps.after_update(iteration, is_last=iteration == last)
 
-    def join_other_nodes(self) -> None:
-        """Let nodes that join get weights and counters; get them if this node is one of them."""
+    def join_other_nodes(self) -> bool:
+        """Let nodes that join get weights and counters; get them if this node is one of them.
+
+        Returns whether it is.
+        """
+        joins = False
         if isinstance(self.local_steps, ElasticSteps):
             self.local_steps.follow(RunProgress(scaler=self.scaler, counters=self.counters))
-            if self.local_steps.group.joins:
+            joins = self.local_steps.group.joins
+            if joins:
                 self.local_steps.join()
+        return joins
 
     @property
     def meets(self) -> bool:

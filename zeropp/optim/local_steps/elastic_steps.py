@@ -7,7 +7,7 @@ was rounded away (error feedback) go to their new owners; those of nodes that en
 
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,6 +86,29 @@ class ElasticSteps(LocalSteps):
         gather_objects(None)  # the others wait for all ranks once this node is admitted
         self.group.join()
         self._exchange([], 0, 0)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether all who take part are at the same step, with the same weights as this node."""
+        return self.is_alike and not self.group.joins
+
+    def sum(self, values_of: Callable[[int, int], Sequence[float]]) -> list[float]:
+        """Return sums over nodes of `values_of(place, number of nodes)`, the same on all of them.
+
+        All ranks of all nodes that take part call it at the same step, those that join too. It is
+        computed again with those who are left if a node ends.
+        """
+
+        def work(round_: Round) -> tuple[list[Draft], list[float]]:
+            drafts, group = self._drafts(round_), round_.group
+            return drafts, group.sum(*values_of(group.node, group.size))
+
+        before = self.group.members
+        drafts, sums = self.group.hold(work)
+        for draft in drafts:
+            draft.keep()
+        self._report(before)
+        return sums
 
     def _average_gradients(self) -> None:
         gradients = [each.weights.gradients() for each in self.fragments]

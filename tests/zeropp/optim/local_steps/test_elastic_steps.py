@@ -70,6 +70,7 @@ class Run:
         self.draw, self.store, self.lives = random.Random(seed), dist.HashStore(), Lives()
         self.schedule, self.options = schedule, options
         self.agreed: dict[tuple[str, int], bytes] = {}
+        self.sums: dict[tuple[str, int], list[float]] = {}
         self.ends: dict[str, str] = {}
         self.pool, self.results = ThreadPoolExecutor(16), []
 
@@ -105,6 +106,7 @@ class Run:
         steps.follow(progress)
         if own.is_fresh:
             steps.join()
+            self._count_nodes(own, steps, progress.count)
         while progress.count < LAST:
             progress.count += 1
             for each in model.parameters():
@@ -115,7 +117,13 @@ class Run:
             self.agreed[own.name, progress.count] = b"".join(
                 each.numpy().tobytes() for part in steps.fragments for each in part.agreed
             )
+            self._count_nodes(own, steps, progress.count)
             time.sleep(0.002)
+
+    def _count_nodes(self, own: Member, steps: ElasticSteps, step: int) -> None:
+        """Sum something where nodes are alike: their number, and that of their shares."""
+        if steps.has_peers:
+            self.sums[own.name, step] = steps.sum(lambda place, size: (1, 1 / size, place))
 
 
 def small_model(seed: int) -> nn.Module:
@@ -148,4 +156,9 @@ def test_replicas_that_are_left_are_equal_to_the_bit(seed: int) -> None:
     for step in range(1, LAST + 1):
         values = {content for (_, number), content in run.agreed.items() if number == step}
         assert len(values) == 1
+        sums = {tuple(each) for (_, number), each in run.sums.items() if number == step}
+        assert len(sums) <= 1
+        for size, shares, places in sums:
+            assert shares == pytest.approx(1) and places == size * (size - 1) / 2
+    assert any(step == LAST for _, step in run.sums)
     assert FINISHED in run.ends.values()
