@@ -126,8 +126,11 @@ class ElasticSteps(LocalSteps):
         self._report(before)
 
     @torch.no_grad()
-    def _exchange(self, due: list[Fragment], step: int, delay: int) -> None:
-        """Exchange the fragments that are due, and perhaps let nodes join."""
+    def _exchange(self, due: Sequence[int], step: int, delay: int) -> None:
+        """Exchange the fragments that are due, and perhaps let nodes join.
+
+        All ranks of a node come to the same rounds, those too that have no weights in a fragment.
+        """
         if not due and not self.group.joins:
             return
         before, differences = self.group.members, {}
@@ -141,7 +144,7 @@ class ElasticSteps(LocalSteps):
 
         def work(round_: Round) -> tuple[list[Draft], News]:
             drafts, num_terms = self._drafts(round_), len(round_.members.with_weights)
-            news = self._pass_on(round_, [each.number for each in due])
+            news = self._pass_on(round_, due)
             for draft in drafts:
                 number = draft.fragment.number
                 if number in news.due:
@@ -151,7 +154,7 @@ class ElasticSteps(LocalSteps):
         drafts, news = self.group.hold(work, admits=True)
         for draft in drafts:
             self._keep(draft, news)
-        self.is_alike = len(news.due) == len(self.fragments)
+        self.is_alike = len(news.due) == self.schedule.fragments
         if news.progress is not None:
             self.progress.load(news.progress)
         self._report(before)
@@ -184,7 +187,7 @@ class ElasticSteps(LocalSteps):
             drafts.append(Draft(each, mean, carrier.sum(old.spread(each.momentum))))
         return drafts
 
-    def _pass_on(self, round_: Round, due: list[int]) -> News:
+    def _pass_on(self, round_: Round, due: Sequence[int]) -> News:
         """Send the agreed weights and the progress to those who join; return what has come."""
         members, group = round_.members, round_.group
         if not any(each.is_fresh for each in members.nodes):

@@ -9,7 +9,7 @@ moment need be one at which all weights of all nodes are equal; agreed weights a
 Sources: Local SGD (Stich 2019); those of `fragment.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -99,13 +99,14 @@ class LocalSteps:
             self.is_alike = True
             return
         self.is_alike = False
-        due = [each for each in self.fragments if is_last or schedule.is_due(step, each.number)]
+        numbers = range(schedule.fragments)
+        due = [number for number in numbers if is_last or schedule.is_due(step, number)]
         self._exchange(due, step, 0 if is_last else schedule.delay)
 
     def synchronize(self, step: int) -> None:
         """Let all nodes have the same weights after a step, if they have not."""
         if not self.is_alike:
-            self._exchange(self.fragments, step, 0)
+            self._exchange(range(self.schedule.fragments), step, 0)
 
     def meets(self, step: int) -> bool:
         """Whether all nodes are at the same place after a step."""
@@ -142,14 +143,18 @@ class LocalSteps:
         for each in self.fragments:
             each.average_gradients()
 
-    def _exchange(self, due: list[Fragment], step: int, delay: int) -> None:
-        """Merge the exchanges that end after a step, and begin those that are due."""
+    def _exchange(self, due: Sequence[int], step: int, delay: int) -> None:
+        """Merge the exchanges that end after a step, and begin those of the fragments `due`.
+
+        On this rank, some of these may have no weights.
+        """
+        here = [each for each in self.fragments if each.number in due]
         for each in self.fragments:
-            if each.merges_at and (each.merges_at == step or each in due):
+            if each.merges_at and (each.merges_at == step or each in here):
                 each.merge(self.options.mixing)
-        for each in due:
+        for each in here:
             each.start(step + delay)
         if not delay:
-            for each in due:
+            for each in here:
                 each.merge(0.0)
-            self.is_alike = len(due) == len(self.fragments)
+            self.is_alike = len(due) == self.schedule.fragments

@@ -162,3 +162,32 @@ def test_replicas_that_are_left_are_equal_to_the_bit(seed: int) -> None:
             assert shares == pytest.approx(1) and places == size * (size - 1) / 2
     assert any(step == LAST for _, step in run.sums)
     assert FINISHED in run.ends.values()
+
+
+def test_ranks_of_a_node_come_to_the_same_rounds() -> None:
+    """The second rank of each node, as of a pipeline, has no weights in the first fragment."""
+    store, lives, patience = dist.HashStore(), Lives(), timedelta(seconds=5)
+    members = Members(tuple(Member(name=f"n{number}", number=number) for number in range(2)))
+    store.set("members/0", members.text)
+
+    def train(node: Member, rank: int) -> list[tuple[int, bool]]:
+        rounds = Rounds(store, node, rank, 2, lives, patience.total_seconds())
+        rounds.begin(members)
+        model = nn.Linear(3, 3, bias=rank == 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = ElasticSteps(
+            weights=TrainedWeights(model=OfModule(model, None), optimizer=optimizer),
+            group=ElasticGroup(store, rounds, 2, patience),
+            schedule=SyncSchedule.of(2, fragments=2),
+        )
+        seen = []
+        for step in range(1, 6):
+            steps.after_update(step, is_last=step == 5)
+            seen.append((rounds.number, steps.is_alike))
+        return seen
+
+    with ThreadPoolExecutor(4) as pool:
+        ranks = [pool.submit(train, node, rank) for node in members.nodes for rank in range(2)]
+    first, *others = (each.result() for each in ranks)
+    assert first == [(2, False), (3, False), (4, False), (5, False), (6, True)]
+    assert all(each == first for each in others)
