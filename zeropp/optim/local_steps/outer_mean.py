@@ -85,7 +85,7 @@ class OuterMean:
         message = self._message(wanted, node)
         arrived = self.group.exchange([message] * self.group.size)
         values = [self._row(each, owner, owner) for owner, each in enumerate(arrived)]
-        self.error = self._with_empty_padding(wanted - values[node], node)
+        self.error = self._lost(wanted - values[node], node)
         return self.joined(values)
 
     def sum(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -150,7 +150,7 @@ class OuterMean:
         row += self.unsent[owner]
         message = self._message(row, owner)
         row -= self._row(message, owner, self.group.node)
-        self.unsent[owner] = self._with_empty_padding(row, owner)
+        self.unsent[owner] = self._lost(row, owner)
         return message
 
     def _with_empty_padding(self, row: Tensor, owner: int) -> Tensor:
@@ -159,6 +159,10 @@ class OuterMean:
         for space, (first, end) in zip(spaces, self._parts[owner], strict=True):
             space[end - first :] = 0
         return row
+
+    def _lost(self, row: Tensor, owner: int) -> Tensor:
+        """Return errors of rounding: 0 for padding and after an overflow, whose step is skipped."""
+        return self._with_empty_padding(row, owner).nan_to_num_(0.0, 0.0, 0.0)
 
     def _message(self, row: Tensor, owner: int) -> Tensor:
         packed = self._codecs[owner].pack(row).cpu()

@@ -61,6 +61,25 @@ def _require_means(nodes: list[list[Tensor]], bits: int, group) -> None:
         assert error.square().mean().sqrt() < ERRORS[bits] * (2 if len(error) < 100 else 1)
 
 
+@ranks(2)
+@pytest.mark.parametrize("bits", [2, 4, 8, 32])
+def test_an_overflow_on_one_node_is_seen_by_all_and_leaves_nothing(
+    bits: int, tmp_path: Path
+) -> None:
+    """As of gradients in fp16, a step with which is skipped."""
+    with worlds(1, tmp_path) as group:
+        tensor = torch.randn(1000, generator=torch.Generator().manual_seed(group.node))
+        mean = OuterMean([1000], group, bits, CPU)
+        for value in (float("inf"), float("nan")):
+            for place in (3, 900):  # of each owner
+                overflown = tensor.clone()
+                overflown[place] = value if group.node else 1.0
+                (got,) = mean.run([overflown])
+                assert not got[place].isfinite()
+        (got,) = mean.run([tensor])
+        assert got.isfinite().all()
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5])
 def test_every_element_has_one_owner(nodes: int) -> None:
     sizes = [0, 1, 31, 129, 1000, 70000]
