@@ -17,7 +17,11 @@ def expert_ranks(config: Config, nodes: Nodes) -> int:
         return 1
     stage_ranks = nodes.num_ranks // parallel.pipeline_model_parallel_size
     return parallel.expert_ranks(
-        model.num_experts, stage_ranks, nodes.ranks_per_node, config.zero.stage
+        model.num_experts,
+        stage_ranks,
+        nodes.ranks_per_node,
+        config.zero.stage,
+        steps_alone=config.zero.zeropp.sync_every != 1,
     )
 
 

@@ -48,11 +48,18 @@ class ExpertParallelConfig(Section):
     )
 
     def expert_ranks(
-        self, num_experts: int, stage_ranks: int, ranks_per_node: int, zero_stage: int
+        self,
+        num_experts: int,
+        stage_ranks: int,
+        ranks_per_node: int,
+        zero_stage: int,
+        *,
+        steps_alone: bool = False,
     ) -> int:
         """Return how many consecutive ranks split the experts, of the ranks of a pipeline's stage.
 
-        Raises InputError for a size that was given and does not fit.
+        `steps_alone`: other nodes have replicas of their own. Raises InputError for a size that was
+        given and does not fit.
         """
         size, tensor = self.expert_model_parallel_size, self.tensor_model_parallel_size
         obstacle = self._obstacle(zero_stage)
@@ -64,9 +71,10 @@ class ExpertParallelConfig(Section):
         shown = f"--expert-model-parallel-size {size}"
         if size > 1 and obstacle:
             raise InputError(f"{shown} {obstacle}, or set 1")
+        alone = " in a node, which zeropp.sync_every lets step alone" if steps_alone else ""
         for number, what in (
             (num_experts, f"the {num_experts} experts of --num-experts"),
-            (stage_ranks, f"the {stage_ranks} ranks that share the layers"),
+            (stage_ranks, f"the {stage_ranks} ranks that share the layers{alone}"),
         ):
             if number % size:
                 raise InputError(

@@ -13,7 +13,14 @@ from megatron_zpp.train.inputs import TRAIN
 from megatron_zpp.train.run import Run
 from tests.megatron_zpp.interchange.foreign_models import llama
 from tests.megatron_zpp.train.finetuning import flags_for
-from tests.megatron_zpp.train.training_runs import TINY, built_run, losses, run_alone, shared_folder
+from tests.megatron_zpp.train.training_runs import (
+    TINY,
+    built_run,
+    log_of,
+    losses,
+    run_alone,
+    shared_folder,
+)
 from tests.ranks import ranks
 from tests.worlds import worlds
 from zeropp import InputError
@@ -92,6 +99,16 @@ def test_more_nodes_than_can_share_a_batch_are_refused(tmp_path: Path) -> None:
     flags = f"{TINY} --mock-data {BATCH} {flags_of(tmp_path / 'z.json')}"
     with pytest.raises(InputError, match="2 is not divisible by .* 4"):
         parse(flags.split(), 4)
+
+
+@ranks(2)
+def test_experts_over_nodes_that_step_alone_are_refused(tmp_path: Path) -> None:
+    folder = shared_folder(str(tmp_path))
+    flags = f"{BATCH}{flags_of(folder / f'{dist.get_rank()}.json', {'stage': 1})}"
+    flags += "--num-experts 2 --expert-model-parallel-size 2"
+    problem = "size 2 does not divide the 1 ranks that share the layers in a node, which zeropp.sy"
+    with worlds(1, folder) as outer, pytest.raises(InputError, match=problem):
+        log_of(flags, outer=outer)
 
 
 def test_a_single_node_is_refused() -> None:
