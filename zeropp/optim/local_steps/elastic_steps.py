@@ -86,6 +86,7 @@ class ElasticSteps(LocalSteps):
         gather_objects(None)  # the others wait for all ranks once this node is admitted
         self.group.join()
         self._exchange([], 0, 0)
+        self.has_stepped_alone = True  # moments are those of this node
 
     @property
     def has_peers(self) -> bool:
@@ -111,18 +112,19 @@ class ElasticSteps(LocalSteps):
         return sums
 
     def _average_gradients(self) -> None:
-        gradients = [each.weights.gradients() for each in self.fragments]
+        own = [(each.weights.gradients(), each.weights.have_gradients()) for each in self.fragments]
 
-        def work(round_: Round) -> list[Draft]:
-            drafts = self._drafts(round_)
-            for draft, own in zip(drafts, gradients, strict=True):
-                draft.values = draft.mean.run(own)
-            return drafts
+        def work(round_: Round) -> tuple[list[Draft], list[list[float]]]:
+            drafts, counts = self._drafts(round_), []
+            for draft, (gradients, have_gradients) in zip(drafts, own, strict=True):
+                draft.values = draft.mean.run(gradients)
+                counts.append(round_.group.sum(*have_gradients))
+            return drafts, counts
 
         before = self.group.members
-        for draft in self.group.hold(work):
+        for draft, counts in zip(*self.group.hold(work), strict=True):
             draft.keep()
-            draft.fragment.weights.write_gradients(draft.values)
+            draft.fragment.weights.write_gradients(draft.values, list(map(bool, counts)))
         self._report(before)
 
     @torch.no_grad()

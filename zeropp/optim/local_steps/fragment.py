@@ -89,10 +89,10 @@ class Fragment:
         self.agreed = [each.to(where, copy=True) for each in weights]
 
     def average_gradients(self) -> None:
-        """Average the gradients over nodes."""
-        gradients = self.weights.gradients()
-        averaged = self._start(lambda: self.mean.run(gradients))
-        self.weights.write_gradients(averaged.result())
+        """Average the gradients over nodes; one that a node lacks counts as zeros."""
+        gradients, own = self.weights.gradients(), self.weights.have_gradients()
+        averaged = self._start(lambda: self.mean.run(gradients)).result()
+        self.weights.write_gradients(averaged, list(map(bool, self.group.sum(*own))))
 
     def agree(self) -> None:
         """Take the weights, which are the same on all nodes, for the agreed ones."""

@@ -22,14 +22,14 @@ from zeropp.optim.local_steps.trained_weights import TrainedWeights
 from zeropp.settings.sections import Zeropp
 from zeropp.settings.sync_schedule import SyncSchedule
 
-ALIKE = f"{OUTER}alike"
+ALIKE, ALONE = f"{OUTER}alike", f"{OUTER}alone"
 
 
 @dataclass(kw_only=True)
 class LocalSteps:
     """What a node does beside its own steps, which are numbered from 1.
 
-    `is_alike`: all nodes have the same weights.
+    `is_alike`: all nodes have the same weights; with `has_stepped_alone` not the same moments.
     """
 
     weights: TrainedWeights
@@ -38,6 +38,7 @@ class LocalSteps:
     options: OuterOptions = OuterOptions()
     fragments: list[Fragment] = field(init=False)
     is_alike: bool = field(init=False, default=True)
+    has_stepped_alone: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.fragments = [
@@ -77,7 +78,7 @@ class LocalSteps:
         Raises InputError if they have done so before.
         """
         if self.schedule.averages_gradients(step):
-            if not self.is_alike:  # in a run that goes on with other intervals
+            if self.has_stepped_alone:  # in a run that goes on with other intervals
                 raise InputError(
                     f"zeropp.sync_every = 1 in step {step} averages gradients, but the nodes have "
                     "stepped alone before it, and their optimizers have other moments: set an "
@@ -98,7 +99,7 @@ class LocalSteps:
                     each.mean.forget()  # those were errors of gradients
             self.is_alike = True
             return
-        self.is_alike = False
+        self.is_alike, self.has_stepped_alone = False, True
         numbers = range(schedule.fragments)
         due = [number for number in numbers if is_last or schedule.is_due(step, number)]
         self._exchange(due, step, 0 if is_last else schedule.delay)
@@ -117,7 +118,10 @@ class LocalSteps:
 
         Waits for exchanges that run. A run that goes on from here computes the same digits.
         """
-        state = {ALIKE: torch.tensor(self.is_alike)}
+        state = {
+            ALIKE: torch.tensor(self.is_alike),
+            ALONE: torch.tensor(self.has_stepped_alone),
+        }
         for each in self.fragments:
             state |= each.state()
         return state
@@ -126,13 +130,25 @@ class LocalSteps:
         """Go on from what `state` has returned, read from a checkpoint of as many nodes."""
         for each in self.fragments:
             each.load(state)
-        self.is_alike = bool(state[ALIKE])
+        self.is_alike, self.has_stepped_alone = bool(state[ALIKE]), bool(state[ALONE])
+
+    def end_delay(self) -> None:
+        """Merge now what would be merged after a later step, as where steps are counted anew."""
+        for each in self.fragments:
+            if each.merges_at:
+                each.merge(self.options.mixing)
 
     def restart(self) -> None:
-        """Go on from the weights as they are, which are the same on all nodes."""
+        """Go on from the weights as they are, which are the same on all nodes, without moments."""
         for each in self.fragments:
             each.restart()
-        self.is_alike = True
+        self.is_alike, self.has_stepped_alone = True, False
+
+    def restart_from_agreed(self) -> None:
+        """Go on from the weights that all nodes have agreed on."""
+        for each in self.fragments:
+            each.merge(0.0)
+        self.restart()
 
     def expected_traffic(self, step: int) -> Mapping[tuple[str, str], float]:
         """Return the bytes, before coding, that this rank sends per step, by (purpose, hop)."""

@@ -65,14 +65,22 @@ class TrainedWeights:
             parts.append(self._slice(parameter, part).float())
         return parts
 
+    def have_gradients(self) -> list[bool]:
+        """Return which parameters have a gradient, in the order of `named`."""
+        return [self._gradient(parameter) is not None for parameter in self.named.values()]
+
     @torch.no_grad()
-    def write_gradients(self, values: Sequence[Tensor]) -> None:
-        """Let the gradients be these values, but not those of weights without one."""
-        for (parameter, whole), value in zip(self._wholes(), values, strict=True):
-            gradient = self._gradient(parameter)
+    def write_gradients(self, values: Sequence[Tensor], are_wanted: Sequence[bool]) -> None:
+        """Let gradients be these values, and those of parameters that are not wanted stay."""
+        rows = zip(self._wholes(), values, are_wanted, strict=True)
+        for (parameter, whole), value, is_wanted in rows:
             joined = self._joined(parameter, value, whole.numel())
-            if gradient is not None:
-                local_part(gradient).copy_(joined.view(whole.shape))
+            if not is_wanted:
+                continue
+            owner = self._masters.get(parameter, parameter)
+            if owner.grad is None:
+                owner.grad = torch.zeros_like(owner)
+            local_part(owner.grad).copy_(joined.view(whole.shape))
 
     def saved(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return values in the order of `read` by their parameters' names, as these are sharded."""

@@ -229,8 +229,35 @@ def test_a_run_goes_on_with_other_settings() -> None:
     averaged.load(saved)
     with pytest.raises(zeropp.InputError, match="stepped alone before it"):
         averaged.train(4, 4)
-    for each in (before, others, averaged):
+    before.steps.local.end_delay()
+    assert not any(each.merges_at for each in before.steps.local.fragments)
+    alike = Node("alone", sgd, Recipe(every=2).zeropp(32), None)
+    alike.train(1, 2)
+    assert alike.steps.local.is_alike  # but not the moments
+    averaged.load(alike.save())
+    with pytest.raises(zeropp.InputError, match="stepped alone before it"):
+        averaged.train(3, 3)
+    for each in (before, others, averaged, alike):
         each.steps.close()
+
+
+@ranks(2)
+def test_a_gradient_that_a_node_lacks_counts_as_zeros() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    settings = {"sync_every": {"0": 1, "9": 2}, "sync_bits": 32}
+    steps = zeropp.local_steps(model, optimizer, {"zeropp": settings})
+    before = [each.detach().clone() for each in model.parameters()]
+    output = model[0](torch.ones(2, 4))
+    (output if dist.get_rank() else model[1](output)).sum().backward()
+    optimizer.step()
+    after = [each.detach().clone() for each in model.parameters()]
+    moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
+    assert moved == [True, True, True, True, False, False]  # the last one has no gradient at all
+    contents = [each.numpy().tobytes() for each in after]
+    assert steps.local.group.gather(contents)[0] == contents
+    steps.close()
 
 
 @ranks(4)
