@@ -1,5 +1,6 @@
 """Ranks of a test that are cut into worlds of their own, as nodes that step alone are."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -8,6 +9,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.rank_group import COLLECTIVE_SECONDS, forget_meshes
+from zeropp.optim.local_steps.elastic_group import (
+    ElasticGroup,
+    ElasticOptions,
+    join_elastic_group,
+)
 from zeropp.optim.local_steps.outer_group import OuterGroup, join_outer_group
 from zeropp.ranks.process_group import world_store
 from zeropp.ranks.topology import Environment
@@ -18,6 +24,38 @@ LIMIT = timedelta(seconds=COLLECTIVE_SECONDS)
 @contextmanager
 def worlds(size: int, folder: Path) -> Iterator[OuterGroup]:
     """Let worlds of `size` ranks take the place of the default group, which ends."""
+    with _own_world(size, folder) as (store, environment, world):
+        outer = join_outer_group(store, environment, world, LIMIT)
+        yield outer
+        outer.close()
+
+
+@contextmanager
+def elastic_nodes(folder: Path, iteration: int) -> Iterator[ElasticGroup]:
+    """Let each rank be a node of those that come and go, with a checkpoint of an iteration."""
+    with _own_world(1, folder) as (store, environment, world):
+        server = None
+        if environment.rank == 0:
+            server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+            store.set("port", str(server.port))
+        options = ElasticOptions(
+            address=f"localhost:{store.get('port').decode()}",
+            num_nodes=environment.world_size,
+            settings={},
+            advice="",
+            iteration_of=lambda number: iteration,
+        )
+        outer = join_elastic_group(options, world, LIMIT)
+        yield outer
+        outer.close()
+        store.add("ended", 1)
+        while server and int(store.add("ended", 0)) < environment.world_size:
+            time.sleep(0.01)
+
+
+@contextmanager
+def _own_world(size: int, folder: Path) -> Iterator[tuple[dist.Store, Environment, Environment]]:
+    """Yield a store of all ranks, and this rank among them and in its world, the default group."""
     rank, count = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
@@ -32,8 +70,6 @@ def worlds(size: int, folder: Path) -> Iterator[OuterGroup]:
         world_size=size,
         timeout=LIMIT,
     )
-    outer = join_outer_group(store, environment, world, LIMIT)
-    yield outer
-    outer.close()
+    yield store, environment, world
     dist.destroy_process_group()
     forget_meshes()

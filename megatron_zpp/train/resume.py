@@ -157,7 +157,9 @@ def load(
     source = saved_run(options, ranks)
     if source is None:
         return beginning
-    starts_anew = options.no_load_optim or options.finetune or not source.is_of_each
+    reads_agreed = ranks.elastic is not None  # nodes that may end form no mean of their weights
+    without = options.finetune or (options.no_load_optim and not reads_agreed)
+    starts_anew = without or not source.is_of_each
     others = {} if local_steps is None or starts_anew else local_steps.state()
     state = _read(config, source, sharding, optimizer, tokenizer_fingerprint, others)
     if local_steps is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.settings.parallel import SIZES
 from megatron_zpp.train.worlds.saved_run import SavedRun
 from zeropp.errors import InputError
@@ -37,10 +37,7 @@ def continue_local_steps(
     them if they have loaded different iterations.
     """
     if ranks.elastic:
-        if read and state is not None:
-            local_steps.load(read)
-        else:
-            local_steps.restart()
+        _continue_alone(local_steps, read if state else {}, config.checkpoint)
         return
     iterations = ranks.outer.gather(None if state is None else state.iteration)
     if len(set(iterations)) > 1:
@@ -56,6 +53,8 @@ def continue_local_steps(
         log.info("the nodes go on with the mean of their weights; the outer momentum starts anew")
         return
     local_steps.load(read)
+    if config.checkpoint.reset_iteration:
+        local_steps.end_delay()
     saved_by = _layout(state.world_size, state.stage, state.configuration["parallel"])
     if saved_by != _layout(ranks.num_ranks, config.zero.stage, asdict(config.parallel)):
         # Each node owns other elements than before, of which others have the momentum.
@@ -65,6 +64,19 @@ def continue_local_steps(
         log.info(
             "the ranks of a node share out the weights differently: outer momentum starts anew"
         )
+
+
+def _continue_alone(
+    local_steps: LocalSteps, read: Mapping[str, Tensor], options: CheckpointConfig
+) -> None:
+    """Go on beside nodes that may end: all that begin have read the same agreed weights."""
+    if not read:
+        local_steps.restart()
+        return
+    local_steps.load(read)
+    if options.no_load_optim:
+        local_steps.restart_from_agreed()
+        log.info("without moments, the nodes go on with the weights after their last exchange")
 
 
 def _go_on_with_mean(local_steps: LocalSteps) -> None:

@@ -81,9 +81,11 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     it.
     """
     own = Path(options.load)
-    if ranks.elastic and not options.finetune:
-        return _own_run(own, ranks.elastic.iteration)
     first = own.parent if ranks.outer and ranks.outer.number else own
+    if ranks.elastic and options.finetune:
+        return _common_run(options, first, _saved_worlds(first, options.ckpt_step))
+    if ranks.elastic:
+        return _own_run(own, ranks.elastic.iteration)
     saved_here = _saved_worlds(own, options.ckpt_step)
     saved_by_first = _saved_worlds(first, options.ckpt_step) if first != own else saved_here
     views = [(saved_here, saved_by_first)]
@@ -96,6 +98,11 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     if ranks.outer is not None:
         what = f"checkpoint in {first}, which all nodes read if another number of nodes saved it"
         _require_all([each == num_worlds for _, each in views], what)
+    return _common_run(options, first, num_worlds)
+
+
+def _common_run(options: CheckpointConfig, first: Path, num_worlds: int | None) -> SavedRun:
+    """Return what all nodes load alike of what `num_worlds` have saved."""
     if num_worlds in (None, 1):
         return SavedRun(folder=first, iteration=options.ckpt_step)
     return _of_others(options, first, num_worlds)

@@ -4,11 +4,13 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights
 from megatron_zpp.checkpoint.iteration_folders import POINTER, complete_iterations
@@ -23,17 +25,23 @@ from tests.megatron_zpp.train.training_runs import (
     shared_folder,
 )
 from tests.ranks import ranks
-from tests.worlds import worlds
+from tests.worlds import elastic_nodes, worlds
 from zeropp import InputError
 
 MODEL = "--global-batch-size 4 --train-iters 7 --hidden-dropout 0 "
-MODEL += "--attention-dropout 0 "
+MODEL += "--attention-dropout 0 --override-opt_param-scheduler "
 MIDDLE, LAST = "iter_0000006", "iter_0000007"
 
 
-def flags_of(path: Path, ranks_per_node: int = 1, micro: int = 2, **zero: object) -> str:
+def flags_of(
+    path: Path,
+    ranks_per_node: int = 1,
+    micro: int = 2,
+    elastic: Mapping[str, object] = MappingProxyType({}),
+    **zero: object,
+) -> str:
     """Flags of nodes that exchange after iterations 4 and 7, with a JSON at `path`."""
-    zeropp = {"ranks_per_node": ranks_per_node, "sync_every": 4}
+    zeropp = {"ranks_per_node": ranks_per_node, "sync_every": 4, **elastic}
     path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
     return f"{MODEL} --micro-batch-size {micro} --deepspeed_config {path} "
 
@@ -48,21 +56,23 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def means(folder: Path, name: str) -> dict[str, Tensor]:
-    """The means of the weights that the two nodes have saved."""
-    parts = [CheckpointWeights(folder / node / name) for node in ("", "node_1")]
-    assert parts[1].facts().keys() == parts[0].facts().keys() != set()
-    alone = CheckpointWeights(folder / "node_1" / name)
-    return {each: parts[0].read(each) for each in alone.facts()}
+    """The means of the weights that the nodes have saved."""
+    mean = CheckpointWeights(folder / name)
+    return {each: mean.read(each) for each in mean.facts()}
 
 
 def weights_of(run: Run) -> Mapping[str, Tensor]:
-    """The weights of a rank that has all of them."""
-    return {name: each.detach() for name, each in run.trainer.sharding.model.named_parameters()}
+    """The whole weights of a node."""
+    named = run.trainer.sharding.model.named_parameters()
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach()
+        for name, each in named
+    }
 
 
-def require_means(run: Run, folder: Path) -> None:
-    """Require weights that are the means of those of iteration 6."""
-    expected = means(folder / "run", MIDDLE)
+def require_means(run: Run, folder: Path, name: str = MIDDLE) -> None:
+    """Require weights that are the means of those of iteration 6, or of another one."""
+    expected = means(folder / "run", name)
     for name, weight in weights_of(run).items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=0)
 
@@ -104,15 +114,22 @@ def test_without_local_steps_a_run_goes_on_with_the_mean(saved: Path) -> None:
         assert built.trainer.counters.iteration == 6
 
 
+def test_more_nodes_go_on_with_the_mean_and_fewer_with_theirs(saved: Path, tmp_path: Path) -> None:
+    """Two nodes, then four, which end within an interval, then two."""
+    longer = flags_of(tmp_path / "zeropp.json", micro=1) + "--train-iters 9 --exit-interval 7 "
+    longer += f"--load {saved / 'run'} --ckpt-step 6 --save {tmp_path / 'run'}"
+    assert len(losses(run_alone(4, 1, longer, tmp_path))) == 1
+    require_means_of(saved=saved, name=MIDDLE, world=1, folder=tmp_path)
+    require_means_of(saved=tmp_path, name=LAST, world=2, folder=tmp_path)
+
+
 @ranks(4)
-def test_more_nodes_go_on_with_the_mean(saved: Path, tmp_path: Path) -> None:
-    folder = shared_folder(str(tmp_path))
-    flags = (
-        flags_of(folder / f"{dist.get_rank()}.json", micro=1)
-        + f"--load {saved / 'run'} --ckpt-step 6"
-    )
-    with worlds(1, folder) as outer, built_run(flags, outer) as built:
-        require_means(built, saved)
+def require_means_of(saved: Path, name: str, world: int, folder: Path) -> None:
+    """Require that nodes of `world` ranks begin with the means of those of a checkpoint."""
+    flags = flags_of(folder / f"{dist.get_rank()}.json", world, micro=1)
+    flags += f"--load {saved / 'run'} --ckpt-step {int(name[-1])}"
+    with worlds(world, folder) as outer, built_run(flags, outer) as built:
+        require_means(built, saved, name)
 
 
 @pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune"])
@@ -126,6 +143,28 @@ def test_as_many_nodes_without_moments_go_on_with_the_mean(
     with worlds(1, folder) as outer, built_run(flags, outer) as built:
         require_means(built, saved)
         for each in built.trainer.local_steps.fragments:
+            assert all(map(torch.equal, each.agreed, each.weights.read()))
+            assert not each.momentum.any()
+
+
+@pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune"])
+@ranks(2)
+def test_nodes_that_come_and_go_begin_alike_without_moments(
+    flag: str, saved: Path, tmp_path: Path
+) -> None:
+    folder = shared_folder(str(tmp_path))
+    elastic = {"sync_store": "localhost:1", "sync_nodes": 2}
+    flags = flags_of(folder / f"{dist.get_rank()}.json", elastic=elastic)
+    flags += f"--load {saved / 'run'} --ckpt-step 6 {flag}"
+    iteration = 0 if flag == "--finetune" else 6
+    with elastic_nodes(folder, iteration) as outer, built_run(flags, outer) as built:
+        assert built.trainer.counters.iteration == iteration
+        steps, weights = built.trainer.local_steps, weights_of(built)
+        values = [each.sum().item() for each in weights.values()]
+        assert steps.sum(lambda place, size: values) == [2 * each for each in values]
+        if flag == "--finetune":
+            require_means(built, saved)
+        for each in steps.fragments:
             assert all(map(torch.equal, each.agreed, each.weights.read()))
             assert not each.momentum.any()
 

@@ -22,6 +22,7 @@ from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.worlds.own_folders import with_own_folders
 from tests.ranks import ranks
 from tests.worlds import worlds
+from zeropp.optim.local_steps.elastic_group import ElasticGroup
 from zeropp.optim.local_steps.outer_group import OuterGroup
 from zeropp.ranks.topology import Environment
 
@@ -37,7 +38,7 @@ def log_of(
     flags: str,
     device: str = "cpu",
     kind: type[Ranks] = Ranks,
-    outer: OuterGroup | None = None,
+    outer: OuterGroup | ElasticGroup | None = None,
 ) -> str:
     """What rank 0 prints for `TINY` and `flags` on the ranks of this test's process group.
 
@@ -61,7 +62,7 @@ class AsynchronousRanks(Ranks):
 
 
 @contextmanager
-def built_run(flags: str, outer: OuterGroup | None = None) -> Iterator[Run]:
+def built_run(flags: str, outer: OuterGroup | ElasticGroup | None = None) -> Iterator[Run]:
     """The run of `TINY` and `flags` on these ranks, before its first iteration."""
     with _job(flags, io.StringIO(), outer=outer) as job:
         yield build_run(*job)
@@ -176,11 +177,12 @@ def _job(
     printed: io.StringIO,
     device: str = "cpu",
     kind: type[Ranks] = Ranks,
-    outer: OuterGroup | None = None,
+    outer: OuterGroup | ElasticGroup | None = None,
 ) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     source = "" if "--data-path" in flags else "--mock-data "
-    config = parse((TINY + source + flags).split(), world * (outer.size if outer else 1))
+    others = outer.size if isinstance(outer, OuterGroup) else 1  # of one launch
+    config = parse((TINY + source + flags).split(), world * others)
     mesh = build_mesh(torch.device(device), world, config.parallel)
     place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     size = config.parallel.context_parallel_size
