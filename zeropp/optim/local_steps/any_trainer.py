@@ -20,6 +20,7 @@ from zeropp.optim.local_steps.held_model import OfModule
 from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.local_steps.outer_group import OuterGroup
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
+from zeropp.optim.step_or_skip import own_gradients
 from zeropp.ranks.groups import store_of, time_limit
 from zeropp.settings.zero_config import ZeroConfig
 
@@ -104,8 +105,15 @@ class NodeSteps:
     def skip_step(self) -> None:
         """Count a step in which the trainer does not call the optimizer, as after an overflow.
 
-        Nodes count alike then, although only some of them skip the step.
+        Nodes count alike then, although only some of them skip the step. Raises InputError for a
+        step whose gradients they average, as the others would wait for those of this node.
         """
+        if self.local.schedule.averages_gradients(self.count + 1):
+            raise InputError(
+                f"skip_step of {CALLER}: zeropp.sync_every = 1 in step {self.count + 1} averages "
+                "gradients, and all nodes take it: call optimizer.step(), or begin with a "
+                "longer interval"
+            )
         self.count += 1
         self.local.after_update(self.count)
 
@@ -143,8 +151,18 @@ class NodeSteps:
             each.remove()
         self.local.group.close()
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple:
+        """Average the gradients if that is due; as this node multiplies them, for clipping."""
+        factor = kwargs.get("factor")
+        is_clipped = factor is not None and self.local.schedule.averages_gradients(self.count + 1)
+        if is_clipped:
+            for _, part in own_gradients(optimizer):
+                part.mul_(factor)
         self.local.before_update(self.count + 1)
+        if is_clipped:  # by now; a node whose factor is not finite lets all skip the step
+            firsts = [part.view(-1)[0] for _, part in own_gradients(optimizer)]
+            kwargs = {**kwargs, "factor": torch.ones_like(factor) + 0 * sum(firsts)}
+        return args, kwargs
 
     def _after_step(self, *_: Any) -> None:
         self.count += 1

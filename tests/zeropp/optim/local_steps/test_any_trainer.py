@@ -241,6 +241,32 @@ def test_a_run_goes_on_with_other_settings() -> None:
         each.steps.close()
 
 
+@ranks(4)
+@pytest.mark.parametrize("build", [fused, adamw])
+def test_nodes_that_clip_by_their_own_norms_average_what_is_clipped(build: Callable) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    section = {"sync_every": {"0": 1, "9": 2}, "sync_bits": 32}
+    node = Node("stage3", build, section, mesh)
+    scales = [100.0, 1.0]  # of the loss of the second node
+    if build is fused:  # which is called where a step is to be skipped
+        scales += [float("nan"), 1.0]
+    for scale in scales:
+        before = node.weights()
+        with node.sharding.micro_step(last=True):
+            loss = loss_of(node.model, tokens_of(node.number).chunk(2)[mesh.get_local_rank(1)])
+            (loss * (scale if node.number else 1.0)).backward()
+        zeropp.optimizer_step(node.optimizer, node.sharding, clip_grad=0.1)
+        after = node.weights()
+        assert all(each.isfinite().all() for each in after.values())
+        moved = [not torch.equal(before[name], after[name]) for name in before]
+        assert all(moved) if scale == scale else not any(moved)
+        contents = [each.numpy().tobytes() for each in after.values()]
+        assert node.steps.local.group.gather(contents)[0] == contents
+    with pytest.raises(zeropp.InputError, match="skip_step"):
+        node.steps.skip_step()
+    node.steps.close()
+
+
 @ranks(2)
 def test_a_gradient_that_a_node_lacks_counts_as_zeros() -> None:
     torch.manual_seed(0)
