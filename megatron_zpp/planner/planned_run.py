@@ -6,6 +6,7 @@ The parameters are cut as FSDP2 and ZeRO-Offload cut them.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -277,7 +278,7 @@ class PlannedUnit(NamedTuple):
         return self.parts[0].axis
 
 
-Places = list[tuple[PlannedRun, int]]  # how many ranks of a pipeline are like each
+Places = list[tuple[PlannedRun, int]]  # how many ranks of a pipeline are like each, in its order
 
 
 def plan_run(
@@ -365,15 +366,26 @@ def plan_places(
 ) -> Places:
     """Return the run at the places of its pipeline that differ: its ends, and between them.
 
-    Of the places between the ends, the first holds the activations of the most micro-batches.
-    Takes and raises what `plan_run` does.
+    Of the places between the ends, the first holds the activations of the most micro-batches, and
+    those differ whose neighbours are on another node. Takes and raises what `plan_run` does.
     """
     model = MetaModel(config, vocab_size) if model is None else model
     size = config.parallel.pipeline_model_parallel_size
-    between = {1: size - 2} if size > 2 else {}
+    stride = nodes.num_ranks // size
+
+    def kind(place: int) -> tuple[bool, ...]:
+        """Return what places have in common: which ends they are, of the pipeline and of a node."""
+        ends = place * stride, (place + 1) * stride
+        in_node = stride < nodes.ranks_per_node
+        begins, closes = (in_node and end % nodes.ranks_per_node == 0 for end in ends)
+        return place == 0, place == size - 1, begins, closes
+
     return [
-        (plan_run(config, vocab_size, nodes, is_cpu=is_cpu, model=model, place=place), count)
-        for place, count in {0: 1, **between, size - 1: 1}.items()
+        (
+            plan_run(config, vocab_size, nodes, is_cpu=is_cpu, model=model, place=first),
+            1 + len(rest),
+        )
+        for _, (first, *rest) in groupby(range(size), kind)
     ]
 
 

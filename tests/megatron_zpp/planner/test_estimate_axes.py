@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks.memory.dry_run import VOCABULARY
 from benchmarks.shared.pretrain_run import cpu_ranks
 from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
-from megatron_zpp.planner.node_traffic import mean_of_nodes
+from megatron_zpp.planner.node_traffic import mean_of_nodes, node_of
 from megatron_zpp.planner.planned_run import plan_places, plan_run
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.model import build_model
@@ -125,6 +125,21 @@ def test_sequences_and_their_activations_are_divided():
     for flags in (CP2, TP2 + SP):
         assert predict(f"--zero-stage 1 {flags}").device[ACTIVATIONS] < 0.62 * whole
     assert 0.62 * whole < predict(f"--zero-stage 1 {TP2}").device[ACTIVATIONS] < whole
+
+
+@pytest.mark.parametrize(("count", "per_node"), [(8, 4), (16, 8), (16, 4), (8, 1)])
+@pytest.mark.parametrize("chunks", ["", TWO_STAGES])
+def test_a_pipeline_over_nodes_sends_what_all_its_places_do(count, per_node, chunks):
+    flags = "--num-layers 16 --pipeline-model-parallel-size 8 --zero-stage 1 " + chunks
+    text = f"{MODEL}--mock-data --lr 1 --train-iters 1 --global-batch-size 32 {flags}"
+    config = parse(text.split(), count)
+    nodes = Nodes.of(range(count), per_node)
+    total = Counter()
+    for place in range(8):
+        total.update(node_of(plan_run(config, VOCABULARY, nodes, is_cpu=False, place=place)))
+    mean = mean_of_nodes(plan_places(config, VOCABULARY, nodes, is_cpu=False))
+    assert mean["pipeline", "across_nodes"] > 0
+    assert mean == {key: pytest.approx(sent / 8) for key, sent in total.items()}
 
 
 def test_stages_that_nodes_cannot_hold_alike_are_refused():
