@@ -17,7 +17,7 @@ from benchmarks.plan.bounded_fit import Bounds, fit
 from benchmarks.plan.cells import CheckedSet, Prediction, log_squares, read_cells
 from benchmarks.plan.cpu_steps import Blocking, Host
 from benchmarks.shared.zero_json import zero_json
-from megatron_zpp.planner.planned_run import PlannedRun, plan_run
+from megatron_zpp.planner.parts.planned_run import PlannedRun, plan_run
 from megatron_zpp.planner.timing.links import HopTime, Message
 from megatron_zpp.planner.timing.messages import UnitMessages, unit_messages
 from megatron_zpp.planner.timing.timeline import Collective, UnitWork, step_seconds

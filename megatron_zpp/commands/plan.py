@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from rich.console import Console
 
@@ -38,6 +38,8 @@ from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
+from zeropp.settings.deepspeed_json import read_json
+from zeropp.settings.zero_config import ZeroConfig
 
 USAGE = """\
 usage: {program} [FLAGS OF THE RUN] --cluster NAME --nodes N [FLAGS]
@@ -152,17 +154,41 @@ def read_run(
     is_described = _describes_adapted_model(argv)
     if is_described:
         argv = [*argv, "--pretrained-checkpoint", "described by the flags"]
+    num_ranks = _ranks_of_a_launch(argv, cluster)
     if flags.batch_tokens is not None:
-        config = parse(argv, cluster.num_ranks, program)
+        config = parse(argv, num_ranks, program)
         num_replicas = config.parallel.num_replicas(cluster.num_ranks)
         tokens = parse_count(flags.batch_tokens, "--batch-tokens")
         each = samples_per_replica(tokens / config.model.seq_length / num_replicas)
         argv = [*argv, "--global-batch-size", str(each * num_replicas)]
-    config = parse(argv, cluster.num_ranks, program)
+    config = parse(argv, num_ranks, program)
+    if num_ranks < cluster.num_ranks:  # all nodes are there, as if they could not come and go
+        zeropp = replace(config.zero.zeropp, sync_store=None, sync_nodes=None)
+        config = replace(config, zero=replace(config.zero, zeropp=zeropp))
     if not is_described:
         config, _ = with_initial_model(config)
     require_plannable(config)
     return config, resolve_vocab_size(config.data, config.tokenizer)
+
+
+def _ranks_of_a_launch(argv: Sequence[str], cluster: Cluster) -> int:
+    """Return how many ranks are launched together: those of a node where nodes come and go.
+
+    Raises InputError if these are not the nodes of the cluster.
+    """
+    typed = read(argv, VOCABULARY)
+    if "deepspeed_config" not in typed:
+        return cluster.num_ranks
+    values = read_json(typed["deepspeed_config"].value, ZeroConfig).values
+    if values.get("zeropp.sync_every", 1) == 1 or values.get("zeropp.sync_store") is None:
+        return cluster.num_ranks
+    num_nodes = values.get("zeropp.sync_nodes", cluster.num_nodes)
+    if num_nodes != cluster.num_nodes:
+        raise InputError(
+            f"zeropp.sync_nodes = {num_nodes} and --nodes {cluster.num_nodes}: a plan is of all "
+            "nodes with which the run begins: give the same number"
+        )
+    return cluster.gpus_per_node
 
 
 def _describes_adapted_model(argv: Sequence[str]) -> bool:
@@ -177,11 +203,6 @@ def require_plannable(config: Config) -> None:
         raise InputError(
             "a plan has no times for an optimizer on the host: leave --cpu-optimizer out "
             "(--dry-run reports its memory)"
-        )
-    if config.zero.zeropp.sync_every != 1:
-        raise InputError(
-            "a plan is of ranks that take each step together, and zeropp.sync_every lets nodes "
-            "step alone: leave it out (--dry-run reports the memory and the bytes)"
         )
     if config.training.dry_run:
         raise InputError("--dry-run and a plan are two things: leave --dry-run out")

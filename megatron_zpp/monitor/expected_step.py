@@ -90,8 +90,20 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
         "steps": own.weight_steps,
         "coded": own.code_messages,
         "once": zero.reduces_once,
+        **(_local_steps_key(config) if own.sync_every != 1 else {}),
         **(_experts_key(config) if model.has_experts else {}),
         **(_adapters_key(config) if config.lora.lora_rank else {}),
+    }
+
+
+def _local_steps_key(config: Config) -> dict[str, Any]:
+    own = config.zero.zeropp
+    every = own.sync_every
+    return {
+        "sync_every": list(map(list, every)) if isinstance(every, tuple) else every,
+        "sync_bits": own.sync_bits,
+        "sync_fragments": own.sync_fragments,
+        "sync_delay": own.sync_delay,
     }
 
 

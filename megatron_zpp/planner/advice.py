@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing
-from megatron_zpp.planner.search import TIE, Plan, Row, Search
+from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
+from megatron_zpp.planner.search import MUCH_FASTER, TIE, Plan, Row, Search
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 
@@ -23,7 +24,47 @@ def why_not(row: Row) -> str:
 def advice(plan: Plan) -> str:
     """Return what to use, whether quantizing pays, and what should cross nodes for experts."""
     crossing = "" if plan.crossing is None else f" {_experts_or_tokens(plan.crossing)}"
-    return _what_to_use(plan) + crossing
+    use = _what_to_use(plan) + crossing
+    if plan.advised is plan.best:
+        return f"Use {use}" if len(plan.rows) > 1 else use
+    return f"{_local_steps(plan)} If the result must not change, use {use}"
+
+
+def about_local_steps(plan: Plan) -> str:
+    """Return what local steps cost, or why they are not offered."""
+    if not plan.alone:
+        return "Local steps are not offered: in a node nothing divides the batch."
+    row = plan.alone[0]
+    if row.time is None:
+        return (
+            "Local steps are not offered: a node must hold a whole replica, and the smallest "
+            f"configuration of one, {describe(row)}, {why_not(row)}."
+        )
+    optimizer = plan.config.optimizer.optimizer
+    known = [loss_change(optimizer, each.candidate.interval) for each in plan.alone]
+    source = next((f": {each.source}" for each in known if each), "; there is no figure of it")
+    return (
+        "Local steps change the result of training. They are advised where they are more than "
+        f"{MUCH_FASTER:g} times as fast as the best of the others. Loss, compared with steps that "
+        f"all take together{source}."
+    )
+
+
+def loss_of(row: Row) -> str:
+    """Return how the loss of local steps compares with that of steps that all take together."""
+    change = loss_change(row.candidate.config.optimizer.optimizer, row.candidate.interval)
+    return "unknown" if change is None else str(change)
+
+
+def _local_steps(plan: Plan) -> str:
+    row, best = plan.advised, plan.best
+    waits = best.time.across_nodes / best.time.typical
+    return (
+        f"Use local steps, {describe(row)}: {seconds(row.time.typical)} a step, "
+        f"{best.time.typical / row.time.typical:.2g} times as fast as the best of steps that all "
+        f"take together, which waits for the links across nodes in {waits:.0%} of its step. They "
+        f"change the result of training, by published and measured losses {loss_of(row)}."
+    )
 
 
 def _experts_or_tokens(crossing: ExpertCrossing) -> str:
@@ -50,7 +91,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _what_to_use(plan: Plan) -> str:
-    """Return the sentence that says what to use, and whether quantizing pays."""
+    """Return which steps that all ranks take together to use, and whether quantizing pays."""
     best = plan.best
     if len(plan.rows) == 1:
         waiting = best.time.across_nodes / best.time.typical
@@ -62,7 +103,7 @@ def _what_to_use(plan: Plan) -> str:
     exact = next(
         (row for row in (best, *plan.fitting) if not row.candidate.settings.inexactness), None
     )
-    use = f"Use {describe(best)}: {seconds(best.time.typical)} a step{_if_whole(plan)}"
+    use = f"{describe(best)}: {seconds(best.time.typical)} a step{_if_whole(plan)}"
     if exact is None:
         return f"{use}. No unquantized configuration fits."
     if best is not exact:
@@ -132,6 +173,8 @@ def describe(row: Row) -> str:
     axes = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     if candidate.expert_ranks is not None:
         axes.append(f"experts over {candidate.expert_ranks}")
+    if candidate.interval > 1:
+        axes.append(f"exchanged every {candidate.interval} steps")
     name = ", ".join([*axes, candidate.settings.name])
     return f"{name}, micro-batch {candidate.micro_batch}, {text}"
 

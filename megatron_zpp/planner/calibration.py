@@ -59,6 +59,9 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
         )
     batch = replace(config.batch, global_batch_size=run.global_batch_size)
     config = replace(config, batch=batch)
+    if run.num_ranks == per_node:  # one node has no others, from which it would step apart
+        zeropp = replace(config.zero.zeropp, sync_every=1)
+        config = replace(config, zero=replace(config.zero, zeropp=zeropp))
     measured_on = replace(cluster, num_nodes=run.num_ranks // per_node, gpus_per_node=per_node)
 
     work = Search(config, vocab_size, measured_on).step_work(given_candidate(config))

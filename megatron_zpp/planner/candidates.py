@@ -13,6 +13,7 @@ from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
+from zeropp.settings.sync_schedule import SyncSchedule
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.route import Nodes
 
@@ -34,6 +35,10 @@ class ZeroSettings:
     inexactness: int
     zero: Mapping[str, Any]
     zeropp: Mapping[str, Any] = field(default_factory=dict)
+
+    def every(self, interval: int) -> "ZeroSettings":
+        """Return these settings in nodes that step alone, and exchange after so many steps."""
+        return replace(self, zeropp={**self.zeropp, "sync_every": interval})
 
     def to_json(self) -> dict[str, Any]:
         """Return the part of a DeepSpeed JSON that asks for these settings."""
@@ -67,6 +72,19 @@ class Candidate:
         """How many ranks split the experts; None for a dense model."""
         has_experts = self.config.model.has_experts
         return self.config.parallel.expert_model_parallel_size if has_experts else None
+
+    def every(self, interval: int) -> "Candidate":
+        """Return this configuration of nodes that step alone with another interval."""
+        zero = self.config.zero
+        zero = replace(zero, zeropp=replace(zero.zeropp, sync_every=interval))
+        config = replace(self.config, zero=zero)
+        return replace(self, settings=self.settings.every(interval), config=config)
+
+    @property
+    def interval(self) -> int:
+        """The steps that nodes take alone between exchanges; 1: they take each step together."""
+        _, interval = SyncSchedule.of(self.config.zero.zeropp.sync_every).phases[-1]
+        return interval
 
     @property
     def is_divided(self) -> bool:
@@ -317,6 +335,7 @@ def _with_settings(
         "gradient_bits": (8, 4),
         "nontrainable_weight_bits": 8,
         "reduce_gradients_once": False,
+        "sync_every": 1,
     }
     sizes = {
         "train_micro_batch_size_per_gpu": micro_batch,

@@ -17,7 +17,7 @@ from megatron_zpp.planner.activations import Activations, ActivationTraces, Micr
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.planner.planned_run import Places, PlannedRun, plan_places
+from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, plan_places
 from megatron_zpp.planner.state_memory import (
     GRADIENTS,
     MOMENTS,
@@ -87,50 +87,56 @@ def estimate(
     that the nodes cannot hold alike, and for an hpZ partition that does not divide them.
     """
     places = plan_places(config, vocab_size, nodes, is_cpu=is_cpu)
+    return estimate_places(places, ActivationTraces(), local_steps)
+
+
+def estimate_places(
+    places: Places, traces: ActivationTraces, local_steps: PlannedLocalSteps | None = None
+) -> Estimate:
+    """Return the estimate of the rank that needs most memory; traces that are missing are added."""
+    result, fullest = _fullest(places, traces)
     flops = [run.muon.flops for run, _ in places if run.muon is not None]
-    result = replace(
-        fullest(places, ActivationTraces()),
-        sent=mean_of_nodes(places),
-        optimizer_flops=max(flops, default=None),
-    )
-    return result if local_steps is None else _with_local_steps(result, places, local_steps)
-
-
-def _with_local_steps(result: Estimate, places: Places, planned: PlannedLocalSteps) -> Estimate:
-    """Add what nodes that step alone keep and send.
-
-    An exchange needs its buffers when gradients and activations are freed: the peak is then, or in
-    the step.
-    """
+    result = replace(result, sent=mean_of_nodes(places), optimizer_flops=max(flops, default=None))
+    if local_steps is None:
+        return result
     sent = Counter(result.sent)
     for run, count in places:
-        for key, num_bytes in planned.sent_by_node(run.plan).items():
+        for key, num_bytes in local_steps.sent_by_node(run).items():
             sent[key] += num_bytes * count / sum(number for _, number in places)
-    agreed, owned = planned.state_bytes(result.plan)
+    return _with_local_steps(replace(result, sent=dict(sent)), fullest, local_steps)
+
+
+def _with_local_steps(result: Estimate, run: PlannedRun, planned: PlannedLocalSteps) -> Estimate:
+    """Add what a rank keeps of nodes that step alone.
+
+    An exchange needs its buffers when gradients and activations are freed, and in steps if it runs
+    beside them: the peak is then, or in the step.
+    """
+    agreed, owned = planned.state_bytes(run)
     device, host = Counter(result.device or result.host), Counter(result.host)
     (host if planned.config.zero.zeropp.sync_on_host and result.device else device)[AGREED] = agreed
     device[OUTER_STATE] = owned
     kept = {kind: device[kind] for kind in (WEIGHTS, MOMENTS, AGREED, OUTER_STATE, SAVED_COPY)}
-    exchange = Counter({**kept, EXCHANGE: planned.buffer_bytes(result.plan)})
+    exchange = Counter({**kept, EXCHANGE: planned.buffer_bytes(run)})
+    device[EXCHANGE] = planned.buffers_beside_steps(run)
     peak = max(device, exchange, key=Counter.total)
     return replace(
         result,
         device=MappingProxyType(peak) if result.device else result.device,
         host=MappingProxyType(host if result.device else peak),
-        sent=dict(sent),
     )
 
 
-def fullest(places: Places, traces: ActivationTraces) -> Estimate:
-    """Return the estimate of the run that needs most memory.
+def _fullest(places: Places, traces: ActivationTraces) -> tuple[Estimate, PlannedRun]:
+    """Return the run that needs most memory, and its estimate.
 
     Between the ends of a pipeline a rank with as many layers needs less than the first, which holds
     more micro-batches.
     """
     first, *_ = (run for run, _ in places)
     chosen = [run for run, _ in places if run.num_layers > first.num_layers or run.has_end]
-    estimates = (estimate_run(run, traces) for run in chosen)
-    return max(estimates, key=lambda each: each.device_bytes + each.host_bytes)
+    estimates = ((estimate_run(run, traces), run) for run in chosen)
+    return max(estimates, key=lambda each: each[0].device_bytes + each[0].host_bytes)
 
 
 def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:

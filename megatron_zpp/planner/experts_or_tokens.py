@@ -11,7 +11,7 @@ from math import gcd
 from megatron_zpp.planner.candidates import Candidate
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.meta_model import MetaModel
-from megatron_zpp.planner.planned_run import plan_places
+from megatron_zpp.planner.parts.planned_run import plan_places
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.sharding.forecast import first_bytes
 from zeropp.wire.route import Nodes

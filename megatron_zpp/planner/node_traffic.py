@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from megatron_zpp.planner.planned_run import Places, PlannedRun
+from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
 from megatron_zpp.recipe.activation_forecast import Forecast, Move
 from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
 from zeropp.sharding.forecast import node_bytes

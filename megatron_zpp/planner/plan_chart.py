@@ -17,7 +17,7 @@ PARTS = (  # attribute of StepTime, label, colour
     ("in_node", "waiting in the node", "#fbbc04"),
     ("across_nodes", "waiting across nodes", "#d93025"),
 )
-COLOURS = ("#5f6368", "#d93025")
+COLOURS = ("#5f6368", "#d93025", "#4c8bf5")
 LOWEST_RATE, HIGHEST_RATE, POINTS = 1.0, 3200.0, 24  # Gbit/s of a node
 DPI, MOST_BARS = 120, 16
 
@@ -36,7 +36,7 @@ def draw(plan: Plan, search: Search, file: BinaryIO) -> None:
     from matplotlib import pyplot  # noqa: PLC0415
 
     rows = [row for place, row in best_of_settings(plan) if place is not None]
-    rows = rows[:MOST_BARS]
+    rows = [*rows[:MOST_BARS], *(row for row in plan.alone if row.time is not None)]
     figure, (bars, lines) = pyplot.subplots(
         2, 1, figsize=(9, 3.7 + 0.3 * len(rows)), dpi=DPI, height_ratios=[len(rows) + 2, 10]
     )
@@ -50,10 +50,14 @@ def draw(plan: Plan, search: Search, file: BinaryIO) -> None:
 
 
 def compared_rows(plan: Plan) -> list[Row]:
-    """Return the fastest configuration without quantization, and the fastest with it."""
+    """Return the fastest configuration without quantization, the fastest with it, and local steps.
+
+    These are the ones with the longest interval.
+    """
     exact = (row for row in plan.fitting if not row.candidate.settings.inexactness)
     quantized = (row for row in plan.fitting if row.candidate.settings.inexactness)
-    rows = next(exact, None), next(quantized, None)
+    alone = (row for row in reversed(plan.alone) if row.time is not None)
+    rows = next(exact, None), next(quantized, None), next(alone, None)
     return [row for row in rows if row is not None]
 
 
@@ -87,6 +91,7 @@ def _draw_rates(axes, search: Search, rows: Sequence[Row]) -> None:
     ratio = (HIGHEST_RATE / LOWEST_RATE) ** (1 / (POINTS - 1))
     rates = [LOWEST_RATE * ratio**index for index in range(POINTS)]
     curves = []
+    alone = [row.candidate.interval > 1 for row in rows]
     for row, colour in zip(rows, COLOURS, strict=False):
         work = search.step_work(row.candidate)
         seconds = [typical_seconds(work, search.cluster.with_link(rate)) for rate in rates]
@@ -95,7 +100,8 @@ def _draw_rates(axes, search: Search, rows: Sequence[Row]) -> None:
     axes.axvline(
         search.cluster.link_rate / GBIT, color="#9aa0a6", linestyle=":", label="this cluster"
     )
-    if len(curves) == 2 and (rate := crossing(rates, *curves)) is not None:
+    together = [curve for curve, is_alone in zip(curves, alone, strict=True) if not is_alone]
+    if len(together) == 2 and (rate := crossing(rates, *together)) is not None:
         axes.axvline(
             rate,
             color="#34a853",
@@ -110,6 +116,7 @@ def _draw_rates(axes, search: Search, rows: Sequence[Row]) -> None:
 def _label(row: Row) -> str:
     tensor, pipe, context, _ = row.candidate.sizes
     sizes = {"tensor": tensor, "pipeline": pipe, "context": context}
+    every = {"every": row.candidate.interval, **sizes}
     return ", ".join(
-        [row.candidate.settings.name, *(f"{axis} {n}" for axis, n in sizes.items() if n > 1)]
+        [row.candidate.settings.name, *(f"{axis} {n}" for axis, n in every.items() if n > 1)]
     )

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_zpp.monitor.expected_step import settings_key
-from megatron_zpp.planner.advice import advice, why_not
+from megatron_zpp.planner.advice import about_local_steps, advice, loss_of, why_not
 from megatron_zpp.planner.candidates import RECOMPUTED
+from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
 from megatron_zpp.planner.search import Plan, Row
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
 from megatron_zpp.settings.scheduled_values import Schedules
@@ -37,6 +38,7 @@ SHARES = (
     "in node\nM",
     "HFU",
 )
+LOCAL_STEPS = (*CONFIGURATION[:-2], "times\nas fast", "loss")
 NOTES = (
     "places: configurations that differ by less than the error of a prediction share one, except "
     "those that leave 0.0 GiB; the advice is the most exact configuration of the first place",
@@ -61,17 +63,34 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
     if timed:
         console.print("\nWhere the time of a step goes")
         console.print(_table(SHARES, [_share_cells(*row) for row in timed]))
+    if plan.fitting and plan.cluster.num_nodes > 1 and len(plan.rows) > 1:
+        _print_local_steps(plan, console)
     if timed and plan.config.optimizer.optimizer == "muon":
         console.print(_muon_line(timed[0][1]))
     for note in NOTES:
         console.print(note)
     if plan.fitting:
-        best = plan.best
+        best = plan.advised
         settings = best.candidate.settings
         console.print(f"\n{advice(plan)}", soft_wrap=True)
         console.print(f"flags: {_flags(best)}", soft_wrap=True)
         if settings.zero:
             console.print(f"JSON: {json.dumps(settings.to_json())}", soft_wrap=True)
+
+
+def _print_local_steps(plan: Plan, console: Console) -> None:
+    """Print what nodes that step alone take, or why they are not offered."""
+    console.print("\nLocal steps: nodes exchange their weights after so many steps")
+    timed = [row for row in plan.alone if row.time is not None]
+    if timed:
+        console.print(_table(LOCAL_STEPS, [_local_cells(row, plan.best) for row in timed]))
+    console.print(about_local_steps(plan))
+
+
+def _local_cells(row: Row, best: Row) -> list[str]:
+    times = best.time.typical / row.time.typical
+    _, *cells = _configuration_cells(None, row)
+    return [str(row.candidate.interval), *cells[:-2], f"{times:.2g}", loss_of(row)]
 
 
 def _muon_line(row: Row) -> str:
@@ -100,7 +119,7 @@ def subject(plan: Plan) -> dict[str, str]:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Return everything that a plan found, for programs."""
-    cluster = plan.cluster
+    cluster, rows = plan.cluster, (*plan.rows, *plan.alone)
     return {
         "cluster": {
             "name": cluster.name,
@@ -112,13 +131,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "parameters": plan.row_of_flags.num_parameters,
         "advice": advice(plan) if plan.fitting else None,
-        "best": plan.rows.index(plan.best) if plan.fitting else None,
+        "best": rows.index(plan.advised) if plan.fitting else None,
         **({"experts_or_tokens": plan.crossing.to_json()} if plan.crossing else {}),
         "rows": [
             _row_json(
                 row, plan.places[index] if index < len(plan.places) else None, cluster.num_ranks
             )
-            for index, row in enumerate(plan.rows)
+            for index, row in enumerate(rows)
         ],
     }
 
@@ -197,6 +216,7 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
         "usable_bytes": row.usable_bytes,
         "sent_m": dict(row.sent_in_m),
         "optimizer_sent_m": dict(row.optimizer_in_m),
+        **(_loss_json(row) if candidate.interval > 1 else {}),
     }
     if time is None:
         return result | {"why_not": why_not(row)}
@@ -213,6 +233,18 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
         "tokens_per_second": row.tokens_per_second,
         "mfu": row.mfu,
         "hfu": row.hfu,
+    }
+
+
+def _loss_json(row: Row) -> dict[str, Any]:
+    interval = row.candidate.interval
+    change = loss_change(row.candidate.config.optimizer.optimizer, interval)
+    if change is None:
+        return {"interval": interval, "loss_percent": None}
+    return {
+        "interval": interval,
+        "loss_percent": [change.lowest, change.highest],
+        "loss_source": change.source,
     }
 
 

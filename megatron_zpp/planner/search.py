@@ -15,16 +15,18 @@ from megatron_zpp.planner.candidates import (
     given_candidate,
     settings_of,
 )
-from megatron_zpp.planner.estimate import fullest
+from megatron_zpp.planner.estimate import estimate_places
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
-from megatron_zpp.planner.node_traffic import mean_of_nodes
+from megatron_zpp.planner.parts.loss_of_local_steps import compared_intervals
 from megatron_zpp.planner.parts.meta_model import MetaModel
-from megatron_zpp.planner.planned_run import Places, plan_places
+from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
+from megatron_zpp.planner.parts.planned_run import Places, plan_places
+from megatron_zpp.planner.timing.exchange_time import Exchange
 from megatron_zpp.planner.timing.hardware import GIB, Cluster
 from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.recipe.expert_ranks import with_expert_ranks
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
 from zeropp.wire.route import Nodes
@@ -34,6 +36,11 @@ from zeropp.wire.traffic import HOPS
 # (docs/planning.md).
 TIE = 0.07
 BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit
+# Local steps lose loss, which more computing makes up for: three times as much lowers the loss by
+# 5% (Kaplan et al. 2020, arXiv:2001.08361: C^-0.05), which is more than the published ones lose.
+MUCH_FASTER = 3.0
+# Of several intervals the shortest is taken that is at most so much slower than the longest.
+LONGEST = 1.25
 ROOM = GIB // 20  # memory left below which the table shows 0.0 GiB
 
 
@@ -82,7 +89,8 @@ class Plan:
 
     row_of_flags: the configuration of the flags. places: ranks of the rows that fit; equal ones are
     ties, the fastest first. crossing: what crosses nodes for a mixture of experts, with the
-    settings of the best row that has the choice, or of the flags if none fits.
+    settings of the best row that has the choice, or of the flags if none fits. alone: those of
+    nodes that step alone, by their intervals; only the smallest if none fits in a node.
     """
 
     cluster: Cluster
@@ -92,6 +100,7 @@ class Plan:
     places: tuple[int, ...]
     row_of_flags: Row
     crossing: ExpertCrossing | None = None
+    alone: tuple[Row, ...] = ()
 
     @property
     def fitting(self) -> tuple[Row, ...]:
@@ -103,8 +112,17 @@ class Plan:
 
         There must be one that fits.
         """
-        first = (row for row, place in zip(self.fitting, self.places, strict=True) if place == 1)
-        return min(first, key=_simplest_first)
+        return _best(self.fitting, self.places)
+
+    @property
+    def advised(self) -> Row:
+        """What to use: the best row, or local steps that are `MUCH_FASTER`."""
+        best = self.best
+        times = [row.time.typical for row in self.alone if row.time is not None]
+        if not times or best.time.typical <= MUCH_FASTER * min(times):
+            return best
+        limit = min(LONGEST * min(times), best.time.typical / MUCH_FASTER)
+        return next(row for row in self.alone if row.time.typical <= limit)
 
 
 class Search:
@@ -128,13 +146,16 @@ class Search:
         `on_row` is called with the number of configurations compared so far.
         """
         row_of_flags = self.row(given_candidate(self.base))
-        rows = [row_of_flags] if only_flags else []
+        rows, alone = [row_of_flags] if only_flags else [], []
         for row in () if only_flags else self._rows():
             rows.append(row)
             if on_row is not None:
                 on_row(len(rows))
-        if row_of_flags.fits and not any(_is_same(row_of_flags, row) for row in rows):
-            rows.append(row_of_flags)
+        if not only_flags:
+            alone = self._alone()
+            others = rows if row_of_flags.candidate.interval == 1 else alone
+            if row_of_flags.fits and not any(_is_same(row_of_flags, row) for row in others):
+                others.append(row_of_flags)
         fitting, places = rank_rows([row for row in rows if row.fits])
         too_large = sorted((row for row in rows if not row.fits), key=lambda row: row.memory_bytes)
         plan = Plan(
@@ -144,6 +165,7 @@ class Search:
             rows=(*fitting, *too_large),
             places=tuple(places),
             row_of_flags=row_of_flags,
+            alone=tuple(sorted(alone, key=lambda row: row.candidate.interval)),
         )
         best_first = (plan.best, *plan.fitting) if plan.fitting else (row_of_flags,)
         return replace(plan, crossing=self._crossing(best_first))
@@ -153,20 +175,68 @@ class Search:
         if not self.base.model.has_experts:
             return None
         crossings = (
-            expert_crossing(row.candidate, self.vocab_size, self.nodes, self._model) for row in rows
+            expert_crossing(row.candidate, self.vocab_size, self.nodes, self._model)
+            for row in rows
+            if row.candidate.interval == 1
         )
         return next((each for each in crossings if each is not None), None)
 
     def _rows(self) -> Iterator[Row]:
-        """Yield all rows, but none of larger micro-batches than the first that does not fit."""
+        """Yield all rows of steps that all ranks take together."""
         for parallel, nodes in all_parallel(self.base, self.nodes):
-            num_replicas = parallel.num_replicas(self.cluster.num_ranks)
-            is_divided = num_replicas < self.cluster.num_ranks
-            for each in settings_of(self.base, nodes, is_divided=is_divided):
-                if each.zero["stage"] == 0 and (parallel.expert_model_parallel_size or 1) > 1:
-                    continue  # experts are whole on a rank
-                candidates = candidates_of(self.base, each, num_replicas, parallel)
-                yield from self._rows_of(candidates, skips_recomputed=is_divided)
+            yield from self._rows_with(parallel, nodes, self.cluster.num_ranks)
+
+    def _alone(self) -> list[Row]:
+        """Return the best row of nodes that step alone, with each interval that is compared.
+
+        What a node does between exchanges does not depend on the interval, so that its layout is
+        found once. If nothing fits in a node, the smallest row is returned.
+        """
+        delay = self.base.zero.zeropp.sync_delay
+        intervals = [each for each in compared_intervals() if each > delay]
+        if self.cluster.num_nodes == 1 or not intervals:
+            return []
+        rows = list(self._rows_alone(intervals[len(intervals) // 2]))
+        fitting, places = rank_rows([row for row in rows if row.fits])
+        if not fitting:
+            return sorted(rows, key=lambda row: row.memory_bytes)[:1]
+        best = _best(fitting, places).candidate
+        return [self.row(best.every(interval)) for interval in intervals]
+
+    def _rows_alone(self, interval: int) -> Iterator[Row]:
+        """Yield rows of nodes that step alone, which divide the model if it does not fit whole."""
+        size, num_nodes = self.cluster.gpus_per_node, self.cluster.num_nodes
+        samples, rest = divmod(Schedules.of(self.base).batch_size.final, num_nodes)
+        if rest:
+            return
+        share = replace(self.base, batch=replace(self.base.batch, global_batch_size=samples))
+        fits = False
+        for parallel, nodes in all_parallel(share, Nodes.of(range(size), size)):
+            if fits and parallel.num_replicas(size) < size:
+                return
+            for row in self._rows_with(parallel, nodes, size, interval):
+                fits = fits or row.fits
+                yield row
+
+    def _rows_with(
+        self, parallel: ParallelConfig, nodes: Nodes, num_ranks: int, interval: int = 1
+    ) -> Iterator[Row]:
+        """Yield rows of `num_ranks` that train a model, but none of micro-batches beyond memory.
+
+        nodes: of the data axis. Those with an `interval` are one node of all, each of which steps
+        alone; in these nothing is quantized, as their links are fast.
+        """
+        num_replicas = parallel.num_replicas(num_ranks)
+        is_divided = num_replicas < num_ranks
+        for each in settings_of(self.base, nodes, is_divided=is_divided):
+            if each.zero["stage"] == 0 and (parallel.expert_model_parallel_size or 1) > 1:
+                continue  # experts are whole on a rank
+            if interval > 1 and each.inexactness:
+                continue
+            settings = each if interval == 1 else each.every(interval)
+            all_replicas = num_replicas * self.cluster.num_ranks // num_ranks
+            candidates = candidates_of(self.base, settings, all_replicas, parallel)
+            yield from self._rows_of(candidates, skips_recomputed=is_divided)
 
     def _rows_of(self, candidates: Iterable[Candidate], *, skips_recomputed: bool) -> Iterator[Row]:
         """Yield rows until micro-batches are too large for each kind of recomputation.
@@ -188,43 +258,52 @@ class Search:
 
     def row(self, candidate: Candidate) -> Row:
         """Return the row of a configuration; the time only if it fits."""
-        places = self._planned(candidate)
-        memory = fullest(places, self._traces).device
-        sent = mean_of_nodes(places)
+        places, local_steps = self._planned(candidate)
+        expected = estimate_places(places, self._traces, local_steps)
+        sent = expected.sent
         model_bytes = self.num_parameters * BYTES_PER_WEIGHT
         in_m = {hop: sum(sent[key] for key in sent if key[1] == hop) / model_bytes for hop in HOPS}
         of_optimizer = {hop: sent.get((OPTIMIZER, hop), 0.0) / model_bytes for hop in HOPS}
         row = Row(
             candidate=candidate,
             num_parameters=self.num_parameters,
-            memory=MappingProxyType(memory),
+            memory=MappingProxyType(dict(expected.device)),
             usable_bytes=self.cluster.usable_bytes,
             sent_in_m=in_m,
             optimizer_in_m=of_optimizer,
         )
-        return self._timed(row, places) if row.fits else row
+        return self._timed(row, self._work(places, local_steps)) if row.fits else row
 
     def step_work(self, candidate: Candidate) -> StepWork:
         """Return what a step computes and sends, whatever the GPUs and links of these nodes."""
-        return StepWork(self._planned(candidate), self.vocab_size)
+        return self._work(*self._planned(candidate))
 
     def seconds(self, candidate: Candidate) -> float:
         """Return the typical seconds of a step, whether it fits into memory or not."""
         return typical_seconds(self.step_work(candidate), self.cluster)
 
-    def _planned(self, candidate: Candidate) -> Places:
-        """Return the run at the places of its pipeline that differ."""
-        return plan_places(
-            candidate.config, self.vocab_size, self.nodes, is_cpu=False, model=self._model
-        )
+    def _planned(self, candidate: Candidate) -> tuple[Places, PlannedLocalSteps | None]:
+        """Return the run at the places of its pipeline that differ; that of a node if it is alone.
 
-    def _timed(self, row: Row, places: Places) -> Row:
-        (run, _), *_ = places
-        config, cluster = run.config, self.cluster
-        time = step_time(StepWork(places, self.vocab_size), cluster)
+        Raises InputError for nodes that should step alone and are not several.
+        """
+        config, nodes = candidate.config, self.nodes
+        local_steps = PlannedLocalSteps.of(config, nodes)
+        if local_steps is not None:
+            config, nodes = local_steps.config, local_steps.nodes
+        places = plan_places(config, self.vocab_size, nodes, is_cpu=False, model=self._model)
+        return places, local_steps
+
+    def _work(self, places: Places, local_steps: PlannedLocalSteps | None) -> StepWork:
+        exchange = None if local_steps is None else Exchange.of(local_steps, places)
+        return StepWork(places, self.vocab_size, exchange)
+
+    def _timed(self, row: Row, work: StepWork) -> Row:
+        config, cluster = row.candidate.config, self.cluster
+        time = step_time(work, cluster)
         tokens = Schedules.of(config).batch_size.final * config.model.seq_length
         flops = TokenFlops.of(config.model, config.recompute, self.vocab_size)
-        peak = cluster.gpu.peak(run.compute_dtype)
+        peak = cluster.gpu.peak(work.run.compute_dtype)
         share = tokens / cluster.num_ranks / time.typical / peak
         return replace(
             row,
@@ -253,6 +332,11 @@ def rank_rows(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
             places += [len(ordered) + 1] * len(group)
             ordered += group
     return ordered, places
+
+
+def _best(rows: Sequence[Row], places: Sequence[int]) -> Row:
+    first = (row for row, place in zip(rows, places, strict=True) if place == 1)
+    return min(first, key=_simplest_first)
 
 
 def _simplest_first(row: Row) -> tuple[int, int, float]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from megatron_zpp.planner.activations import Activations, BlockMemory
-from megatron_zpp.planner.planned_run import FP32_BYTES, PlannedRun, Unit
+from megatron_zpp.planner.parts.planned_run import FP32_BYTES, PlannedRun, Unit
 from megatron_zpp.planner.state_memory import GRADIENTS, WEIGHTS, initial_bytes
 from zeropp.fsdp_adapter import AHEAD
 

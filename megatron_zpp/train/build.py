@@ -121,7 +121,8 @@ def open_step_watch(config: Config, ranks: Ranks) -> StepWatch | None:
         return None
     with fail_together():
         config = with_expert_ranks(config, ranks.nodes)
-        return StepWatch(read_expected_step(config.log.plan_file, config, ranks.num_ranks))
+        num_ranks = ranks.num_worlds * ranks.num_ranks
+        return StepWatch(read_expected_step(config.log.plan_file, config, num_ranks))
 
 
 def build_scaler(precision: PrecisionConfig) -> LossScaler | None:

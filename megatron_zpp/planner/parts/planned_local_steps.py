@@ -1,16 +1,20 @@
 """What nodes that step alone keep and exchange, in a run that is only planned."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import torch
+from torch import nn
 
+from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
+from zeropp.optim.local_steps.fragment import places_in
 from zeropp.optim.local_steps.outer_group import PURPOSE
 from zeropp.optim.local_steps.outer_mean import OuterMean
 from zeropp.settings.sync_schedule import SyncSchedule
-from zeropp.sharding.plan import Plan
+from zeropp.sharding.plan import UnitPlan
 from zeropp.wire.route import Nodes
 
 FP32_BYTES = 4
@@ -34,13 +38,18 @@ class PlannedLocalSteps:
     def of(cls, config: Config, nodes: Nodes) -> "PlannedLocalSteps | None":
         """Return the plan for all ranks of `nodes`, None if they take each step together.
 
-        Raises InputError for ranks that cannot be cut into several nodes.
+        With `sync_store` these are the ranks of one launch, which is one of `sync_nodes`. Raises
+        InputError for ranks that cannot be cut into several nodes.
         """
-        if config.zero.zeropp.sync_every == 1:
+        settings = config.zero.zeropp
+        if settings.sync_every == 1:
             return None
-        size = config.parallel.world_ranks(nodes.ranks_per_node)
-        num_worlds, rest = divmod(nodes.num_ranks, size)
-        if rest or num_worlds == 1:
+        if settings.sync_store is not None:
+            size, num_worlds, rest = nodes.num_ranks, settings.sync_nodes, 0
+        else:
+            size = config.parallel.world_ranks(nodes.ranks_per_node)
+            num_worlds, rest = divmod(nodes.num_ranks, size)
+        if rest or (num_worlds == 1 and settings.sync_store is None):
             raise InputError(
                 f"zeropp.sync_every lets nodes step alone, here of {size} ranks, and "
                 f"{nodes.num_ranks} ranks are not several of them: give a multiple, or set "
@@ -55,53 +64,116 @@ class PlannedLocalSteps:
         )
 
     def __str__(self) -> str:
-        settings = self.config.zero.zeropp
-        schedule = SyncSchedule.of(
-            settings.sync_every, settings.sync_fragments, settings.sync_delay
-        )
-        bits = settings.sync_bits
-        return f"{self.num_worlds} that step alone, exchange {schedule} in {bits} bits"
+        bits = self.config.zero.zeropp.sync_bits
+        return f"{self.num_worlds} that step alone, exchange {self.schedule} in {bits} bits"
 
-    def state_bytes(self, plan: Plan) -> tuple[int, int]:
+    @cached_property
+    def schedule(self) -> SyncSchedule:
+        """When the nodes exchange."""
+        settings = self.config.zero.zeropp
+        return SyncSchedule.of(settings.sync_every, settings.sync_fragments, settings.sync_delay)
+
+    @property
+    def interval(self) -> int:
+        """The steps between exchanges; where `sync_every` grows, those of the last steps."""
+        _, interval = self.schedule.phases[-1]
+        return interval
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of the steps beside which something is exchanged, so that nobody waits."""
+        schedule, interval = self.schedule, self.interval
+        if interval == 1:  # gradients are averaged in each step
+            return 0.0
+        return min(1.0, schedule.delay * schedule.fragments / interval)
+
+    def state_bytes(self, run: PlannedRun) -> tuple[int, int]:
         """Return a rank's agreed weights, and its outer momentum with what rounding has lost."""
-        total = sum(self._sizes(plan))
-        mean = self._mean(plan)
+        (sizes, *_) = _sizes_by_rank(run)
+        mean = _mean(sizes, self.num_worlds, self._bits)
         unsent = sum(each.nbytes for each in mean.unsent)
         owned = 2 * FP32_BYTES * mean.error.numel()
-        return FP32_BYTES * total, owned + unsent
+        return FP32_BYTES * sum(sizes), owned + unsent
 
-    def buffer_bytes(self, plan: Plan) -> int:
-        """Return what an exchange needs on a rank beside, at most."""
-        bits = self.config.zero.zeropp.sync_bits
-        of_element = FP32_BYTES * (OF_ALL + OF_OWNED / self.num_worlds) + MESSAGES * bits / 8
-        return round(of_element * sum(self._sizes(plan)))
+    def buffer_bytes(self, run: PlannedRun) -> int:
+        """Return what an exchange of all weights needs on a rank beside, at most."""
+        (sizes, *_) = _sizes_by_rank(run)
+        of_element = OF_ALL + OF_OWNED / self.num_worlds
+        return round((FP32_BYTES * of_element + MESSAGES * self._bits / 8) * sum(sizes))
 
-    def sent_by_node(self, plan: Plan) -> dict[tuple[str, str], float]:
-        """Return the bytes of a node of such ranks per step, before they are coded.
+    def buffers_beside_steps(self, run: PlannedRun) -> int:
+        """Return what of it exists in steps: that of the fragments that are exchanged at once."""
+        count, delay = self.schedule.fragments, self.schedule.delay
+        at_once = min(count, -(-delay * count // self.interval))
+        return self.buffer_bytes(run) * at_once // count
 
-        Where `sync_every` grows, it is that of the last steps.
+    def packed_bytes(self, run: PlannedRun) -> float:
+        """Return the bytes of all weights of a rank of `run` in messages, the mean of its axis."""
+        places = places_in(_numels(run), self.schedule.fragments)
+        total, ranks = 0, _sizes_by_rank(run)
+        for sizes in ranks:
+            fragments: dict[int, list[int]] = {}
+            for place, size in zip(places, sizes, strict=True):
+                fragments.setdefault(place, []).append(size)
+            for fragment in fragments.values():
+                total += _packed_bytes(tuple(fragment), self.num_worlds, self._bits)
+        return total / len(ranks)
+
+    def exchanged_bytes(self, run: PlannedRun) -> float:
+        """Return what a node of ranks of `run` sends in an exchange of all weights, uncoded.
+
+        To each owner its part, and of the own part the mean to all others: the mean of nodes.
         """
-        _, interval = SyncSchedule.of(self.config.zero.zeropp.sync_every).phases[-1]
-        of_rank = self._mean(plan).message_bytes / interval
-        return {
-            (PURPOSE, "in_node"): 0.0,
-            (PURPOSE, "across_nodes"): self.nodes.ranks_per_node * of_rank,
-        }
+        share = 2 * (self.num_worlds - 1) / self.num_worlds
+        return self.nodes.ranks_per_node * share * self.packed_bytes(run)
 
-    def _mean(self, plan: Plan) -> OuterMean:
-        bits = self.config.zero.zeropp.sync_bits
-        group = _Place(node=0, size=self.num_worlds)
-        return OuterMean(self._sizes(plan), group, bits, torch.device("meta"))
+    def sent_by_node(self, run: PlannedRun) -> dict[tuple[str, str], float]:
+        """Return the bytes of a node of such ranks per step, before they are coded."""
+        per_step = self.exchanged_bytes(run) / self.interval
+        return {(PURPOSE, "in_node"): 0.0, (PURPOSE, "across_nodes"): per_step}
 
-    def _sizes(self, plan: Plan) -> Sequence[int]:
-        """Return the elements of a rank's trained tensors; without shards, its slices of them."""
-        parts = plan.num_ranks if plan.stage == 0 else 1
-        return [
-            -(-spec.elements // parts)
-            for unit in plan.units
-            for spec in unit.specs
-            if spec.trainable
-        ]
+    @property
+    def _bits(self) -> int:
+        return self.config.zero.zeropp.sync_bits
+
+
+@cache
+def _packed_bytes(sizes: tuple[int, ...], num_worlds: int, bits: int) -> int:
+    return _mean(sizes, num_worlds, bits).packed_bytes
+
+
+def _mean(sizes: Sequence[int], num_worlds: int, bits: int) -> OuterMean:
+    return OuterMean(sizes, _Place(node=0, size=num_worlds), bits, torch.device("meta"))
+
+
+def _trained(run: PlannedRun) -> Iterator[tuple[nn.Parameter, UnitPlan]]:
+    """Yield the trained parameters in the order of the model, and their units."""
+    units = {each: unit for unit in run.plan.units for each in unit.parameters}
+    for parameter in run.model.split(run.ranks).parameters():
+        if parameter.requires_grad and parameter in units:
+            yield parameter, units[parameter]
+
+
+def _numels(run: PlannedRun) -> list[int]:
+    return [parameter.numel() for parameter, _ in _trained(run)]
+
+
+def _sizes_by_rank(run: PlannedRun) -> list[list[int]]:
+    """Return the elements that each rank of the data axis has of the trained tensors.
+
+    Shards are cut as FSDP2 cuts them, the last ones shorter; tensors that all ranks have, as at
+    stage 0, into a slice for each.
+    """
+    num_ranks = run.num_ranks
+    result: list[list[int]] = [[] for _ in range(num_ranks)]
+    for parameter, unit in _trained(run):
+        parts = num_ranks if run.stage == 0 else unit.num_shards
+        size = parameter.numel()
+        each = -(-size // parts) if run.stage == 0 else run.shard_size(parameter)
+        for rank, sizes in enumerate(result):
+            first = rank * parts // num_ranks * each
+            sizes.append(max(0, min(each, size - first)))
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.node_traffic import axis_forecast
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.planner.planned_run import PlannedRun
+from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.planner.timing.hardware import Rates
 from megatron_zpp.planner.timing.links import Message, exchange, ring
 from megatron_zpp.planner.timing.messages import ALL_REDUCE_RINGS

@@ -5,7 +5,7 @@ from functools import cached_property, partial
 
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.node_traffic import gradient_moves
-from megatron_zpp.planner.planned_run import Places, PlannedRun, Unit
+from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Unit
 from megatron_zpp.planner.timing.axis_messages import (
     Repeated,
     StageMessages,
@@ -20,6 +20,7 @@ from megatron_zpp.planner.timing.computing import (
     layer_passes,
     update_seconds,
 )
+from megatron_zpp.planner.timing.exchange_time import Exchange
 from megatron_zpp.planner.timing.hardware import Rates, hardware_table
 from megatron_zpp.planner.timing.messages import Messages, UnitMessages, unit_messages
 from megatron_zpp.planner.timing.muon_time import muon_seconds
@@ -33,11 +34,13 @@ Works = tuple[list[UnitWork], UnitWork]  # of a stage: its blocks and their expe
 class StepWork:
     """What the ranks of a planned run compute and send in a step.
 
-    places: the run at the places of its pipeline that differ, and how many are like each.
+    places: the run at the places of its pipeline that differ, and how many are like each. exchange:
+    what nodes exchange that step alone.
     """
 
-    def __init__(self, places: Places, vocab_size: int) -> None:
+    def __init__(self, places: Places, vocab_size: int, exchange: Exchange | None = None) -> None:
         self._ranks = [(RankWork(run, vocab_size), count) for run, count in places]
+        self._exchange = exchange
 
     @property
     def run(self) -> PlannedRun:
@@ -45,10 +48,17 @@ class StepWork:
         return self._ranks[0][0].run
 
     def seconds(self, kind: type[Streams], rates: Rates, *, quantizing: bool = True) -> float:
-        """Return the seconds of a step in the order of `kind`.
+        """Return the seconds of a step in the order of `kind`, the mean of the steps.
 
         Without `quantizing`, the kernels that quantize take no time.
         """
+        step = self._seconds_of_node(kind, rates, quantizing=quantizing)
+        if self._exchange is None:
+            return step
+        return step + self._exchange.seconds(step, rates, quantizing=quantizing)
+
+    def _seconds_of_node(self, kind: type[Streams], rates: Rates, *, quantizing: bool) -> float:
+        """Return the seconds of a step without what nodes exchange that step alone."""
         num_micro_batches = self.run.num_micro_batches
         if len(self._ranks) == 1:
             (rank, _), *_ = self._ranks

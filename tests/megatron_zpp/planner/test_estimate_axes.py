@@ -10,7 +10,7 @@ from benchmarks.memory.dry_run import VOCABULARY
 from benchmarks.shared.pretrain_run import cpu_ranks
 from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
 from megatron_zpp.planner.node_traffic import mean_of_nodes, node_of
-from megatron_zpp.planner.planned_run import plan_places, plan_run
+from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.settings.arguments import parse

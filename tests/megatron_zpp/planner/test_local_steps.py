@@ -11,9 +11,11 @@ import torch
 
 from megatron_zpp.commands.pretrain import main
 from megatron_zpp.planner.activations import LiveBytes
-from megatron_zpp.planner.estimate import AGREED, OUTER_STATE, estimate
+from megatron_zpp.planner.estimate import AGREED, EXCHANGE, OUTER_STATE, estimate
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
+from megatron_zpp.planner.parts.planned_run import plan_run
 from megatron_zpp.settings.arguments import parse
+from tests.megatron_zpp.parallel.flags import CP2, EP2, PP2
 from tests.megatron_zpp.train.training_runs import TINY, built_run, shared_folder
 from tests.ranks import ranks
 from tests.worlds import worlds
@@ -52,6 +54,82 @@ def test_agreed_weights_and_messages(stage: int, bits: int, tensor: int, tmp_pat
         kept = outer.gather(sum(each.nbytes for each in owned))
     assert memory.host.get(AGREED) in agreed, (memory.host, agreed)
     assert memory.host.get(OUTER_STATE) in kept
+
+
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --disable-bias-linear "
+LAYOUTS = (
+    # Over three ranks shards have several lengths, as have the fragments.
+    (6, 3, "--zero-stage 3 --hidden-size 40 --ffn-hidden-size 50", {"sync_fragments": 3}),
+    (6, 3, "--zero-stage 0 --hidden-size 40 --ffn-hidden-size 50", {"sync_fragments": 5}),
+    (4, 2, f"--zero-stage 1 {PP2}", {"sync_fragments": 2, "sync_delay": 1}),
+    (4, 1, f"--zero-stage 1 {PP2}", {"sync_bits": 2}),  # a model takes two nodes
+    (4, 2, f"--zero-stage 3 {MOE}{EP2}", {"sync_bits": 8}),
+    (4, 2, f"--zero-stage 2 {CP2}", {"muon_whole_every": 2}),
+)
+
+
+@pytest.mark.parametrize(("count", "per_node", "flags", "settings"), LAYOUTS)
+def test_messages_are_those_that_runs_expect(
+    count: int, per_node: int, flags: str, settings: dict, tmp_path: Path
+) -> None:
+    {4: messages_of_4, 6: messages_of_6}[count](
+        per_node=per_node, flags=flags, settings=settings, folder=tmp_path
+    )
+
+
+@ranks(4)
+def messages_of_4(per_node: int, flags: str, settings: dict, folder: Path) -> None:
+    require_messages(4, per_node, flags, settings, folder)
+
+
+@ranks(6)
+def messages_of_6(per_node: int, flags: str, settings: dict, folder: Path) -> None:
+    require_messages(6, per_node, flags, settings, folder)
+
+
+def require_messages(count: int, per_node: int, flags: str, settings: dict, folder: Path) -> None:
+    """Require that exchanges are planned as they are, to the byte before they are coded."""
+    path = folder / f"{os.getpid()}.json"
+    zeropp = {"ranks_per_node": per_node, "sync_every": 4, **settings}
+    optimizer = {"optimizer": {"type": "Muon"}} if "muon_whole_every" in settings else {}
+    path.write_text(json.dumps({"zeropp": zeropp, **optimizer}))
+    size = "--micro-batch-size 1 --global-batch-size 12 --train-iters 2"
+    flags = f"{size} {flags} --deepspeed_config {path}"
+    config = parse(f"{TINY} --mock-data {flags}".split(), count)
+    planned = PlannedLocalSteps.of(config, Nodes.of(range(count), per_node))
+    foretold = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
+    with worlds(planned.nodes.num_ranks, shared_folder(str(folder))) as outer:
+        with built_run(flags, outer) as run:
+            sent = run.trainer.communication.forecast
+    assert foretold.sent[OUTER] == pytest.approx(sent[OUTER], rel=1e-12)
+    across = {key: sent[key] for key in sent if key[1] == "across_nodes" and key != OUTER}
+    assert across == pytest.approx({key: foretold.sent.get(key, 0.0) for key in across})
+    assert per_node == 1 or not any(across.values())
+
+
+def test_exchanges_beside_steps_have_their_buffers_in_steps(tmp_path: Path) -> None:
+    found = []
+    for own in ({}, {"sync_delay": 3}, {"sync_delay": 5}):
+        flags = flags_of(tmp_path, 3, **{"sync_every": 8, "sync_fragments": 4, **own})
+        config = parse(f"{TINY} --mock-data {flags}".split(), 4)
+        planned = PlannedLocalSteps.of(config, Nodes.of(range(4), 2))
+        run = plan_run(planned.config, 56, planned.nodes, is_cpu=True)
+        found.append(planned.buffers_beside_steps(run))
+        memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
+        assert memory.host.get(EXCHANGE, 0) == found[-1]
+    whole = planned.buffer_bytes(run)  # a fragment begins every 2 steps
+    assert found == [0, whole * 2 // 4, whole * 3 // 4]
+
+
+def test_the_dry_run_of_nodes_that_come_and_go_is_of_one_launch(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    own = {"sync_every": 4, "sync_store": "10.0.0.1:29400", "sync_nodes": 3}
+    flags = flags_of(tmp_path, 3, **own).replace("--global-batch-size 4", "--global-batch-size 12")
+    assert main(f"{TINY} --mock-data --dry-run --dry-run-ranks 4 {flags}".split()) == 0
+    text = capsys.readouterr().out
+    assert "3 that step alone, exchange every 4 steps in 4 bits" in text
+    assert "1 micro-batches of 1 samples of 16 tokens on each of 4 ranks" in text
 
 
 def test_the_dry_run_is_of_one_node(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -98,7 +176,7 @@ def require_buffers(bits: int, nodes: int, folder: Path) -> None:
         unsent = sum(x.nbytes for mean in means for x in mean.unsent if x.any())
     # It sees the weights and the agreed ones, too, and what takes the place of what was unsent.
     measured = live.peak - 2 * memory.host[AGREED] - unsent
-    foretold = planned.buffer_bytes(memory.plan)
+    foretold = planned.buffer_bytes(plan_run(planned.config, 56, planned.nodes, is_cpu=True))
     assert measured <= 1.01 * foretold <= 1.2 * measured, (measured, foretold)  # padding
 
 

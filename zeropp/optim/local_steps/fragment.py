@@ -4,9 +4,10 @@ Sources: DiLoCo (Douillard et al. 2023, arXiv:2311.08105), algorithm 1; Streamin
 et al. 2025, arXiv:2501.18512), algorithm 2, for fragments, the delay and the mixing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -48,17 +49,21 @@ def fragments_of(model: HeldModel, count: int) -> list[frozenset[str]]:
     Returns the names of each one's parameters. Ranks that have parameters of one name, as tied
     weights at both ends of a pipeline, have them in the same fragment.
     """
-    total = sum(each.numel() for each in model.trained.values())
-    places, start = {}, 0
-    for name, each in model.trained.items():
-        places[name] = (2 * start + each.numel()) * count // (2 * total)  # by the middle of it
-        start += each.numel()
+    sizes = map(Tensor.numel, model.trained.values())
+    places = dict(zip(model.trained, places_in(sizes, count), strict=True))
     agreed: dict[str, int] = {}
     for others in model.gather(places):
         agreed = {**others, **agreed}
     return [
         frozenset(name for name in places if agreed[name] == fragment) for fragment in range(count)
     ]
+
+
+def places_in(sizes: Iterable[int], count: int) -> list[int]:
+    """Return in which of `count` fragments each parameter is, by the middle of its elements."""
+    sizes = list(sizes)
+    ends, total = accumulate(sizes), sum(sizes)
+    return [(2 * end - size) * count // (2 * total) for size, end in zip(sizes, ends, strict=True)]
 
 
 @dataclass(kw_only=True, eq=False)

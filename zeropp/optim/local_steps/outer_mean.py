@@ -61,6 +61,11 @@ class OuterMean:
         return [[padded(end - first) for first, end in parts] for parts in self._parts]
 
     @property
+    def packed_bytes(self) -> int:
+        """The bytes of all elements in messages, each once, before they are coded."""
+        return sum(each.packed_bytes for each in self._codecs)
+
+    @property
     def message_bytes(self) -> int:
         """What this node sends to form and to return one mean, before it is coded."""
         node, num_others = self.group.node, self.group.size - 1

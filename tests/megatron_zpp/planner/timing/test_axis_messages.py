@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_zpp.planner.node_traffic import gradient_moves, node_of
-from megatron_zpp.planner.planned_run import plan_places
+from megatron_zpp.planner.parts.planned_run import plan_places
 from megatron_zpp.planner.timing.axis_messages import repeated, stage_messages
 from megatron_zpp.planner.timing.hardware import Description, find_cluster
 from megatron_zpp.planner.timing.step_time import step_time

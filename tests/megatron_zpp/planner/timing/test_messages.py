@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_zpp.planner.planned_run import plan_run
+from megatron_zpp.planner.parts.planned_run import plan_run
 from megatron_zpp.planner.timing.hardware import Description, find_cluster
 from megatron_zpp.planner.timing.step_time import step_time
 from megatron_zpp.planner.timing.unit_work import RankWork, StepWork
