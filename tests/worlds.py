@@ -15,6 +15,7 @@ from zeropp.optim.local_steps.elastic_group import (
     join_elastic_group,
 )
 from zeropp.optim.local_steps.outer_group import OuterGroup, join_outer_group
+from zeropp.ranks.nodes.entry import Saved
 from zeropp.ranks.process_group import world_store
 from zeropp.ranks.topology import Environment
 
@@ -43,7 +44,7 @@ def elastic_nodes(folder: Path, iteration: int) -> Iterator[ElasticGroup]:
             num_nodes=environment.world_size,
             settings={},
             advice="",
-            iteration_of=lambda number: iteration,
+            saved_by=lambda number: Saved(iteration),
         )
         outer = join_elastic_group(options, world, LIMIT)
         yield outer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.checkpoint import choose, damage
 from megatron_zpp.checkpoint.iteration_folders import folder_of_node, iteration_of
-from megatron_zpp.checkpoint.training_state import read_state
+from megatron_zpp.checkpoint.training_state import STATE, read_state
 from zeropp.checkpoint.shard_files import OneByOneReader, saved_tensors
 from zeropp.checkpoint.state_tensors import MODEL, model_part
 from zeropp.errors import InputError
@@ -66,13 +66,18 @@ class CheckpointWeights:
 
 def _of_all_nodes(path: Path) -> list[Path]:
     """Return the checkpoints whose mean counts: that at `path`, and those of other nodes."""
-    num_worlds = read_state(path).num_worlds
+    own = read_state(path)
+    num_worlds = own.num_worlds
     others = [folder_of_node(path.parent, node) / path.name for node in range(1, num_worlds)]
-    missing = [str(each) for each in others if not each.is_dir()]
+    missing = [
+        str(each)
+        for each in others
+        if not (each / STATE).is_file() or read_state(each).launch != own.launch
+    ]
     if missing:
         log.warning(
             f"{path} is of one of {num_worlds} nodes that stepped alone, and its weights are taken "
-            f"alone, as {missing[0]} is missing"
+            f"alone, as {missing[0]} is missing or of another launch"
         )
         return [path]
     for each in others:

@@ -59,7 +59,8 @@ class TrainingState:
     `architecture` holds what must be equal in a model that loads the checkpoint, `configuration`
     all settings of the run that saved it, `tokenizer` the fingerprint of its tokenizer.
     `optimizer_saved` is set when the checkpoint is saved. `num_worlds`: how many nodes that step
-    alone have saved one each.
+    alone have saved one each. `node`: the place of this one among them. `launch`: what names the
+    start of the run, on all of them alike.
     """
 
     iteration: int
@@ -73,6 +74,8 @@ class TrainingState:
     tokenizer: str
     optimizer_saved: bool = True
     num_worlds: int = 1
+    node: int = 0
+    launch: str = ""
     loss_scaler: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
     history: dict[str, Any] = field(default_factory=dict)

@@ -193,7 +193,7 @@ class Metrics:
         self._writers = tuple(writers)
 
     def use_facts(self, facts: Callable[[], RunFacts]) -> None:
-        """Let the writers get what `facts` says of the run, before the first log line."""
+        """Let the writers get what `facts` says of the run, with the next log line."""
         self._facts = facts
 
     def iteration(self, iteration: Iteration) -> Interval | None:
@@ -246,10 +246,11 @@ class Metrics:
             writer.close()
 
     def _describe(self) -> None:
+        if self._facts is None or not self._writers:
+            return
         facts, self._facts = self._facts, None
-        if facts is not None:
-            for writer in self._writers:
-                writer.describe(facts())
+        for writer in self._writers:
+            writer.describe(facts())
 
     def _update_history(self, iteration: Iteration) -> None:
         history = self.history

@@ -75,6 +75,11 @@ class Ranks(RankGrid):
         return self.outer.size if self.outer else 1
 
     @property
+    def launch(self) -> str:
+        """What names this start of nodes that step alone, on all of them alike."""
+        return self.outer.launch if self.outer else ""
+
+    @property
     def global_rank(self) -> int:
         """This rank's number among those of all worlds."""
         return self.node * self.num_ranks + self.rank

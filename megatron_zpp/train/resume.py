@@ -127,6 +127,8 @@ class Saver:
             world_size=trainer.ranks.num_ranks,
             stage=trainer.sharding.stage,
             num_worlds=trainer.ranks.num_worlds,
+            node=trainer.ranks.node,
+            launch=trainer.ranks.launch,
             tokenizer=self.tokenizer.fingerprint,
             loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},
             schedule={"scheduled_samples": counters.scheduled_samples, **trainer.schedules.state()},

@@ -138,7 +138,7 @@ def step_time(record: RunRecord) -> Card:
 def bytes_over_iterations(record: RunRecord) -> Card:
     """What a node sent in a step, by purpose, and what was expected."""
     colours = dict(zip(record.purposes, PURPOSE_COLOURS, strict=False))
-    curves = {each: record.points(f"{SENT}{each}_{record.hop}") for each in record.purposes}
+    curves = {each: record.sent_points(each) for each in record.purposes}
     totals = [sum(y for _, y in points) for points in zip(*curves.values(), strict=True)]
     unit, size = byte_unit(max(totals))
     layers = [

@@ -106,6 +106,17 @@ class RunRecord:
             if interval.get(name) is not None and math.isfinite(interval[name])
         ]
 
+    def sent_points(self, purpose: str) -> list[Point]:
+        """Bytes per node and step over `hop` for a purpose, where bytes were counted.
+
+        A node that steps alone without others sends nothing to them, and does not write so.
+        """
+        first = f"{SENT}{self.purposes[0]}_{self.hop}"
+        name = f"{SENT}{purpose}_{self.hop}"
+        return [
+            (each["iteration"], each.get(name, 0.0)) for each in self.intervals if first in each
+        ]
+
     def held_out_points(self, split: str = "validation") -> list[Point]:
         """The held-out losses over iterations; of one iteration the last."""
         name = f"{split}_loss"

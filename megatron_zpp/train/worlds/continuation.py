@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.config import CheckpointConfig, Config
+from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.parallel import SIZES
 from megatron_zpp.train.worlds.saved_run import SavedRun
 from zeropp.errors import InputError
@@ -37,7 +37,7 @@ def continue_local_steps(
     them if they have loaded different iterations.
     """
     if ranks.elastic:
-        _continue_alone(local_steps, read if state else {}, config.checkpoint)
+        _continue_alone(local_steps, read, state, config, ranks)
         return
     iterations = ranks.outer.gather(None if state is None else state.iteration)
     if len(set(iterations)) > 1:
@@ -55,26 +55,41 @@ def continue_local_steps(
     local_steps.load(read)
     if config.checkpoint.reset_iteration:
         local_steps.end_delay()
+    _forget_momentum_of_others(local_steps, state, config, ranks)
+
+
+def _forget_momentum_of_others(
+    local_steps: LocalSteps, state: TrainingState, config: Config, ranks: Ranks
+) -> None:
+    """Start momentum anew if each node owns other elements than before, of which others have it."""
     saved_by = _layout(state.world_size, state.stage, state.configuration["parallel"])
-    if saved_by != _layout(ranks.num_ranks, config.zero.stage, asdict(config.parallel)):
-        # Each node owns other elements than before, of which others have the momentum.
-        for each in local_steps.fragments:
-            each.momentum.zero_()
-            each.mean.forget()
-        log.info(
-            "the ranks of a node share out the weights differently: outer momentum starts anew"
-        )
+    now = _layout(ranks.num_ranks, config.zero.stage, asdict(config.parallel))
+    place = state.num_worlds, state.node
+    if saved_by == now and (place == (ranks.num_worlds, ranks.node) or not state.launch):
+        return
+    for each in local_steps.fragments:
+        each.momentum.zero_()
+        each.mean.forget()
+    log.info(
+        "the nodes, or the ranks of a node, share out the weights differently: outer momentum "
+        "starts anew"
+    )
 
 
 def _continue_alone(
-    local_steps: LocalSteps, read: Mapping[str, Tensor], options: CheckpointConfig
+    local_steps: LocalSteps,
+    read: Mapping[str, Tensor],
+    state: TrainingState | None,
+    config: Config,
+    ranks: Ranks,
 ) -> None:
     """Go on beside nodes that may end: all that begin have read the same agreed weights."""
-    if not read:
+    if not read or state is None:
         local_steps.restart()
         return
     local_steps.load(read)
-    if options.no_load_optim:
+    _forget_momentum_of_others(local_steps, state, config, ranks)
+    if config.checkpoint.no_load_optim:
         local_steps.restart_from_agreed()
         log.info("without moments, the nodes go on with the weights after their last exchange")
 

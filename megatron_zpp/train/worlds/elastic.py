@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from megatron_zpp.settings.config import Config
-from megatron_zpp.train.worlds.saved_run import newest_iteration
+from megatron_zpp.train.worlds.saved_run import saved_by_node
 from zeropp.errors import InputError
 from zeropp.optim.local_steps.elastic_group import ElasticOptions
 from zeropp.ranks.topology import Environment
@@ -35,5 +35,5 @@ def elastic_options(
         num_nodes=options.sync_nodes,
         settings={"the ranks of a node": str(environment.world_size), **settings},
         advice=SAME_NODES,
-        iteration_of=partial(newest_iteration, config.checkpoint),
+        saved_by=partial(saved_by_node, config.checkpoint),
     )

@@ -1,7 +1,7 @@
 """What `--load` names, where nodes step alone or have done so: a checkpoint of each world."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from zeropp.errors import InputError
 from zeropp.optim.local_steps.held_model import OfSharding
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
 from zeropp.ranks.coordination import broadcast_object, fail_together, rank
+from zeropp.ranks.nodes.entry import Saved
 
 log = logging.getLogger("megatron_zpp")
 
@@ -113,11 +114,10 @@ def _of_each(options: CheckpointConfig, ranks: Ranks, own: Path) -> SavedRun:
     verify = not options.no_verify_checkpoint
     path = checkpoint.choose(own, verify=verify, iteration=options.ckpt_step)
     chosen = None if path is None else iteration_of(path)
-    views = ranks.outer.gather((chosen, _iterations(own)))
+    views = ranks.outer.gather((chosen, _launches(own)))
     _require_all([each is not None for each, _ in views], f"checkpoint of its own in {own}")
-    iteration = _newest_of_all(
-        [found for _, found in views], min(newest for newest, _ in views), str(own)
-    )
+    found, most = [found for _, found in views], min(newest for newest, _ in views)
+    iteration = _newest_of_all(found, most, str(own), options.ckpt_step)
     return SavedRun(
         folder=own,
         iteration=iteration,
@@ -131,41 +131,55 @@ def _of_others(options: CheckpointConfig, first: Path, num_worlds: int) -> Saved
     """Return the newest checkpoint that all nodes have saved which are not those of this run."""
     path = checkpoint.choose(first, verify=False, iteration=options.ckpt_step)
     folders = [folder_of_node(first, node) for node in range(num_worlds)]
-    found = [_iterations(each) for each in folders]
-    for folder, iterations in zip(folders, found, strict=True):
-        if not iterations:
+    found = [_launches(each) for each in folders]
+    for folder, launches in zip(folders, found, strict=True):
+        if not launches:
             raise InputError(
                 f"{first} is of {num_worlds} nodes that stepped alone, and {folder} has no "
                 "complete checkpoint: restore it"
             )
-    iteration = _newest_of_all(found, iteration_of(path), str(first))
+    iteration = _newest_of_all(found, iteration_of(path), str(first), options.ckpt_step)
     return SavedRun(folder=first, iteration=iteration, num_worlds=num_worlds)
 
 
-def _newest_of_all(found: Sequence[Sequence[int]], most: int, folder: str) -> int:
-    """Return the newest iteration up to `most` of which all nodes have a complete checkpoint."""
-    common = set(found[0]).intersection(*found[1:])
-    iteration = max((each for each in common if each <= most), default=None)
-    if iteration is None:
+def _newest_of_all(
+    found: Sequence[Mapping[int, str]], most: int, folder: str, wanted: int | None
+) -> int:
+    """Return the newest iteration up to `most` that all nodes have saved together, in one launch.
+
+    found: of each node, the launches by the iterations that they have saved. wanted: the iteration
+    that it has to be.
+    """
+    common = set(found[0].items()).intersection(*(each.items() for each in found[1:]))
+    iteration = max((each for each, _ in common if each <= most), default=None)
+    if iteration is None or wanted not in (None, iteration):
         lists = "; ".join(
             f"node {node} {', '.join(map(str, each)) or 'none'}" for node, each in enumerate(found)
         )
+        what = f"iteration up to {most}" if wanted is None else f"iteration {wanted}"
+        together = ", ".join(str(each) for each, _ in sorted(common)) or "none"
         raise InputError(
-            f"{folder}: there is no iteration up to {most} of which all nodes have a complete "
-            f"checkpoint; they have those of: {lists}"
+            f"{folder}: there is no checkpoint of an {what} that all nodes have saved together, in "
+            f"one launch; they have those of: {lists}; together those of: {together} "
+            "(--ckpt-step names one)"
         )
     return iteration
 
 
-def newest_iteration(options: CheckpointConfig, number: int) -> int:
-    """Return how far the checkpoint is that the node with a number goes on from; 0 without one."""
+def saved_by_node(options: CheckpointConfig, number: int) -> Saved:
+    """Return what the checkpoint is of that the node with a number goes on from."""
     if options.load is None or options.finetune:
-        return 0
+        return Saved()
     folder = folder_of_node(Path(options.load), number)
-    if options.ckpt_step is not None:
-        return options.ckpt_step if (folder / checkpoint_name(options.ckpt_step)).is_dir() else 0
-    latest = checkpoint_folder(folder).latest()
-    return int(latest) if latest is not None and latest.isdecimal() else 0
+    iteration = options.ckpt_step
+    if iteration is None:
+        latest = checkpoint_folder(folder).latest()
+        iteration = int(latest) if latest is not None and latest.isdecimal() else 0
+    path = folder / checkpoint_name(iteration)
+    if not iteration or not path.is_dir():
+        return Saved()
+    state = read_state(path)
+    return Saved(iteration, state.launch, state.node)
 
 
 def _own_run(folder: Path, iteration: int) -> SavedRun | None:
@@ -185,10 +199,18 @@ def _require_all(has: Sequence[bool], what: str) -> None:
         )
 
 
-def _iterations(folder: Path) -> list[int]:
-    """Return the iterations of the complete checkpoints in a folder, as the first rank sees it."""
+def _launches(folder: Path) -> dict[int, str]:
+    """Return which launches have saved the complete checkpoints in a folder, by their iterations.
+
+    As the first rank sees it. Nodes of one launch may have become more or fewer.
+    """
+    found = {}
     with fail_together():
-        found = complete_iterations(folder) if rank() == 0 else None
+        for iteration in complete_iterations(folder) if rank() == 0 else ():
+            path = folder / checkpoint_name(iteration)
+            if (path / STATE).exists():
+                state = read_state(path)
+                found[iteration] = f"{state.num_worlds} nodes of {state.launch}"
     return broadcast_object(found)
 
 

@@ -9,6 +9,7 @@ from megatron_zpp.model.flops import TokenFlops, flops_per_token
 from megatron_zpp.monitor.log_lines import MegatronLines
 from megatron_zpp.monitor.memory import Memory, read_memory
 from megatron_zpp.monitor.metrics import History, Iteration, Metrics, Validation
+from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.settings.config import LogConfig, ModelConfig, RecomputeConfig
 
 ITERATION = Iteration(
@@ -32,7 +33,11 @@ class Page:
     lines: list[str] = field(default_factory=list)
     drawn: list[Iteration] = field(default_factory=list)
     written: list[object] = field(default_factory=list)
+    described: list[RunFacts] = field(default_factory=list)
     state: str = "open"
+
+    def describe(self, facts: RunFacts) -> None:
+        self.described.append(facts)
 
     def line(self, text: str) -> None:
         self.lines.append(text)
@@ -58,9 +63,10 @@ class Page:
 FLOPS = TokenFlops(model=4.5e9, performed=6e9)
 
 
-def metrics(page: Page, **config: object) -> Metrics:
+def metrics(page: Page, *, is_first: bool = True, **config: object) -> Metrics:
     settings = LogConfig(**{"log_interval": 1} | config)
-    return Metrics(settings, page, MegatronLines(), world_size=8, flops=FLOPS, writers=[page])
+    writers = [page] if is_first else []
+    return Metrics(settings, page, MegatronLines(), world_size=8, flops=FLOPS, writers=writers)
 
 
 def test_an_interval_averages_and_counts_and_starts_anew():
@@ -115,6 +121,19 @@ def test_writers_hear_every_tensorboard_interval_and_are_closed():
     assert page.state == "flushed"
     collected.close()
     assert page.state == "closed"
+
+
+def test_writers_that_come_later_hear_what_the_run_is():
+    """As those of a node that goes on with the curves of one that ended."""
+    page = Page()
+    collected = metrics(page, is_first=False)
+    facts = RunFacts(version="7")
+    collected.use_facts(lambda: facts)
+    collected.iteration(ITERATION)
+    collected.use_writers([page])
+    collected.iteration(ITERATION)
+    collected.iteration(ITERATION)
+    assert page.described == [facts]
 
 
 def test_history_remembers_where_the_losses_began_across_a_resume():

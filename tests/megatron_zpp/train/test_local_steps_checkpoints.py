@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights
 from megatron_zpp.checkpoint.iteration_folders import POINTER, complete_iterations
+from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
+from megatron_zpp.checkpoint.training_state import STATE
 from megatron_zpp.train.run import Run
 from tests.megatron_zpp.train.training_runs import (
     RELATIVE,
@@ -27,6 +29,7 @@ from tests.megatron_zpp.train.training_runs import (
 from tests.ranks import ranks
 from tests.worlds import elastic_nodes, worlds
 from zeropp import InputError
+from zeropp.checkpoint.checksums import file_entry
 
 MODEL = "--global-batch-size 4 --train-iters 7 --hidden-dropout 0 "
 MODEL += "--attention-dropout 0 --override-opt_param-scheduler "
@@ -101,8 +104,15 @@ def _alone(checkpoint: Path, folder: Path) -> Path:
     return Path(shutil.copytree(checkpoint, folder / checkpoint.name))
 
 
-def test_tools_say_whose_weights_they_take_if_a_node_is_missing(saved: Path, caplog) -> None:
-    CheckpointWeights(_alone(saved / "run" / MIDDLE, saved / "alone3"))
+@pytest.mark.parametrize("left", [None, "of an earlier run"])
+def test_tools_say_whose_weights_they_take_if_a_node_is_missing(
+    left: str | None, saved: Path, tmp_path: Path, caplog
+) -> None:
+    checkpoint = _alone(saved / "run" / MIDDLE, tmp_path)
+    if left:
+        shutil.copytree(saved / "run/node_1" / MIDDLE, tmp_path / "node_1" / MIDDLE)
+        let_another_launch_have_saved(tmp_path / "node_1" / MIDDLE)
+    CheckpointWeights(checkpoint)
     assert "of one of 2 nodes that stepped alone, and its weights are taken alone" in caplog.text
 
 
@@ -181,13 +191,18 @@ def test_nodes_of_other_ranks_go_on_each_with_its_own(
     assert "outer momentum starts anew" in log
 
 
-@pytest.mark.parametrize("saving", ["", "--async-save"])
+@pytest.mark.parametrize(
+    ("saving", "left"), [("", None), ("--async-save", None), ("", "of an earlier run")]
+)
 def test_a_node_that_died_before_it_published_has_the_iteration_before(
-    saving: str, saved: Path, tmp_path: Path
+    saving: str, left: str | None, saved: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(saved / "run", tmp_path / "run"))
-    shutil.rmtree(folder / "node_1" / LAST)
-    (folder / "node_1" / POINTER).write_text("6")
+    if left is None:
+        shutil.rmtree(folder / "node_1" / LAST)
+        (folder / "node_1" / POINTER).write_text("6")
+    else:
+        let_another_launch_have_saved(folder / "node_1" / LAST)
     flags = flags_of(tmp_path / "zeropp.json") + f"--load {folder} --save {folder} {saving}"
     log = run_alone(2, 1, flags, tmp_path)
     assert losses(log) == losses((saved / "log.txt").read_text())[-1:]
@@ -205,6 +220,25 @@ def test_a_node_without_a_checkpoint_is_named(saved: Path, tmp_path: Path) -> No
     with worlds(1, folder) as outer:
         with pytest.raises(InputError, match="node 1 of 2 that step alone has no checkpoint of"):
             log_of(flags, outer=outer)
+
+
+@ranks(1)
+def test_nodes_that_did_not_save_together_are_not_averaged(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "run", tmp_path / "run")
+    let_another_launch_have_saved(tmp_path / "run/node_1" / LAST)
+    loading = f"{MODEL} --micro-batch-size 2 --load {tmp_path / 'run'}"
+    with built_run(loading) as built:
+        require_means(built, saved)
+        assert built.trainer.counters.iteration == 6
+    with pytest.raises(InputError, match="no checkpoint of an iteration 7 that all nodes have sav"):
+        log_of(f"{loading} --ckpt-step 7")
+
+
+def let_another_launch_have_saved(checkpoint: Path) -> None:
+    """Let a checkpoint be one that an earlier run has left."""
+    entries, state = dict(read_manifest(checkpoint)), checkpoint / STATE
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"launch": "another"}))
+    write_manifest(checkpoint, entries | {STATE: file_entry(state)})
 
 
 @ranks(1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zeropp.errors import InputError
 from zeropp.optim.local_steps.outer_group import PURPOSE, OuterError, OuterGroup
 from zeropp.ranks.coordination import broadcast_object
-from zeropp.ranks.nodes.entry import Entering, Entry
+from zeropp.ranks.nodes.entry import Entering, Entry, Saved
 from zeropp.ranks.nodes.member import Members
 from zeropp.ranks.nodes.pulse import Liveness, Pulse
 from zeropp.ranks.nodes.rounds import Rounds
@@ -35,14 +35,14 @@ class ElasticOptions:
     """Where nodes meet, and with how many a run begins.
 
     settings: what must be alike on all of them, texts by their names; `advice` is for those who
-    have others. iteration_of: how far the checkpoint of the node with a number is.
+    have others. saved_by: what the checkpoint of the node with a number is of.
     """
 
     address: str
     num_nodes: int
     settings: Mapping[str, str]
     advice: str
-    iteration_of: Callable[[int], int]
+    saved_by: Callable[[int], Saved]
 
 
 def join_elastic_group(
@@ -74,7 +74,9 @@ def join_elastic_group(
     rounds = Rounds(store, entry.own, environment.rank, environment.world_size, lives, limit)
     if not entry.joins:
         rounds.begin(entry.members)
-    return ElasticGroup(store.clone(), rounds, options.num_nodes, timeout, pulse, entry.iteration)
+    return ElasticGroup(
+        store.clone(), rounds, options.num_nodes, timeout, pulse, entry.iteration, entry.launch
+    )
 
 
 def _enter(options: ElasticOptions, store: dist.Store, name: str, limit: float) -> Entry:
@@ -85,7 +87,7 @@ def _enter(options: ElasticOptions, store: dist.Store, name: str, limit: float) 
         num_nodes=options.num_nodes,
         settings=options.settings,
         advice=options.advice,
-        iteration_of=options.iteration_of,
+        saved_by=options.saved_by,
         limit=limit,
     ).enter()
 
@@ -102,7 +104,8 @@ class ElasticGroup:
     """This rank's connections to the nodes that take part.
 
     `planned`: with how many nodes a run begins. `iteration`: of this node's checkpoint that it goes
-    on from; 0 without one. All ranks of all members call `hold` in the same order.
+    on from; 0 without one. `launch`: as in `OuterGroup`. All ranks of all members call `hold` in
+    the same order.
     """
 
     def __init__(
@@ -113,8 +116,10 @@ class ElasticGroup:
         timeout: timedelta,
         pulse: Pulse | None = None,
         iteration: int = 0,
+        launch: str = "",
     ) -> None:
         self.rounds, self.planned, self.iteration = rounds, planned, iteration
+        self.launch = launch
         self.traffic = Traffic((PURPOSE,))
         self.members = rounds.members  # of the last round that all have done
         self._store, self._timeout, self._pulse = store, timeout, pulse

@@ -5,6 +5,7 @@ are on the host, by gloo.
 """
 
 import pickle
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -47,7 +48,9 @@ def join_outer_group(
             "into nodes), or leave it out"
         )
     store = dist.PrefixStore(f"outer/{world.rank}", store)
-    return OuterGroup(store, environment.rank // world.world_size, size, timeout)
+    group = OuterGroup(store, environment.rank // world.world_size, size, timeout)
+    group.launch = group.gather(uuid.uuid4().hex)[0]
+    return group
 
 
 class OuterGroup:
@@ -70,6 +73,7 @@ class OuterGroup:
     ) -> None:
         self.node, self.size = node, size
         self.members: Members | None = None  # where nodes come and go, `ElasticGroup` has them
+        self.launch = ""  # what all nodes that were started together call it, and no others
         self.traffic = Traffic((PURPOSE,)) if traffic is None else traffic
         self._watch = watch
 

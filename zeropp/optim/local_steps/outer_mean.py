@@ -108,6 +108,13 @@ class OuterMean:
         other.group, other.unsent = group, list(self.unsent)
         return other
 
+    def take_unsent(self, old: "OuterMean") -> None:
+        """Go on with what the same node has not sent, of the elements that others own now."""
+        if self.feeds:
+            kept, owners = old.joined(old.unsent), range(self.group.size)
+            self.unsent = [self.own(kept, owner) for owner in owners]
+            self.unsent[self.group.node].zero_()
+
     def own(self, tensors: Sequence[Tensor], owner: int | None = None) -> Tensor:
         """Return the elements of tensors that a node owns, by default this one, with padding."""
         owner = self.group.node if owner is None else owner

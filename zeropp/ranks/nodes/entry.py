@@ -3,7 +3,8 @@
     epoch                        counts how often all nodes had ended; the keys below are of one
     <epoch>/settings             what all nodes have alike, as the first one has said it
     <epoch>/number/<number>      the node that has a number
-    <epoch>/candidate/<i>        the nodes that came, and how far their checkpoints are
+    <epoch>/candidate/<i>        the nodes that came, and what their checkpoints are of
+    <epoch>/refused              why they cannot begin
     <epoch>/members/0            those who begin: of the ones there, those whose are the furthest
 
 Called by one rank of each node.
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -25,17 +27,30 @@ from zeropp.ranks.nodes.rounds import names_with_weights, pauses
 MOST_SHOWN = 8  # differences in an error message
 
 
+class Saved(NamedTuple):
+    """What a node's checkpoint is of: an iteration, 0 without one, and the launch that saved it.
+
+    place: that of the node among the others when it was saved.
+    """
+
+    iteration: int = 0
+    launch: str = ""
+    place: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """How a node has come: as `own` of `members`, those who began, or to join them.
 
-    iteration: of its own checkpoint that it goes on from; 0 without one.
+    iteration: of its own checkpoint that it goes on from; 0 without one. launch: what all nodes of
+    an epoch call it, and those of no other one.
     """
 
     epoch: int
     own: Member
     members: Members
     iteration: int = 0
+    launch: str = ""
 
     @property
     def joins(self) -> bool:
@@ -47,8 +62,8 @@ class Entering:
     """A node that comes, under a `name` of its own.
 
     num_nodes: with how many nodes a run begins. settings: what must be alike on all nodes, texts by
-    their names. iteration_of: how far the checkpoint of a number is. limit: seconds, for the
-    other nodes to come.
+    their names. saved_by: what the checkpoint of a number is of. limit: seconds, in which the
+    other nodes come.
     """
 
     store: dist.Store
@@ -57,27 +72,27 @@ class Entering:
     num_nodes: int
     settings: Mapping[str, str]
     advice: str
-    iteration_of: Callable[[int], int]
+    saved_by: Callable[[int], Saved]
     limit: float
 
     def enter(self) -> Entry:
         """Return when the run has begun, with or without this node.
 
-        Raises InputError for other settings than those of the others, NetworkError if they do not
-        come.
+        Raises InputError for other settings than those of the others, and for checkpoints that no
+        launch has saved together; NetworkError if the others do not come.
         """
         began, members = time.monotonic(), None
         while members is None:
             epoch = self._epoch()
             store = dist.PrefixStore(str(epoch), self.store)
-            self._require_same(store)
+            first = self._require_same(store)
             own = Member(name=self.name, number=self._take_number(store))
-            iteration = self.iteration_of(own.number)
-            _announce(store, own, iteration)
+            iteration = _announce(store, own, self.saved_by(own.number)).iteration
             members = self._begin(store, epoch, began)
         if members.place(own.name) is None:
             own, iteration = replace(own, is_fresh=True), 0
-        return Entry(epoch=epoch, own=own, members=members, iteration=iteration)
+        launch = f"{first}-{epoch}"
+        return Entry(epoch=epoch, own=own, members=members, iteration=iteration, launch=launch)
 
     def _epoch(self) -> int:
         """Return the present epoch; begin one if all nodes of the one before have ended."""
@@ -96,9 +111,10 @@ class Entering:
                 return True in verdicts
         raise AssertionError
 
-    def _require_same(self, store: dist.Store) -> None:
+    def _require_same(self, store: dist.Store) -> str:
+        """Return the name of the first node, which has the same settings."""
         own = json.dumps([self.name, dict(self.settings)])
-        _, first = json.loads(store.compare_set("settings", "", own))
+        name_of_first, first = json.loads(store.compare_set("settings", "", own))
         differing = [
             f"{name} is {self.settings.get(name, 'absent')} on this node and "
             f"{first.get(name, 'absent')} on the first one"
@@ -107,6 +123,7 @@ class Entering:
         ]
         if differing:
             raise InputError(f"{first_lines(differing, MOST_SHOWN)}: {self.advice}")
+        return name_of_first
 
     def _take_number(self, store: dist.Store) -> int:
         """Return the lowest number that no living node has."""
@@ -126,12 +143,11 @@ class Entering:
                 break
             if int(self.store.get("epoch")) != epoch:
                 return None
+            if store.check(["refused"]):
+                raise InputError(store.get("refused").decode())
             here = [each for each in _candidates(store) if self.liveness.is_alive(each[0].name)]
             if len(here) >= self.num_nodes:
-                furthest = max(iteration for _, iteration in here)
-                members = [each for each, iteration in here if iteration == furthest]
-                members.sort(key=lambda each: each.number)
-                store.compare_set("members/0", "", Members(tuple(members)).text)
+                self._propose(store, here)
             if time.monotonic() - began > self.limit:
                 raise NetworkError(
                     f"{len(here)} of zeropp.sync_nodes {self.num_nodes} nodes have come within "
@@ -139,12 +155,36 @@ class Entering:
                 )
         return Members.of_text(store.get("members/0"))
 
+    def _propose(self, store: dist.Store, here: Sequence[tuple[Member, Saved]]) -> None:
+        """Let those begin whose checkpoints are the furthest, in the places that they had.
 
-def _announce(store: dist.Store, own: Member, iteration: int) -> None:
-    text = json.dumps([own.name, own.number, iteration])
+        Nobody begins if several launches have saved these, as they are of different weights.
+        """
+        furthest = max(saved.iteration for _, saved in here)
+        members = [
+            (saved.place, each.number, saved.launch, each)
+            for each, saved in here
+            if saved.iteration == furthest
+        ]
+        if len({launch for _, _, launch, _ in members}) > 1:
+            numbers = ", ".join(str(number) for number in sorted(each[1] for each in members))
+            problem = (
+                f"--load: the nodes {numbers} have checkpoints of iteration {furthest} that they "
+                "have not saved together, in one launch: move away those of the nodes that "
+                "are to get the weights of the others"
+            )
+            store.compare_set("refused", "", problem)
+            return
+        members.sort(key=lambda each: each[:2])
+        store.compare_set("members/0", "", Members(tuple(each for *_, each in members)).text)
+
+
+def _announce(store: dist.Store, own: Member, saved: Saved) -> Saved:
+    text = json.dumps([own.name, own.number, *saved])
     for place in count():
         if store.compare_set(f"candidate/{place}", "", text).decode() == text:
-            return
+            return saved
+    raise AssertionError
 
 
 def _names_in(store: dist.Store) -> Sequence[str]:
@@ -156,10 +196,10 @@ def _names_in(store: dist.Store) -> Sequence[str]:
     return [*first, *(each.name for each, _ in _candidates(store))]
 
 
-def _candidates(store: dist.Store) -> Iterator[tuple[Member, int]]:
-    """Yield the nodes that came, with the iterations of their checkpoints."""
+def _candidates(store: dist.Store) -> Iterator[tuple[Member, Saved]]:
+    """Yield the nodes that came, with what their checkpoints are of."""
     for place in count():
         if not store.check([f"candidate/{place}"]):
             return
-        name, number, iteration = json.loads(store.get(f"candidate/{place}"))
-        yield Member(name=name, number=number), iteration
+        name, number, *saved = json.loads(store.get(f"candidate/{place}"))
+        yield Member(name=name, number=number), Saved(*saved)

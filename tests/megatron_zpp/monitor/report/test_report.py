@@ -18,7 +18,7 @@ from megatron_zpp.monitor.report.at_end import report_after_failure, report_rows
 from megatron_zpp.monitor.report.drawing import HEIGHT
 from megatron_zpp.monitor.report.report import duration, write_report
 from megatron_zpp.settings.config import LogConfig
-from tests.megatron_zpp.monitor.report.recorded import LENGTH, interval, record, usual
+from tests.megatron_zpp.monitor.report.recorded import LENGTH, MIB, interval, record, usual
 from zeropp.errors import InputError
 
 CHARTS = {  # and what stands above each
@@ -178,6 +178,14 @@ def test_one_node_is_compared_within_itself(tmp_path: Path) -> None:
     page = read(write_report(record(tmp_path, [line | {"comm/across_nodes": 0.0}])))
     assert page.sections["Bytes in the node"] == "8.0×less than plain ZeRO-3"
     assert page.sections["Bytes of a step"] == "1.5MiB per node, mean"
+
+
+def test_a_node_that_went_on_alone_sent_nothing_to_others(tmp_path: Path) -> None:
+    """Its lines have no bytes of an exchange."""
+    sent = {"comm/outer_across_nodes": 3 * MIB, "comm/plain_outer_across_nodes": 0.0}
+    lines = [interval(1) | sent, interval(2), interval(3)]
+    page = read(write_report(record(tmp_path, lines)))
+    assert page.sections["Bytes of a step"] == "2.5MiB per node, mean"
 
 
 def test_a_run_that_was_killed_early_has_a_report(tmp_path: Path) -> None:

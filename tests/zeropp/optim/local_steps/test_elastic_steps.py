@@ -164,6 +164,51 @@ def test_replicas_that_are_left_are_equal_to_the_bit(seed: int) -> None:
     assert FINISHED in run.ends.values()
 
 
+def test_what_was_not_sent_yet_goes_to_those_who_own_it_after_a_node_ended() -> None:
+    """With two bits: each sender keeps what rounding lost of the elements that others own."""
+    store, lives, patience = dist.HashStore(), Lives(), timedelta(seconds=20)
+    members = Members(tuple(Member(name=f"n{number}", number=number) for number in range(3)))
+    store.set("members/0", members.text)
+
+    def train(node: Member) -> None:
+        rounds = Rounds(store, node, 0, 1, lives, patience.total_seconds())
+        rounds.begin(members)
+        model = small_model(0)
+        steps = ElasticSteps(
+            weights=TrainedWeights(
+                model=OfModule(model, None), optimizer=torch.optim.SGD([*model.parameters()])
+            ),
+            group=ElasticGroup(store, rounds, 3, patience),
+            schedule=SyncSchedule.of(2),
+            options=OuterOptions(bits=2),
+        )
+        generator = torch.Generator().manual_seed(node.number)
+        with torch.no_grad():
+            for each in model.parameters():
+                each += torch.randn(each.shape, generator=generator)
+        steps.after_update(2)
+        (fragment,) = steps.fragments
+        before = fragment.mean.joined(fragment.mean.unsent)
+        if node.number == 2:
+            lives.end(node.name)
+            return
+        assert steps.sum(lambda place, size: [1.0]) == [2.0]
+        after = fragment.mean.joined(fragment.mean.unsent)
+        own = fragment.mean.joined(
+            [
+                torch.full_like(each, place == node.number)
+                for place, each in enumerate(fragment.mean.unsent)
+            ]
+        )
+        for old, new, is_own in zip(before, after, own, strict=True):
+            assert torch.equal(new, old.where(is_own == 0, 0.0))
+        assert sum(each.abs().sum() for each in after) > 0
+
+    with ThreadPoolExecutor(3) as pool:
+        for result in [pool.submit(train, node) for node in members.nodes]:
+            result.result()
+
+
 def test_ranks_of_a_node_come_to_the_same_rounds() -> None:
     """The second rank of each node, as of a pipeline, has no weights in the first fragment."""
     store, lives, patience = dist.HashStore(), Lives(), timedelta(seconds=5)

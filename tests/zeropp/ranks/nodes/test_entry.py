@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from zeropp.errors import InputError, NetworkError
-from zeropp.ranks.nodes.entry import Entering, Entry
+from zeropp.ranks.nodes.entry import Entering, Entry, Saved
 from zeropp.ranks.nodes.rounds import DONE
 
 SECONDS = 20.0
@@ -37,11 +37,11 @@ class Job:
     def come(
         self,
         name: str,
-        checkpoints: Mapping[int, int] | None = None,
+        checkpoints: Mapping[int, Saved] | None = None,
         limit: float = SECONDS,
         **settings: str,
     ) -> Future[Entry]:
-        """Let a node come; `checkpoints` are the iterations of checkpoints by number."""
+        """Let a node come; `checkpoints` are the folder's by number."""
         entering = Entering(
             store=self.store,
             name=name,
@@ -49,12 +49,12 @@ class Job:
             num_nodes=self.num_nodes,
             settings=settings,
             advice="be like the others",
-            iteration_of=lambda number: (checkpoints or {}).get(number, 0),
+            saved_by=lambda number: (checkpoints or {}).get(number, Saved()),
             limit=limit,
         )
         return self.pool.submit(entering.enter)
 
-    def begun(self, **checkpoints: Mapping[int, int]) -> list[Entry]:
+    def begun(self, **checkpoints: Mapping[int, Saved]) -> list[Entry]:
         """Return how nodes have come, who are named with their checkpoints."""
         coming = [self.come(name, each) for name, each in checkpoints.items()]
         return [each.result(SECONDS) for each in coming]
@@ -72,27 +72,42 @@ def test_a_node_that_comes_later_joins_with_the_number_of_one_that_ended() -> No
     job = Job(2)
     first = job.begun(a={}, b={})
     job.verdicts.ended.add("a")
-    (entry,) = job.begun(c={0: 7})
+    (entry,) = job.begun(c={0: Saved(7)})
     assert entry.joins and entry.iteration == 0
     assert entry.own.number == next(each.own.number for each in first if each.own.name == "a")
 
 
 def test_only_the_furthest_checkpoints_begin() -> None:
     """Those that are behind get the weights of the others."""
-    entries = Job(3).begun(
-        a={0: 30, 1: 20, 2: 30}, b={0: 30, 1: 20, 2: 30}, c={0: 30, 1: 20, 2: 30}
-    )
+    folder = {0: Saved(30, "x"), 1: Saved(20, "w"), 2: Saved(30, "x")}
+    entries = Job(3).begun(a=folder, b=folder, c=folder)
     by_number = {each.own.number: each for each in entries}
     assert [by_number[number].joins for number in range(3)] == [False, True, False]
     assert [by_number[number].iteration for number in range(3)] == [30, 0, 30]
+
+
+def test_nodes_begin_in_the_places_that_they_had() -> None:
+    """As each has the outer momentum of the elements that it owned, by its place."""
+    folder = {0: Saved(30, "x", place=1), 1: Saved(30, "x", place=0)}
+    entries = Job(2).begun(a=folder, b=folder)
+    assert [each.number for each in entries[0].members.nodes] == [1, 0]
+    assert len({each.launch for each in entries}) == 1
+
+
+def test_checkpoints_of_one_iteration_that_two_launches_have_saved_are_refused() -> None:
+    folder = {0: Saved(30, "x"), 1: Saved(30, "w"), 2: Saved(30, "x")}
+    job = Job(3)
+    for coming in [job.come(name, folder) for name in "abc"]:
+        with pytest.raises(InputError, match="the nodes 0, 1, 2 have checkpoints of iteration 30"):
+            coming.result(SECONDS)
 
 
 def test_a_new_run_begins_when_all_have_ended() -> None:
     job = Job(1)
     (first,) = job.begun(a={})
     job.verdicts.ended.add("a")
-    (second,) = job.begun(b={0: 40})
-    assert (first.epoch, second.epoch) == (0, 1)
+    (second,) = job.begun(b={0: Saved(40)})
+    assert (first.epoch, second.epoch) == (0, 1) and first.launch != second.launch
     assert not second.joins and second.own.number == 0 and second.iteration == 40
 
 
@@ -117,7 +132,7 @@ def test_who_has_weights_is_who_has_done_a_round() -> None:
     store.set("members/1", f"{first.members.text[:-1]}, {joining[1:]}")
     store.set("outcome/1", DONE.decode())
     job.verdicts.ended.add("a")
-    (entry,) = job.begun(c={0: 9})
+    (entry,) = job.begun(c={0: Saved(9)})
     assert entry.joins and entry.epoch == 0
 
 
