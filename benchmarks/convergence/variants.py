@@ -42,6 +42,13 @@ OUTER = Zeropp()  # with the default outer_lr and outer_momentum
 
 
 INTERVALS = (10, 30, 100)  # steps that nodes take alone
+ROUNDINGS: Mapping[str, Mapping[str, object]] = MappingProxyType(  # of differences
+    {
+        "": {"sync_bits": 4},
+        "-feedback": {"sync_bits": 4, "sync_feedback": True},
+        "-fp32": {"sync_bits": 32},
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +83,11 @@ def _local_variants() -> dict[str, Variant]:
     variants = {}
     for prefix, name, flags in (("", "AdamW", ""), ("muon-", "Muon", MUON)):
         for interval in INTERVALS:
-            for ending, bits in (("", 4), ("-fp32", 32)):
+            for ending, rounding in ROUNDINGS.items():
                 variants[f"{prefix}local-{interval}{ending}"] = Variant(
-                    meaning=f"nodes step alone with {name} for {interval} steps; {bits} bits",
+                    meaning=f"nodes step alone with {name} for {interval} steps; {rounding}",
                     flags=flags,
-                    zeropp={"sync_every": interval, "sync_bits": bits, "muon_blocks": "whole"},
+                    zeropp={"sync_every": interval, **rounding, "muon_blocks": "whole"},
                 )
         overlap = {"sync_every": 30, "sync_fragments": 5, "sync_delay": 2, "muon_blocks": "whole"}
         variants[f"{prefix}local-30-overlap"] = Variant(

@@ -275,12 +275,13 @@ class Zeropp(JsonSection):
     as stages 0 and 1 do. `delayed_param_update`: the host's update runs beside the next step, which
     computes with the weights before it; not in the first `delayed_param_update_warmup` steps.
     `sync_every`: nodes step alone and exchange how far they came after every so many steps, which
-    may grow with the steps. A difference has `sync_bits`; `outer_lr` and `outer_momentum` (of
-    Nesterov) are those of the step that all nodes take with the mean difference. The weights of the
-    last exchange are on the host with `sync_on_host`. `sync_fragments`: the weights are exchanged
-    in so many parts, one after another in the course of `sync_every` steps. `sync_delay`: training
-    goes on for so many steps while a part is exchanged, and what it has changed meanwhile counts
-    `sync_mixing` beside what has been agreed on. `sync_store`, HOST:PORT of a store that
+    may grow with the steps. A difference has `sync_bits`, and with `sync_feedback` what the one
+    before lost by rounding is added to it (null: with two bits); `outer_lr` and `outer_momentum`
+    (of Nesterov) are those of the step that all nodes take with the mean difference. The weights of
+    the last exchange are on the host with `sync_on_host`. `sync_fragments`: the weights are
+    exchanged in so many parts, one after another in the course of `sync_every` steps.
+    `sync_delay`: training goes on for so many steps while a part is exchanged, and what it has
+    changed meanwhile counts `sync_mixing` beside what has been agreed on. `sync_store`, HOST:PORT of a store that
     `zeropp --keep_store` keeps: each node is a launch of its own, and may leave or join; a run
     begins when there are `sync_nodes`, whose global batch is what the flags say.
     `muon_blocks`: which rows of a matrix Muon orthogonalizes together, those of a `node`, of a
@@ -319,6 +320,7 @@ class Zeropp(JsonSection):
     )
     sync_every: int = key(1, minimum=1, by_phase=True)
     sync_bits: int = key(4, choices=(2, 4, 8, 32), no_effect=_NEEDS_LOCAL_STEPS)
+    sync_feedback: bool | None = key(None, no_effect=_NEEDS_LOCAL_STEPS)
     sync_fragments: int = key(1, minimum=1, no_effect=_NEEDS_LOCAL_STEPS)
     sync_delay: int = key(0, minimum=0, no_effect=_NEEDS_LOCAL_STEPS)
     sync_mixing: float = key(0.5, minimum=0, below=1, no_effect=needs("zeropp.sync_delay"))

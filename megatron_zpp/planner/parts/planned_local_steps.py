@@ -90,7 +90,8 @@ class PlannedLocalSteps:
     def state_bytes(self, run: PlannedRun) -> tuple[int, int]:
         """Return a rank's agreed weights, and its outer momentum with what rounding has lost."""
         (sizes, *_) = _sizes_by_rank(run)
-        mean = _mean(sizes, self.num_worlds, self._bits)
+        feeds = self.config.zero.zeropp.sync_feedback
+        mean = _mean(sizes, self.num_worlds, self._bits, feeds)
         unsent = sum(each.nbytes for each in mean.unsent)
         owned = 2 * FP32_BYTES * mean.error.numel()
         return FP32_BYTES * sum(sizes), owned + unsent
@@ -142,8 +143,9 @@ def _packed_bytes(sizes: tuple[int, ...], num_worlds: int, bits: int) -> int:
     return _mean(sizes, num_worlds, bits).packed_bytes
 
 
-def _mean(sizes: Sequence[int], num_worlds: int, bits: int) -> OuterMean:
-    return OuterMean(sizes, _Place(node=0, size=num_worlds), bits, torch.device("meta"))
+def _mean(sizes: Sequence[int], num_worlds: int, bits: int, feeds: bool | None = None) -> OuterMean:
+    place = _Place(node=0, size=num_worlds)
+    return OuterMean(sizes, place, bits, torch.device("meta"), feeds=feeds)
 
 
 def _trained(run: PlannedRun) -> Iterator[tuple[nn.Parameter, UnitPlan]]:

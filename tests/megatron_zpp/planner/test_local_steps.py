@@ -37,7 +37,7 @@ def flags_of(folder: Path, stage: int, **zeropp: object) -> str:
 @pytest.mark.parametrize(("stage", "bits", "tensor"), [(0, 4, 1), (1, 32, 1), (3, 2, 1), (2, 8, 2)])
 @ranks(4)
 def test_agreed_weights_and_messages(stage: int, bits: int, tensor: int, tmp_path: Path) -> None:
-    flags = flags_of(tmp_path, stage, sync_bits=bits)
+    flags = flags_of(tmp_path, stage, sync_bits=bits, sync_feedback=True if bits == 4 else None)
     flags += f"--tensor-model-parallel-size {tensor} "
     config = parse(f"{TINY} --mock-data {flags}".split(), 4)
     planned = PlannedLocalSteps.of(config, Nodes.of(range(4), 2))

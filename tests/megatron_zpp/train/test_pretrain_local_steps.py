@@ -115,6 +115,7 @@ def test_a_stop_within_an_interval_loses_no_digit(seed: int, tmp_path: Path) -> 
         "ranks_per_node": drawn.ranks_per_node,
         "sync_every": draw.choice([2, 3, {"0": 1, "2": 3}]),
         "sync_bits": draw.choice([2, 4, 8]),
+        "sync_feedback": draw.choice([None, True]),
         **drawn.overlap(),
     }
     zero = drawn.zero()

@@ -140,7 +140,7 @@ class NodeSteps:
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise InputError(
                 f"load_state_dict of {CALLER}: the state lacks {first_few(missing)}: it is of "
-                "another model, or of another zeropp.sync_bits"
+                "another model, or of another zeropp.sync_bits or sync_feedback"
             )
         self.count = state["count"]
         self.local.load(state)

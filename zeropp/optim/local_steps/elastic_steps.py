@@ -3,7 +3,7 @@
 A node that joins gets the agreed weights of another one and begins with zeros for its difference,
 which the mean does not count. Where other nodes take part than before, the outer momentum and what
 was rounded away (error feedback) go to their new owners; those of nodes that ended start at zero.
-With two bits a node keeps what it has not sent, apart from the elements that it owns itself now.
+With feedback a node keeps what it has not sent, apart from the elements that it owns itself now.
 """
 
 import logging
@@ -184,7 +184,7 @@ class ElasticSteps(LocalSteps):
         bits, drafts = self.options.bits, []
         for each in self.fragments:
             old, device = each.mean, each.momentum.device
-            mean = OuterMean(old.sizes, round_.group, bits, device)
+            mean = self.options.mean(old.sizes, round_.group, device)
             carrier = OuterMean(old.sizes, round_.group, max(bits, DEALT_BITS), device)
             mean.take_unsent(old)
             mean.error = carrier.sum(old.spread(old.error))

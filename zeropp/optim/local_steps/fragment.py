@@ -4,7 +4,7 @@ Sources: DiLoCo (Douillard et al. 2023, arXiv:2311.08105), algorithm 1; Streamin
 et al. 2025, arXiv:2501.18512), algorithm 2, for fragments, the delay and the mixing.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -27,15 +27,21 @@ Result = TypeVar("Result")
 class OuterOptions:
     """How nodes meet: the bits of a number that is sent, and SGD with Nesterov's momentum.
 
-    on_host: the agreed weights are in the host's memory. mixing: the share of a node's own weights
-    where it has taken steps during an exchange.
+    feedback: nodes add to their next differences what they lost by rounding (default: with two
+    bits). on_host: the agreed weights are in the host's memory. mixing: the share of a node's own
+    weights where it has taken steps during an exchange.
     """
 
     bits: int = 4
+    feedback: bool | None = None
     lr: float = 0.7
     momentum: float = 0.5
     on_host: bool = False
     mixing: float = 0.5
+
+    def mean(self, sizes: Sequence[int], group: OuterGroup, device: torch.device) -> OuterMean:
+        """Return what forms means of tensors of these sizes (elements) over nodes."""
+        return OuterMean(sizes, group, self.bits, device, feeds=self.feedback)
 
     def nesterov(self, momentum: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
         """Return the momentum and the step after a mean difference."""
@@ -88,7 +94,7 @@ class Fragment:
     def __post_init__(self) -> None:
         weights = self.weights.read()
         device, sizes = weights[0].device, [len(each) for each in weights]
-        self.mean = OuterMean(sizes, self.group, self.options.bits, device)
+        self.mean = self.options.mean(sizes, self.group, device)
         self.momentum = torch.zeros_like(self.mean.error)
         where = HOST if self.options.on_host else device
         self.agreed = [each.to(where, copy=True) for each in weights]

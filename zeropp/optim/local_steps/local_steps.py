@@ -65,6 +65,7 @@ class LocalSteps:
             ),
             options=OuterOptions(
                 bits=settings.sync_bits,
+                feedback=settings.sync_feedback,
                 lr=settings.outer_lr,
                 momentum=settings.outer_momentum,
                 on_host=settings.sync_on_host,

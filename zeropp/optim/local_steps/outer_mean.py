@@ -3,10 +3,10 @@
     tensors, in N parts each  ->  quantized, to their owners  ->  means  ->  quantized, to all nodes
 
 All nodes, the owners too, go on with the values that were sent, so that they stay alike to the bit.
-What the second rounding loses is added to the next means, and with two bits what the first one
-loses to the next tensors (error feedback). Parts of a tensor are quantized by themselves, and their
-owners do not depend on its place among others: equal tensors, as tied weights on several ranks,
-stay equal.
+What the second rounding loses is added to the next means, and with two bits, or where that is asked
+for, what the first one loses to the next tensors (error feedback). Parts of a tensor are quantized
+by themselves, and their owners do not depend on its place among others: equal tensors, as tied
+weights on several ranks, stay equal.
 """
 
 import copy
@@ -29,20 +29,22 @@ class OuterMean:
 
     bits: of a number that is sent, 2, 4, 8, or 32 for fp32 itself. `error` is what the last
     rounding of the means lost, of the elements that this node owns, and `unsent` what was lost of
-    the elements that it sent to each owner, with two bits.
+    the elements that it sent to each owner, if it `feeds` that to the next (default: two bits).
     """
 
     def __init__(
-        self, sizes: Sequence[int], group: OuterGroup, bits: int, device: torch.device
+        self,
+        sizes: Sequence[int],
+        group: OuterGroup,
+        bits: int,
+        device: torch.device,
+        *,
+        feeds: bool | None = None,
     ) -> None:
         self.group, self.sizes, self._bits = group, tuple(sizes), bits
+        self.feeds = bits <= FEEDBACK if feeds is None else feeds
         self.error = torch.zeros(self._codecs[group.node].elements, device=device)
         self.unsent = [self.error.new_zeros(each.elements) for each in self._codecs if self.feeds]
-
-    @property
-    def feeds(self) -> bool:
-        """Whether senders add to their next messages what they lost by rounding."""
-        return self._bits <= FEEDBACK
 
     def forget(self) -> None:
         """Forget what has been lost by rounding."""

@@ -20,21 +20,23 @@ ERRORS = {2: 0.42, 4: 0.16, 8: 0.01, 32: 1e-6}
 
 
 @ranks(4)
-@pytest.mark.parametrize("bits", [2, 4, 8, 32])
-def test_random_tensors_on_four_nodes(bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "feeds"), [(2, None), (2, False), (4, None), (4, True), (8, None), (32, None)]
+)
+def test_random_tensors_on_four_nodes(bits: int, feeds: bool | None, tmp_path: Path) -> None:
     with worlds(1, tmp_path) as group:
         draw = random.Random(bits)
         for _ in range(8):
             sizes = [draw.choice([0, 1, 31, 128, 200, 1000]) for _ in range(draw.randint(1, 4))]
             generator = torch.Generator().manual_seed(draw.randrange(1000))
             nodes = [[torch.randn(n, generator=generator) for n in sizes] for _ in range(4)]
-            _require_means([[*each, each[0].clone()] for each in nodes], bits, group)
+            _require_means([[*each, each[0].clone()] for each in nodes], bits, feeds, group)
 
 
-def _require_means(nodes: list[list[Tensor]], bits: int, group) -> None:
+def _require_means(nodes: list[list[Tensor]], bits: int, feeds: bool | None, group) -> None:
     """Form the means of tensors of four nodes, of which the first and the last are equal."""
     tensors, seen, returned = nodes[group.node], [], []
-    mean = OuterMean([len(each) for each in tensors], group, bits, CPU)
+    mean = OuterMean([len(each) for each in tensors], group, bits, CPU, feeds=feeds)
 
     def update(own: Tensor) -> Tensor:
         seen.append(own)
@@ -50,7 +52,7 @@ def _require_means(nodes: list[list[Tensor]], bits: int, group) -> None:
     assert torch.allclose(left, mean.error, atol=1e-5)
     assert torch.equal(mean.own(mean.spread(seen[0])), seen[0])
     first = [sum(each) / 4 for each in zip(*nodes, strict=True)]
-    if bits == 2:  # senders' errors come back too, so that those of three times add up to one
+    if mean.feeds:  # senders' errors come back too, so that those of three times add up to one
         unsent = group.gather(torch.cat([*mean.joined(mean.unsent), torch.zeros(0)]))
         total = mean.joined(group.gather(sum(seen)))
         expected = 3 * torch.cat(first) - sum(unsent) / 4
