@@ -76,7 +76,7 @@ def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
         world=run.ranks.all_replicas,
         eod=run.tokenizer.eod,
     ) as batches:
-        loss = evaluate(run.trainer.sharding, run.ranks, batches, rounds)
-    if loss is None:
+        losses, num_tokens = evaluate(run.trainer.sharding, run.ranks, batches, rounds)
+    if not num_tokens:
         raise InputError("no token of the validation split has a loss: measure with other data")
-    return loss
+    return losses / num_tokens

@@ -281,9 +281,9 @@ class Zeropp(JsonSection):
     the last exchange are on the host with `sync_on_host`. `sync_fragments`: the weights are
     exchanged in so many parts, one after another in the course of `sync_every` steps.
     `sync_delay`: training goes on for so many steps while a part is exchanged, and what it has
-    changed meanwhile counts `sync_mixing` beside what has been agreed on. `sync_store`, HOST:PORT of a store that
-    `zeropp --keep_store` keeps: each node is a launch of its own, and may leave or join; a run
-    begins when there are `sync_nodes`, whose global batch is what the flags say.
+    changed meanwhile counts `sync_mixing` beside what has been agreed on. `sync_store`, HOST:PORT
+    of a store that `zeropp --keep_store` keeps: each node is a launch of its own, and may leave or
+    join; a run begins when there are `sync_nodes`, whose global batch is what the flags say.
     `muon_blocks`: which rows of a matrix Muon orthogonalizes together, those of a `node`, of a
     `rank`, or the `whole` matrix, and `muon_whole_every`: all in every so-manyth step.
     """
