@@ -22,7 +22,7 @@ import torch.distributed as dist
 from zeropp.errors import InputError, NetworkError, first_lines
 from zeropp.ranks.nodes.member import Member, Members
 from zeropp.ranks.nodes.pulse import Liveness
-from zeropp.ranks.nodes.rounds import names_with_weights, pauses
+from zeropp.ranks.nodes.rounds import close_rounds, names_with_weights, pauses
 
 MOST_SHOWN = 8  # differences in an error message
 
@@ -98,9 +98,12 @@ class Entering:
         """Return the present epoch; begin one if all nodes of the one before have ended."""
         number = self.store.compare_set("epoch", "", "0")
         while True:
-            names = _names_in(dist.PrefixStore(number.decode(), self.store))
+            store = dist.PrefixStore(number.decode(), self.store)
+            names = _names_in(store)
             if not names or self._any_alive(names):
                 return int(number)
+            if store.check(["members/0"]) and not close_rounds(store):
+                continue  # one of them was only silent
             following = str(int(number) + 1)
             number = self.store.compare_set("epoch", number.decode(), following)
 

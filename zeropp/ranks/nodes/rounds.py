@@ -4,7 +4,8 @@ Both are decided by a key of the store that only the first one who writes it set
 up if a member dies in it, and repeated with those who are left: nobody may keep anything of it.
 
     here/<round>/<node>/<rank>   this rank has come to the round
-    members/<round>              who takes part: those who have come, and others have ended
+    members/<round>              who takes part: those who have come, and others have ended; nobody
+                                 where all were taken for dead, and a new epoch has begun
     admitted/<node>              the first round of a node that joins
     voted/<round>/<node>/<rank>  this rank has what the round is for
     outcome/<round>              DONE once all ranks have it, or GIVEN_UP
@@ -107,9 +108,10 @@ class Rounds:
                 self._propose(absent, admits=admits)
         self.members = self._read_members()
         if self.members.place(self.own.name) is None:
+            others = f"as {self.members}" if self.members.nodes else "in a new run"
             raise ExcludedError(
                 f"node {self.own.number} had not been heard of for so long that the others went on "
-                f"as {self.members}: start it again, and it joins them"
+                f"{others}: start it again, and it joins them"
             )
         self._store.set("latest", str(self.number))
         for member in self.members.nodes:
@@ -216,9 +218,7 @@ class Rounds:
 
 def names_with_weights(store: dist.Store) -> list[str]:
     """Return who has the weights after the last round that has begun; nobody before the first."""
-    number = int(store.get("latest")) if store.check(["latest"]) else 0
-    while store.check([f"members/{number + 1}"]):
-        number += 1
+    number = _last_round(store)
     if not store.check([f"members/{number}"]):
         return []
     members = Members.of_text(store.get(f"members/{number}"))
@@ -226,6 +226,24 @@ def names_with_weights(store: dist.Store) -> list[str]:
     if store.check([outcome]) and store.get(outcome) == DONE:
         members = members.settled
     return [members.names[place] for place in members.with_weights]
+
+
+def close_rounds(store: dist.Store) -> bool:
+    """Let nobody take part in what follows the last round; return False if it has begun already.
+
+    Members who come to it then were taken for dead, and end.
+    """
+    nobody = Members(()).text
+    key = f"members/{_last_round(store) + 1}"
+    return store.compare_set(key, "", nobody).decode() == nobody
+
+
+def _last_round(store: dist.Store) -> int:
+    """Return the number of the last round that has begun; 0 before the first."""
+    number = int(store.get("latest")) if store.check(["latest"]) else 0
+    while store.check([f"members/{number + 1}"]):
+        number += 1
+    return number
 
 
 def pauses() -> Iterator[None]:

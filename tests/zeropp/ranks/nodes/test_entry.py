@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from zeropp.errors import InputError, NetworkError
 from zeropp.ranks.nodes.entry import Entering, Entry, Saved
-from zeropp.ranks.nodes.rounds import DONE
+from zeropp.ranks.nodes.rounds import DONE, ExcludedError, Rounds
 
 SECONDS = 20.0
 
@@ -109,6 +109,36 @@ def test_a_new_run_begins_when_all_have_ended() -> None:
     (second,) = job.begun(b={0: Saved(40)})
     assert (first.epoch, second.epoch) == (0, 1) and first.launch != second.launch
     assert not second.joins and second.own.number == 0 and second.iteration == 40
+
+
+def test_nodes_that_were_only_silent_do_not_go_on_beside_a_new_run() -> None:
+    """All were taken for dead, as where they are stopped: who comes begins anew, and they end."""
+    job = Job(1)
+    (first,) = job.begun(a={})
+    rounds = Rounds(dist.PrefixStore("0", job.store), first.own, 0, 1, job.verdicts, SECONDS)
+    rounds.begin(first.members)
+    assert rounds.arrive(admits=True) == first.members and rounds.conclude(succeeded=True)
+    job.verdicts.ended.add("a")
+    (second,) = job.begun(b={})
+    job.verdicts.ended.clear()
+    assert second.epoch == 1 and not second.joins
+    with pytest.raises(ExcludedError, match="node 0 had not been heard of for so long that the ot"):
+        rounds.arrive(admits=True)
+
+
+def test_a_new_run_waits_for_nobody_who_is_in_a_round() -> None:
+    """A node that was silent, and has begun the next round before anybody closed the run."""
+    job = Job(1)
+    (first,) = job.begun(a={})
+    rounds = Rounds(dist.PrefixStore("0", job.store), first.own, 0, 1, job.verdicts, SECONDS)
+    rounds.begin(first.members)
+    rounds.arrive(admits=True)
+    job.verdicts.ended.add("a")
+    (second,) = job.begun(b={})
+    assert second.epoch == 1
+    assert rounds.conclude(succeeded=True)
+    with pytest.raises(ExcludedError):
+        rounds.arrive(admits=True)
 
 
 def test_nodes_that_ended_before_the_run_began_are_not_waited_for() -> None:
