@@ -2,11 +2,13 @@
 
 import json
 import re
+import signal
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
+from benchmarks.endurance.killable_launch import signal_all
 from benchmarks.endurance.launched_nodes import LaunchedNode, LaunchedNodes, wait_for
 
 INTERVAL = 4  # of exchanges; checkpoints are saved after every second one
@@ -43,6 +45,28 @@ def test_a_run_goes_on_without_the_node_that_is_killed_and_with_the_one_that_joi
     curve = [each["iteration"] for each in map(json.loads, lines) if "lm_loss" in each]
     missing = set(range(1, joined)).difference(curve)  # since the last exchange of the first one
     assert curve == sorted(set(curve)) and len(missing) <= INTERVAL and curve[-1] > joined
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_node_that_is_stopped_for_long_ends_when_it_goes_on(tmp_path: Path) -> None:
+    """The others take it for dead; it saves nothing after the exchange that they did without it."""
+    flags = f"--save-interval {INTERVAL // 2}"
+    run = LaunchedNodes(folder=tmp_path, planned=2, ranks=1, every=INTERVAL, flags=flags)
+    with run:
+        nodes = [run.add(), run.add()]
+        for node in nodes:
+            wait_for_line(r"saved checkpoint \S+", node)
+        first, second = sorted(nodes, key=lambda node: node.number)
+        signal_all(first.launcher, signal.SIGSTOP)
+        wait_for_line(r"node 0 ended, 1 go on: node 1", second)
+        signal_all(first.launcher, signal.SIGCONT)
+        wait_for_line(r"node 0 had not been heard of for so long that .* as node 1: start", first)
+        assert first.launcher.wait(60)
+        reached = second.steps[-1]
+        wait_for(lambda: second.steps[-1] > reached, 60)
+    sizes = re.findall(r"iteration +(\d+)/.*global batch size: +1 ", second.log.read_text())
+    (newest,) = re.findall(r"saved checkpoint \S+save/iter_0*(\d+)", first.log.read_text())[-1:]
+    assert int(newest) < int(sizes[0])
 
 
 def wait_for_line(pattern: str, node: LaunchedNode) -> str:

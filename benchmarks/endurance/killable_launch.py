@@ -28,10 +28,15 @@ def start(command: list[str], log: Path, folder: Path) -> subprocess.Popen:
 
 def kill_all(launcher: subprocess.Popen) -> None:
     """SIGKILL the launcher and all its ranks at once, as a power cut would."""
+    signal_all(launcher, signal.SIGKILL)
+    launcher.wait()
+
+
+def signal_all(launcher: subprocess.Popen, number: int) -> None:
+    """Send a signal to the launcher and all its ranks."""
     for pid in [launcher.pid, *descendants(launcher.pid)]:
         with contextlib.suppress(ProcessLookupError):  # a fork server ends with its program
-            os.kill(pid, signal.SIGKILL)
-    launcher.wait()
+            os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:
