@@ -5,10 +5,11 @@
 
 Each variant of benchmarks.convergence.convergence trains at each rate in processes of its own. A
 node is a network namespace of this machine, with a link of that rate to the others (needs root, and
-the commands ip and tc). Time is that of training steps alone: held-out losses are
-taken between them, while links have no limit. Bytes are read from the nodes' interfaces before and
-after the steps, and shown beside the ranks' traffic ledgers. The time to a loss is that to the
-first evaluation which is not above it; without --target that is the highest of all final losses.
+the commands ip and tc). Nodes that step alone have one rank and others two, as hpZ needs; all share
+the same processors. Time is that of training steps alone: held-out losses are taken between them,
+while links have no limit. Bytes are read from the nodes' interfaces before and after the steps, and
+shown beside the ranks' traffic ledgers. The time to a loss is that to the first evaluation which is
+not above it; without --target that is the highest of all final losses.
 """
 
 import argparse
@@ -40,16 +41,22 @@ COLUMNS = (
 )
 
 
-def recipe_of(options: argparse.Namespace) -> Recipe:
-    """What all runs share."""
+def recipe_of(options: argparse.Namespace, variant: str) -> Recipe:
+    """The recipe of a variant; only the number of ranks in a node is its own."""
+    is_alone = "sync_every" in VARIANTS[variant].zeropp
+    ranks_per_node = options.ranks_alone if is_alone else options.ranks_per_node
+    ranks, batch = options.nodes * ranks_per_node, options.global_batch_size
+    if batch % ranks:
+        raise InputError(f"--global-batch-size {batch}: expected a multiple of the {ranks} ranks")
+    sizes = f"--global-batch-size {batch} --micro-batch-size {batch // ranks}"
     return Recipe(
         steps=options.steps,
-        ranks=options.nodes * options.ranks_per_node,
-        ranks_per_node=options.ranks_per_node,
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
         dtype="fp32",
         eval_interval=options.eval_interval,
         eval_samples=options.eval_samples,
-        flags=f"{FLAGS} {options.flags}".strip(),
+        flags=f"{FLAGS} {options.flags} {sizes}",
         muon_lr=options.muon_lr,
         local_lr=options.local_lr,
         outer_lr=options.outer_lr,
@@ -64,7 +71,7 @@ def check(options: argparse.Namespace) -> None:
     for rate in options.rate:
         emulation.bits_per_second(rate)
     for variant in options.variants:
-        recipe_of(options).config(variant, options.seed)
+        recipe_of(options, variant).config(variant, options.seed)
     if options.steps % options.eval_interval:
         raise InputError(
             f"--steps {options.steps}: expected a multiple of --eval-interval "
@@ -79,27 +86,29 @@ def measure(options: argparse.Namespace, result: dict) -> None:
     for rate in options.rate:
         for variant in options.variants:
             print(f"{variant} at {rate}", file=sys.stderr, flush=True)
-            with started_cluster(options.nodes, options.ranks_per_node, 0.0) as ranks:
-                rows.append({"rate": rate, **trained(ranks, variant, rate, options)})
+            recipe = recipe_of(options, variant)
+            with started_cluster(options.nodes, recipe.ranks_per_node, 0.0) as ranks:
+                rows.append({"rate": rate, **trained(ranks, variant, rate, recipe, options.seed)})
     highest = max(row["losses"][-1][1] for row in rows)
     target = highest if options.target is None else float(options.target)
-    result |= {"recipe": asdict(recipe_of(options)), "seed": options.seed, "target": target}
+    recipe = asdict(recipe_of(options, options.variants[0]))
+    result |= {"recipe": recipe, "seed": options.seed, "target": target}
     result["rows"] = compare(rows, target)
 
 
-def trained(ranks: RankProcesses, variant: str, rate: str, options: argparse.Namespace) -> dict:
+def trained(ranks: RankProcesses, variant: str, rate: str, recipe: Recipe, seed: int) -> dict:
     """Losses by step, seconds of training up to each of them, and bytes a node sends in a step."""
-    recipe = recipe_of(options)
-    processes = ranks.pid_of_each_node(options.ranks_per_node)
-    built = ranks.ask("pretrain", variant=variant, seed=options.seed, recipe=asdict(recipe))
+    processes = ranks.pid_of_each_node(recipe.ranks_per_node)
+    nodes = len(processes)
+    built = ranks.ask("pretrain", variant=variant, seed=seed, recipe=asdict(recipe))
     losses, seconds, wire, ledger = [], [], 0, 0
     losses.append((0, ranks.ask("held_out")[0]["loss"]))
     for step in range(recipe.eval_interval, recipe.steps + 1, recipe.eval_interval):
-        emulation.set_rate(options.nodes, rate)
+        emulation.set_rate(nodes, rate)
         before = sent_by(processes)
         answers = ranks.ask("train", steps=recipe.eval_interval)
         wire += statistics.fmean(sent_by(processes)) - statistics.fmean(before)
-        emulation.set_rate(options.nodes, emulation.UNLIMITED)
+        emulation.set_rate(nodes, emulation.UNLIMITED)
         slowest = max(sum(answer["seconds"]) for answer in answers)
         seconds.append((seconds[-1] if seconds else 0.0) + slowest)
         ledger = answers[0]["ledger"]
@@ -182,7 +191,9 @@ BENCHMARK = Benchmark(
             is_repeated=True,
         ),
         Flag("--nodes", 2, least=2),
-        Flag("--ranks-per-node", 2, least=1),
+        Flag("--ranks-per-node", 2, "of variants that exchange in each step", least=1),
+        Flag("--ranks-alone", 1, "of a node that steps alone", least=1),
+        Flag("--global-batch-size", 8, "samples of a step of all ranks", least=1),
         Flag("--steps", 600, "iterations of a run", least=1),
         Flag("--seed", 1),
         Flag("--eval-interval", 20, "iterations between held-out losses", least=1),

@@ -12,7 +12,7 @@ from zeropp.errors import InputError
 
 TINY = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --vocab-size 300 "
-    "--micro-batch-size 1 --global-batch-size 2"
+    "--hidden-dropout 0"
 )
 
 
@@ -38,6 +38,8 @@ def test_the_first_evaluation_that_is_not_above_the_loss_counts() -> None:
 
 def test_steps_between_evaluations_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_to_loss.emulation, "require_namespaces", lambda: None)
+    with pytest.raises(InputError, match="--global-batch-size 6: expected a multiple of the 4"):
+        options_of(monkeypatch, "--global-batch-size", "6")
     with pytest.raises(InputError, match="--steps 30: expected a multiple of --eval-interval 20"):
         options_of(monkeypatch, "--steps", "30")
 
@@ -49,7 +51,7 @@ def test_interfaces_count_what_nodes_that_step_alone_exchange(
     options = options_of(
         monkeypatch,
         *("--rate", "none", "--steps", "20", "--eval-interval", "10", "--eval-samples", "16"),
-        *("--variants", "local-10", "--ranks-per-node", "1", "--flags", TINY),
+        *("--variants", "local-10", "--global-batch-size", "2", "--flags", TINY),
     )
     result: dict = {}
     time_to_loss.measure(options, result)
