@@ -8,8 +8,9 @@ node is a network namespace of this machine, with a link of that rate to the oth
 the commands ip and tc). Nodes that step alone have one rank and others two, as hpZ needs; all share
 the same processors. Time is that of training steps alone: held-out losses are taken between them,
 while links have no limit. Bytes are read from the nodes' interfaces before and after the steps, and
-shown beside the ranks' traffic ledgers. The time to a loss is that to the first evaluation which is
-not above it; without --target that is the highest of all final losses.
+shown beside the ranks' traffic ledgers. An overlapped exchange that is under way when a loss is
+taken goes on meanwhile, and what of it crosses then is not read. The time to a loss is that to the
+first evaluation which is not above it; without --target that is the highest of all final losses.
 """
 
 import argparse

@@ -165,6 +165,9 @@ class Benchmark:
             flag.check(options)
         if self.draw is not None and options.plot is not None:
             require_matplotlib(options.plot)
+        for file in (options.json, options.results, getattr(options, "plot", None)):
+            if file not in (None, "-"):
+                _require_folder(Path(file).parent)
         if self.check is not None:
             self.check(options)
 
@@ -207,6 +210,14 @@ class Benchmark:
             write_text(options.results, page(result, text))
         if self.draw is not None and options.plot is not None:
             self.draw(result, options.plot)
+
+
+def _require_folder(folder: Path) -> None:
+    """Create the folder of a result now, since what is measured would be lost without it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write a result into {folder}: {error.strerror}") from error
 
 
 def _refuse(problem: Exception, status: int) -> int:

@@ -38,16 +38,23 @@ def run(monkeypatch, words: str, *, problem: Exception | None = None, **more) ->
 
 
 def test_a_result_says_what_ran_and_is_printed_and_written(monkeypatch, tmp_path: Path, capsys):
-    words = f"--rounds 2 --json {tmp_path}/a.json --results {tmp_path}/page.md"
+    words = f"--rounds 2 --json {tmp_path}/new/a.json --results {tmp_path}/page.md"
     status, result = run(monkeypatch, words, shape={"layers": 7})
     assert status == 0 and "2 rounds of ['a', 'b']" in capsys.readouterr().out
-    assert json.loads((tmp_path / "a.json").read_text()) == result
+    assert json.loads((tmp_path / "new/a.json").read_text()) == result
     assert result["command"].startswith("python -m benchmarks.folder.how_fast --rounds 2")
     assert {"date", "commit", "machine", "versions", "load"} <= set(result)
     assert set(result["shape"]) == set(SHAPE) and result["shape"]["layers"] == 7
     page = (tmp_path / "page.md").read_text()
     assert page.startswith(f"# How fast, {result['date'][:10]}\n\n`{result['command']}`\n")
     assert "torch " in page and page.endswith("2 rounds of ['a', 'b']\n")
+
+
+def test_nothing_is_measured_for_a_folder_that_cannot_be(monkeypatch, tmp_path: Path, capsys):
+    (tmp_path / "file").write_text("")
+    words = f"--json {tmp_path}/file/a.json"
+    assert run(monkeypatch, words, problem=AssertionError("measured")) == (2,)
+    assert f"cannot write a result into {tmp_path}/file: " in capsys.readouterr().err
 
 
 def test_a_dash_prints_nothing_but_the_json(monkeypatch, capsys):
