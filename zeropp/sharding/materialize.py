@@ -125,7 +125,8 @@ def _as_parameter_like(original: torch.Tensor, tensor: torch.Tensor) -> torch.Te
 def _put(tensor: torch.Tensor, owners: Owners) -> torch.Tensor:
     """Let modules hold a tensor in the place of another one; return what they held.
 
-    A buffer is swapped in place, so that it stays persistent or not.
+    A buffer is swapped in place, so that it stays persistent or not; for a copy, since a thread of
+    the process group may still hold what it has broadcast, which torch does not swap.
     """
     module, name = owners[0]
     if isinstance(tensor, nn.Parameter):
@@ -133,8 +134,9 @@ def _put(tensor: torch.Tensor, owners: Owners) -> torch.Tensor:
         for module, name in owners:
             module.register_parameter(name, tensor)
         return held
-    torch.utils.swap_tensors(module.get_buffer(name), tensor)
-    return tensor
+    copy = tensor.clone()
+    torch.utils.swap_tensors(module.get_buffer(name), copy)
+    return copy
 
 
 def _tensors_where(

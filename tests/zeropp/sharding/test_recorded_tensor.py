@@ -9,6 +9,7 @@ from torch import nn
 import zeropp
 from zeropp import InputError
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding import materialize
 from zeropp.sharding.recorded_tensor import RecordedTensor, recording
 
 COPIED = ("from_list", "norm.num_batches_tracked")  # made from numbers that are there already
@@ -169,3 +170,23 @@ def test_buffers_stay_persistent_or_not_and_tied():
     assert [*model.state_dict()] == [*WithBuffers().state_dict()]
     assert model.layer.shared is model.saved and type(model.saved) is torch.Tensor
     assert model.saved.tolist() == [0, 1, 2] and model.unsaved.tolist() == [0, 1, 2, 3]
+
+
+def test_a_buffer_is_materialized_while_a_collective_still_holds_what_it_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a thread of gloo does for a moment after the broadcast; here autograd holds it."""
+    with recording():
+        module = nn.Module()
+        module.register_buffer("scales", torch.arange(3.0))
+    held = []
+
+    def materialized(recorded: torch.Tensor, *_: object) -> torch.Tensor:
+        whole = recorded.materialize()
+        held.append(torch.ones(3, requires_grad=True) * whole)
+        return whole
+
+    monkeypatch.setattr(materialize, "_broadcast_materialized", materialized)
+    recorded = materialize.replace_by_meta(module)
+    materialize.materialize_shards(recorded, None, torch.device("cpu"))
+    assert torch.equal(module.scales, torch.arange(3.0)) and type(module.scales) is torch.Tensor
