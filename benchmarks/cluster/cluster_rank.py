@@ -17,6 +17,7 @@ from benchmarks.convergence.variants import Recipe
 from benchmarks.shared.pretrain_run import run_step, training_batches
 from benchmarks.shared.training_setup import TrainingSetup
 from megatron_zpp.data.loader import Loader
+from megatron_zpp.monitor.communication import ACROSS_NODES, sum_over
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.config import ParallelConfig
 from megatron_zpp.train.run import Run
@@ -104,9 +105,9 @@ class ClusterRank:
             started = time.perf_counter()
             iteration = run_step(self.training.run, self.training.batches)
             seconds.append(time.perf_counter() - started)
-        sent = iteration.communication.sent if iteration.communication else {}
-        across = sum(count for (_, hop), count in sent.items() if hop == "across_nodes")
-        return {"seconds": seconds, "ledger": across}
+        counted = iteration.communication
+        ledger = sum_over(counted.sent, ACROSS_NODES) if counted else 0
+        return {"seconds": seconds, "ledger": ledger}
 
     def held_out(self) -> dict:
         """Returns the held-out loss."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.cluster.network import emulation
 from benchmarks.cluster.rank_processes import RankProcesses
 from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
-from benchmarks.convergence.variants import FLAGS, MUON_LR, OUTER, VARIANTS, Recipe
+from benchmarks.convergence.variants import FLAGS, RATES, VARIANTS, Recipe
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.charts import hide_top_and_right, save_png
 from benchmarks.shared.table import Column, table
@@ -44,7 +44,7 @@ COLUMNS = (
 
 def recipe_of(options: argparse.Namespace, variant: str) -> Recipe:
     """The recipe of a variant; only the number of ranks in a node is its own."""
-    is_alone = "sync_every" in VARIANTS[variant].zeropp
+    is_alone = VARIANTS[variant].steps_alone
     ranks_per_node = options.ranks_alone if is_alone else options.ranks_per_node
     ranks, batch = options.nodes * ranks_per_node, options.global_batch_size
     if batch % ranks:
@@ -58,10 +58,7 @@ def recipe_of(options: argparse.Namespace, variant: str) -> Recipe:
         eval_interval=options.eval_interval,
         eval_samples=options.eval_samples,
         flags=f"{FLAGS} {options.flags} {sizes}",
-        muon_lr=options.muon_lr,
-        local_lr=options.local_lr,
-        outer_lr=options.outer_lr,
-        outer_momentum=options.outer_momentum,
+        **{flag.field: getattr(options, flag.field) for flag in RATES},
     )
 
 
@@ -91,7 +88,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
             with started_cluster(options.nodes, recipe.ranks_per_node, 0.0) as ranks:
                 rows.append({"rate": rate, **trained(ranks, variant, rate, recipe, options.seed)})
     highest = max(row["losses"][-1][1] for row in rows)
-    target = highest if options.target is None else float(options.target)
+    target = highest if options.target is None else options.target
     recipe = asdict(recipe_of(options, options.variants[0]))
     result |= {"recipe": recipe, "seed": options.seed, "target": target}
     result["rows"] = compare(rows, target)
@@ -200,10 +197,7 @@ BENCHMARK = Benchmark(
         Flag("--eval-interval", 20, "iterations between held-out losses", least=1),
         Flag("--eval-samples", 256, "samples of each held-out loss, always the same"),
         Flag("--target", help="the loss; default: the highest of all final ones", type=float),
-        Flag("--muon-lr", MUON_LR, "learning rate of variants with Muon"),
-        Flag("--local-lr", help="that of AdamW where nodes step alone", type=float),
-        Flag("--outer-lr", OUTER.outer_lr, "of variants whose nodes step alone"),
-        Flag("--outer-momentum", OUTER.outer_momentum, "likewise"),
+        *RATES,
         Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
     ),
     check=check,

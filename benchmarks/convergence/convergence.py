@@ -36,8 +36,7 @@ from benchmarks.convergence.convergence_rank import train_as_ordered
 from benchmarks.convergence.variants import (
     BASELINE,
     FLAGS,
-    MUON_LR,
-    OUTER,
+    RATES,
     SPIKE,
     SPIKE_FACTOR,
     USUAL,
@@ -83,10 +82,7 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
         eval_samples=options.eval_samples,
         flags=f"{FLAGS} {options.flags}".strip(),
         lr_spike=options.lr_spike,
-        muon_lr=options.muon_lr,
-        local_lr=options.local_lr,
-        outer_lr=options.outer_lr,
-        outer_momentum=options.outer_momentum,
+        **{flag.field: getattr(options, flag.field) for flag in RATES},
     )
 
 
@@ -265,10 +261,7 @@ BENCHMARK = Benchmark(
             0,
             f"multiply the learning rate by {SPIKE_FACTOR:g} in {SPIKE} iterations from this one",
         ),
-        Flag("--muon-lr", MUON_LR, "learning rate of variants with Muon"),
-        Flag("--local-lr", help="that of AdamW where nodes step alone", type=float),
-        Flag("--outer-lr", OUTER.outer_lr, "of variants whose nodes step alone"),
-        Flag("--outer-momentum", OUTER.outer_momentum, "likewise"),
+        *RATES,
         Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
         Flag("--folder", "runs/convergence", "for finished runs"),
         Flag("--order", help="of a rank: JSON with the variant, the seed and the recipe"),

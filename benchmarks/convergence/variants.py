@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
+from benchmarks.shared.benchmark import Flag
 from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
@@ -39,6 +40,13 @@ MUON = (
 # 6e-3 and 1.2e-2: AdamW 5.544, 5.494, 5.997 and 6.268, Muon 5.430, 5.250, 5.180 and 5.197.
 MUON_LR = 6e-3
 OUTER = Zeropp()  # with the default outer_lr and outer_momentum
+# Flags of benchmarks for the rates that some variants have, which are fields of a recipe.
+RATES = (
+    Flag("--muon-lr", MUON_LR, "learning rate of variants with Muon"),
+    Flag("--local-lr", help="that of AdamW where nodes step alone", type=float),
+    Flag("--outer-lr", OUTER.outer_lr, "of variants whose nodes step alone"),
+    Flag("--outer-momentum", OUTER.outer_momentum, "likewise"),
+)
 
 
 INTERVALS = (10, 30, 100)  # steps that nodes take alone
@@ -59,6 +67,16 @@ class Variant:
     zero: str = "zero3"
     flags: str = ""
     zeropp: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether matrices are Muon's."""
+        return self.flags == MUON
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether nodes step alone."""
+        return "sync_every" in self.zeropp
 
 
 def _muon_variants() -> dict[str, Variant]:
@@ -179,26 +197,25 @@ class Recipe:
     def of(self, name: str) -> dict:
         """What concerns a variant, by the names of fields."""
         variant = VARIANTS[name]
-        is_local, is_muon = "sync_every" in variant.zeropp, variant.flags == MUON
-        other = set() if is_muon else {"muon_lr"}
-        other |= {"local_lr"} if is_muon or not is_local else set()
-        other |= set() if is_local else {"outer_lr", "outer_momentum"}
+        other = set() if variant.has_muon else {"muon_lr"}
+        other |= {"local_lr"} if variant.has_muon or not variant.steps_alone else set()
+        other |= set() if variant.steps_alone else {"outer_lr", "outer_momentum"}
         return {key: value for key, value in asdict(self).items() if key not in other}
 
     def rate(self, name: str) -> list[str]:
         """The flag of a variant's learning rate if it has its own."""
         variant = VARIANTS[name]
-        if variant.flags == MUON:
+        if variant.has_muon:
             return ["--lr", str(self.muon_lr)]
-        is_local = "sync_every" in variant.zeropp
-        return ["--lr", str(self.local_lr)] if is_local and self.local_lr is not None else []
+        has_own = variant.steps_alone and self.local_lr is not None
+        return ["--lr", str(self.local_lr)] if has_own else []
 
     def zero(self, name: str) -> dict:
         """DeepSpeed's JSON of a variant."""
         variant = VARIANTS[name]
         content = zero_json(variant.zero, self.ranks_per_node)
         content["zeropp"] |= variant.zeropp
-        if "sync_every" in variant.zeropp:
+        if variant.steps_alone:
             outer = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
             content["zeropp"] |= outer
         return content
