@@ -5,10 +5,10 @@
 
 Each node is a launch of its own, and a supervisor starts a new one for each that ended. With --rate
 each is in a network namespace of this machine, as is the store, with a link of that rate to the
-others (needs root, and the commands ip and tc). At random
-moments, one in a minute, all processes of a node are killed at once. Required are that the others
-pass the step that they had reached within 30 s, that no node counts a step twice, and that nodes
-that have saved the same iteration have the same weights, to the bit.
+others (needs root, and the commands ip and tc). At random moments, about one in a minute, all
+processes of a node are killed at once. Required are that the others pass the step that they had
+reached within 30 s, that no node counts a step twice, and that nodes that have saved the same
+iteration have the same weights, to the bit.
 """
 
 import argparse

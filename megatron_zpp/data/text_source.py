@@ -12,7 +12,7 @@ from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from zeropp.errors import InputError
 
 DEFAULT_CACHE = ".cache"  # in the current folder
-SMALLEST_VOCAB_SIZE = 257
+SMALLEST_VOCAB_SIZE = 257  # of the default corpus: the bytes, and end of document
 
 log = logging.getLogger("megatron_zpp")
 

@@ -83,8 +83,7 @@ class Candidate:
     @property
     def interval(self) -> int:
         """The steps that nodes take alone between exchanges; 1: they take each step together."""
-        _, interval = SyncSchedule.of(self.config.zero.zeropp.sync_every).phases[-1]
-        return interval
+        return SyncSchedule.of(self.config.zero.zeropp.sync_every).last_interval
 
     @property
     def is_divided(self) -> bool:

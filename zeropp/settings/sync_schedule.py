@@ -71,6 +71,11 @@ class SyncSchedule:
         """Whether all nodes take every step together, as one data axis."""
         return self.phases == ((0, 1),)
 
+    @property
+    def last_interval(self) -> int:
+        """The interval of the last phase, the largest."""
+        return self.phases[-1][1]
+
     def interval(self, step: int) -> int:
         """Return the interval of the phase that a step belongs to."""
         return self.phases[self._phase(step)][1]

@@ -76,8 +76,7 @@ class PlannedLocalSteps:
     @property
     def interval(self) -> int:
         """The steps between exchanges; where `sync_every` grows, those of the last steps."""
-        _, interval = self.schedule.phases[-1]
-        return interval
+        return self.schedule.last_interval
 
     @property
     def hidden_share(self) -> float:
