@@ -58,6 +58,9 @@ class TokenizerConfig(Section):
     vocab_size: int | None = flag(
         None, "entries of the NullTokenizer, or of the default corpus's tokenizer (8192)", minimum=1
     )
+    null_tokenizer_eod_id: int | None = flag(
+        None, "id of the NullTokenizer that ends a document (default: the last one)", minimum=0
+    )
     vocab_extra_ids: int = flag(0, "sentinel tokens added to the vocabulary", minimum=0)
 
     @property

@@ -95,7 +95,7 @@ class TrainingConfig(Section):
 class EvaluationConfig(Section):
     """How often and on how much the held-out loss is measured, and a sample at the end."""
 
-    eval_iters: int = flag(100, "batches of an evaluation; 0: none", minimum=0)
+    eval_iters: int = flag(100, "batches of an evaluation; 0: none", minimum=0, synonyms={"-1": 0})
     eval_interval: int = flag(
         1000, "iterations between evaluations", minimum=1, no_effect=_NO_EVALUATION
     )

@@ -64,6 +64,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
                 "%s %s has no effect with --tokenizer-type %s", *(_flag(field), value, name)
             )
     arguments = [getattr(config, field) for field in fields]
+    if tokenizer_class is NullTokenizer:
+        return NullTokenizer(*arguments, config.vocab_extra_ids, config.null_tokenizer_eod_id)
     return tokenizer_class(*arguments, config.vocab_extra_ids)
 
 

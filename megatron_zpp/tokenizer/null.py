@@ -5,19 +5,24 @@ from zeropp.errors import InputError
 
 
 class NullTokenizer(Tokenizer):
-    """Ids below `vocab_size`; the last one ends a document."""
+    """Ids below `vocab_size`; `eod` (default: the last one) ends a document."""
 
     name = "NullTokenizer"
 
-    def __init__(self, vocab_size: int, extra_ids: int = 0):
+    def __init__(self, vocab_size: int, extra_ids: int = 0, eod: int | None = None):
         if vocab_size < 2:
             raise InputError(
                 f"--vocab-size is {vocab_size}: NullTokenizer needs at least 2 "
                 "(the last id ends a document)"
             )
-        super().__init__(
-            size=vocab_size, eod=vocab_size - 1, extra_ids=extra_ids, identity=[vocab_size]
-        )
+        last = vocab_size - 1
+        if eod is not None and eod > last:
+            raise InputError(
+                f"--null-tokenizer-eod-id {eod}: --vocab-size {vocab_size} has the ids 0 to {last}"
+            )
+        identity = [vocab_size] if eod in (None, last) else [vocab_size, eod]
+        eod = last if eod is None else eod
+        super().__init__(size=vocab_size, eod=eod, extra_ids=extra_ids, identity=identity)
 
     def encode(self, text: str) -> list[int]:
         """Return the whole numbers in `text`, separated by spaces; InputError for other words."""

@@ -26,7 +26,7 @@ def rotary_tables(
     channels = config.rotary_channels
     frequencies = base_frequencies(channels, config.rotary_base, positions.device)
     scale = 1.0
-    if config.use_rope_scaling:
+    if config.use_rope_scaling and config.rope_type != "yarn":
         frequencies = _llama3_frequencies(config, frequencies)
     if config.rotary_seq_len_interpolation_factor > 1:
         frequencies = frequencies / config.rotary_seq_len_interpolation_factor

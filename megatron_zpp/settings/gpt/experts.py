@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
-from megatron_zpp.settings.gpt.layer_pattern import marks_of
+from megatron_zpp.settings.gpt.layer_pattern import QUOTED, marks_of
 from megatron_zpp.settings.gpt.sizes import model_flag
 from zeropp.errors import InputError
 from zeropp.settings.schema import Rule, at_most, requires
@@ -252,7 +252,7 @@ class MoeConfig(Section):
     @property
     def moe_layers(self) -> tuple[bool, ...]:
         """For each layer, whether it has experts."""
-        text = self.moe_layer_freq.strip()
+        text = self.moe_layer_freq.strip(QUOTED)
         if not self.has_experts:
             return (False,) * self.num_layers
         if text.isdecimal() and int(text) > 0:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from zeropp.errors import InputError
 
 MAX_LAYERS = 10_000
+QUOTED = " '\""  # as scripts leave them around patterns that they quote twice
 
 
 def parse_window(text: str) -> int:
@@ -41,7 +42,8 @@ def marks_of(text: str, num_layers: int, flag: str, *, nth: bool = True) -> tupl
 
     Raises InputError, which names the `flag`, for other text and for a list of another length.
     """
-    if text.strip().isdecimal() and int(text) > 0:
+    text = text.strip(QUOTED)
+    if text.isdecimal() and int(text) > 0:
         return tuple((layer % int(text) == 0) == nth for layer in range(1, num_layers + 1))
     try:
         marks = _evaluate(ast.parse(text, mode="eval").body)

@@ -35,6 +35,10 @@ _PAIRS = NoEffect(
     "latent attention always turns neighbouring channels",
     when=lambda c: c.model.multi_latent_attention,
 )
+_LATENT_YARN = NoEffect(
+    "latent attention scales frequencies by YaRN here: --rotary-scaling-factor",
+    when=lambda c: c.model.multi_latent_attention and c.model.rope_type == "yarn",
+)
 _mscale_flag = partial(model_flag, no_effect=(_NEEDS_LATENT, _NEEDS_YARN))
 _longrope_flag = partial(model_flag, no_effect=(NEEDS_ROPE, _NEEDS_LONGROPE))
 
@@ -67,8 +71,10 @@ class PositionConfig(LatentAttentionConfig):
         "turn neighbouring channels as pairs, instead of channels i and i + half",
         no_effect=(NEEDS_ROPE, _PAIRS),
     )
-    use_rope_scaling: bool = _rope_flag(
-        False, "scale rotary frequencies as Llama 3.1 does, for contexts beyond 8192 tokens"
+    use_rope_scaling: bool = model_flag(
+        False,
+        "scale rotary frequencies as Llama 3.1 does, for contexts beyond 8192 tokens",
+        no_effect=(NEEDS_ROPE, _LATENT_YARN),
     )
     rope_scaling_factor: float = _llama_flag(
         8.0, "--use-rope-scaling divides the slow frequencies by this", minimum=1
@@ -239,7 +245,7 @@ class PositionConfig(LatentAttentionConfig):
                 "rotary positions turn"
             )
         scalings = {
-            "--use-rope-scaling": self.use_rope_scaling,
+            "--use-rope-scaling": self.use_rope_scaling and not self.multi_latent_attention,
             "--rope-type yarn": self.rope_type == "yarn",
             "--longrope-long-factors": any(counts.values()),
             "--rotary-seq-len-interpolation-factor": self.rotary_seq_len_interpolation_factor > 1,

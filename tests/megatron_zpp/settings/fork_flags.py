@@ -1,6 +1,7 @@
 """Flags of Megatron's forks and of its older versions, by what one of their scripts gives them."""
 
-# BigScience's, BigCode's and Habana's forks of Megatron-DeepSpeed and Megatron-LM, Megatron-LM 2.
+# BigScience's, BigCode's, Habana's and AMD's forks of Megatron-DeepSpeed and Megatron-LM, and
+# other versions of Megatron-LM.
 OF_FORKS = {
     "--no-train": "",
     "--pp-partition-method": "type:transformer|embedding",
@@ -46,4 +47,6 @@ OF_FORKS = {
     "--norm-target-loss": "",
     "--reweight-loss-based-on-position-frequency": "",
     "--use-bnb-optimizer": "",
+    "--moe-use-legacy-grouped-gemm": "",
+    "--legacy-tokenizer": "",
 }

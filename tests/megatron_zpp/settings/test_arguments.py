@@ -112,6 +112,8 @@ SETTINGS = (
 --tokenizer-name-or-path t            tokenizer.tokenizer_model "t"
 --tokenizer-file t                    tokenizer.tokenizer_model "t"
 --vocab-size 300                      tokenizer.vocab_size 300
+--null-tokenizer-eod-id 7             tokenizer.null_tokenizer_eod_id 7
+--eval-iters -1                       evaluation.eval_iters 0
 --vocab-extra-ids 3                   tokenizer.vocab_extra_ids 3
 --optimizer adam                      optimizer.optimizer "adam"
 --optimizer FusedAdamW                optimizer.optimizer "adam"

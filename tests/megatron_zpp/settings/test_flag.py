@@ -33,6 +33,7 @@ PAIRS = """
 --recompute-num-layers 2 | | --checkpoint-activations
 --rotary-base 500 | | --use-rotary-position-embeddings
 --use-rope-scaling | | --use-rotary-position-embeddings
+--use-rope-scaling | --multi-latent-attention --rope-type yarn | --use-rotary-position-embeddings
 --rope-scaling-factor 4 | | --use-rope-scaling --use-rotary-position-embeddings
 --split 9,1,0 | --mock-data | --data-path d
 --data-cache-path c | --mock-data | --data-path d

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,8 @@ def test_null() -> None:
     assert tokenizer.encode(" 3 14\n15 99 ") == [3, 14, 15, 99]
     assert tokenizer.decode([3, 14, 99]) == "3 14 99"
     assert (tokenizer.eod, tokenizer.vocab_size) == (99, 100)
+    with_other_end = build_tokenizer(replace(config, null_tokenizer_eod_id=7))
+    assert with_other_end.eod == 7 and with_other_end.fingerprint != tokenizer.fingerprint
     for text, message in (("3 x", "not 'x'"), ("-1", "not '-1'"), ("100", "id 100 is outside")):
         with pytest.raises(InputError, match=message):
             tokenizer.encode(text)
@@ -194,6 +197,10 @@ def test_null() -> None:
         ({"tokenizer_type": "HFTokenizer"}, "needs --tokenizer-model"),
         ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 1}, "needs at least 2"),
+        (
+            {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 9},
+            "has the ids 0 to 8",
+        ),
     ],
 )
 def test_a_section_that_is_no_good(fields: dict, message: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.megatron_zpp.settings.mixture_scripts import MIXTURES
 from tests.megatron_zpp.train.training_runs import (
     field,
     log_of,
@@ -27,53 +28,29 @@ SIGMOID = LLAMA + (
     "--moe-router-bias-update-rate 0.01 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3 "
     "--moe-shared-expert-intermediate-size 16 --micro-batch-size 1 --global-batch-size 8 "
 )
-# Of Megatron-LM's example for Mixtral 8x7B, with a smaller model and other ranks.
-MIXTRAL = LLAMA + (
-    "--use-mcore-models --max-position-embeddings 128 --ffn-hidden-size 48 --init-method-std 0.01 "
-    "--group-query-attention --num-query-groups 2 --no-masked-softmax-fusion "
-    "--no-position-embedding --rotary-base 1000000 --num-experts 8 --moe-router-topk 2 "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm "
-    "--moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce "
-    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 3 --lr-decay-iters 2 "
-    "--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 --lr-warmup-iters 1 "
-    "--clip-grad 1.0 --bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 "
-    "--expert-model-parallel-size 2 --use-distributed-optimizer --sequence-parallel "
-)
 # Of Megatron-DeepSpeed's for 64 experts, with 2 per token.
 DEEPSPEED = (
     "--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 "
     "--tensor-model-parallel-size 1 --moe-expert-parallel-size 4 --num-experts 8 "
     "--moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 --moe-eval-capacity-factor 1.0 "
     "--moe-min-capacity 4 --init-method-std 0.014 --micro-batch-size 2 --global-batch-size 8 "
-    "--train-iters 3 --lr 4.5e-4 --min-lr 4.5e-6 --lr-decay-style cosine --lr-decay-iters 3 "
+    "--train-iters 5 --lr 4.5e-4 --min-lr 4.5e-6 --lr-decay-style cosine --lr-decay-iters 3 "
     "--weight-decay 0.1 --clip-grad 1.0 --hysteresis 2 --fp16 --create-moe-param-group "
     "--expert-interval 2 --topk 2 --zero-stage 2 --deepspeed "
 )
 
 
-# Of scripts that train DeepSeek-V3 with Megatron-LM, likewise.
-DEEPSEEK = LLAMA + (
-    "--num-layers 4 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
-    "--qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm --rotary-base 10000 --mscale 1.0 "
-    "--mscale-all-dim 1.0 --attention-softmax-in-fp32 --no-rope-fusion --num-experts 8 "
-    "--moe-layer-freq ([0]*1+[1]*3) --moe-ffn-hidden-size 16 --moe-router-topk 4 "
-    "--moe-shared-expert-intermediate-size 16 --moe-router-pre-softmax --moe-permute-fusion "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32 "
-    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
-    "--moe-router-bias-update-rate 1e-3 --moe-router-num-groups 4 --moe-router-group-topk 2 "
-    "--moe-router-topk-scaling-factor 2.5 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
-    "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer "
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3 --clip-grad 1.0 --bf16 "
-)
+SCRIPTS = {"deepspeed": DEEPSPEED, **MIXTURES}
 
 
-@pytest.mark.parametrize("flags", [MIXTRAL, DEEPSPEED, DEEPSEEK])
-def test_arguments_of_other_programs_run(flags: str, tmp_path: Path) -> None:
-    log = run(4, flags, tmp_path)
-    assert len(loss_values(log)) == 3
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_of_other_programs_train(script: str, tmp_path: Path) -> None:
+    flags = " ".join(SCRIPTS[script].split())
+    log = run(4, f"{flags} ", tmp_path)
+    assert len(loss_values(log)) == 5
     balance = field(log, " load_balancing_loss") + field(log, "seq_load_balancing_loss")
-    assert len(balance) == 3 and all(0.9 < float(loss) < 3 for loss in balance)
+    assert len(balance) == (0 if "balancing-type none" in flags else 5)
+    assert all(0.9 < float(loss) < 3 for loss in balance)
 
 
 @ranks(4, timeout=120)
