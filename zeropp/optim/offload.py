@@ -103,7 +103,7 @@ def require_host_memory(
             f"host memory, {needed / 2**30:.2f} GiB{note}"
         )
     environment, free = Environment.read(), free_bytes()
-    ranks = -(-environment.world_size // environment.machines)
+    ranks = min(sharding.grid.num_ranks, -(-environment.world_size // environment.machines))
     missing = max(needed, weights) - has_values * weights
     with fail_together():  # before any rank allocates what another still counts as free
         if free is not None and ranks * missing > free:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -210,10 +211,7 @@ def test_too_little_memory_is_reported_before_allocating(monkeypatch):
 
 @ranks(1)
 def test_page_locked_memory_is_counted_as_pytorch_allocates_it():
-    """A power of two for each tensor: of 33 numbers in 4 bytes 256, in 2 bytes 128.
-
-    The masters take the place of the weights that are there, of 4 bytes a number.
-    """
+    """A power of two each: 256 for 33 numbers of 4 bytes, 128 of 2. Weights are there, 4 bytes."""
     config, elsewhere = zero_config({"stage": 2}, **FORMATS["bf16"]), torch.device("meta")
     for pin, needed in ((False, 33 * 14), (True, 33 * 4 + 2 * 256 + 128)):
         for free in (needed, needed - 1):
@@ -257,11 +255,13 @@ def test_a_model_has_one_offloaded_optimizer_which_takes_gradients_while_the_mod
 
 @ranks(2)
 def test_too_little_memory_on_one_machine_is_reported_on_all():
-    """And nobody takes any before all have looked."""
+    """And nobody takes any before all have looked; ranks of other axes take memory, too."""
     free = 1000 if dist.get_rank() else 2**40
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = shard(small_model(), mesh, zero_config({"stage": 2}, **FORMATS["bf16"]), axis="data")
     with patch.object(module, "free_bytes", lambda: free), patch.object(Offload, "_empty") as taken:
         with pytest.raises(InputError, match="host memory for the 2 ranks"):
-            offloaded(sharded({"stage": 2}, FORMATS["bf16"]))
+            offloaded(model)
     assert not taken.called
 
 
