@@ -11,6 +11,9 @@ Differences from a new interpreter: `sys.modules` has third-party modules, and t
 the program would import them from this clone; `/proc/PID/cmdline` and `/proc/PID/environ` are
 those of the server, and the interpreter is not torn down at the end. Tests that are about any of
 this are marked `@pytest.mark.new_interpreter`.
+
+If the imports start threads, as those of a torch with CUDA do, nothing can be forked from what they
+leave: then every program starts in a new interpreter.
 """
 
 import array
@@ -34,6 +37,7 @@ from pathlib import Path
 
 from tests.forked_program import Program, become, run
 
+NO_FORKS = "TESTS_WITHOUT_FORKS"  # set for a session and its workers once imports start threads
 AVAILABLE = sys.platform == "linux"  # elsewhere no process can adopt another's child
 PRELOADED = (
     "torch", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint",
@@ -48,6 +52,7 @@ OWN = (  # of this project: they cost a program that imports them 0.3 s
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 ROOT = Path(__file__).resolve().parent.parent
 MESSAGE_BYTES = 1 << 20
+READY, THREADS = b"ready", b"threads"  # a server's first message
 MOST_DESCRIPTORS = 16
 SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 IN_NETWORK = ["ip", "netns", "exec"]  # and a name
@@ -71,11 +76,17 @@ class Client:
         self.lock = threading.Lock()
         self.owner = os.getpid()
 
-    def start(self, program: Program, descriptors: Sequence[int]) -> int:
-        """Start a program with these open files; return the process id of this process's child."""
+    def start(self, program: Program, descriptors: Sequence[int]) -> int | None:
+        """Start a program with these open files; return the process id of this process's child.
+
+        Return None if nothing can be forked here.
+        """
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         with self.lock, _adopting():
-            self.connection = self.connection or _start_server()
+            if NO_FORKS not in os.environ and self.connection is None:
+                self.connection = _start_server()
+            if self.connection is None:
+                return None
             self.connection.sendmsg([pickle.dumps(vars(program))], rights)
             reply = self.connection.recv(64)
         if not reply:
@@ -120,7 +131,11 @@ class Starter:
             return
         pipes = (names["p2cread"], names["c2pwrite"], names["errwrite"])
         streams = [standard if pipe == -1 else pipe for standard, pipe in enumerate(pipes)]
-        process.pid = self.client.start(program, [*streams, *program.descriptors[3:]])
+        pid = self.client.start(program, [*streams, *program.descriptors[3:]])
+        if pid is None:
+            new_process(process, *values)
+            return
+        process.pid = pid
         process._child_created = True
         process._close_pipe_fds(*(names[name] for name in PIPES))
 
@@ -161,13 +176,22 @@ def _program(names: Mapping[str, object]) -> Program | None:
     )
 
 
-def _start_server() -> socket.socket:
+def _start_server() -> socket.socket | None:
+    """Return the connection to a new fork server, once it can fork; None if it never can."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with starter.new_interpreters():
         server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT)
     theirs.close()
+    reply = ours.recv(64)
+    if reply == THREADS:
+        ours.close()
+        server.wait()
+        os.environ[NO_FORKS] = "1"
+        return None
+    if reply != READY:
+        raise RuntimeError("the fork server did not start; see its error message above")
     atexit.register(_end, server, ours)
     return ours
 
@@ -280,11 +304,19 @@ def main(connection: socket.socket) -> None:
     run(program)
 
 
+def _end_if_threads(connection: socket.socket) -> None:
+    """End this server if it has a second thread, which its forks would lose."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        connection.send(THREADS)
+        os._exit(0)
+
+
 if __name__ == "__main__":
-    for name in filter(lambda name: importlib.util.find_spec(name.split(".")[0]), PRELOADED):
-        importlib.import_module(name)  # of those that are installed
-    for name in OWN:
-        importlib.import_module(name)
+    to_client = socket.socket(fileno=int(sys.argv[1]))
+    for name in (*PRELOADED, *OWN):
+        _end_if_threads(to_client)
+        if importlib.util.find_spec(name.partition(".")[0]):  # not all are installed
+            importlib.import_module(name)
     for name in ("tests", "tests.forked_program"):
         del sys.modules[name]
     sys.path.remove(str(ROOT))
@@ -294,7 +326,6 @@ if __name__ == "__main__":
         finalizer.atexit = False
     gc.collect()
     gc.freeze()
-    threads = os.listdir("/proc/self/task")
-    if len(threads) > 1:
-        raise RuntimeError(f"{len(threads)} threads after the imports: a fork would lose them")
-    main(socket.socket(fileno=int(sys.argv[1])))
+    _end_if_threads(to_client)
+    to_client.send(READY)
+    main(to_client)

@@ -35,8 +35,9 @@ SERVE = "import sys; from tests.rank_worker import serve; serve(int(sys.argv[1])
 def ranks(count: int, *, timeout: float = 60, ranks_per_node: int | None = None) -> Callable:
     """Make a test function run on `count` ranks, for at most `timeout` seconds.
 
-    `ranks_per_node` sets `LOCAL_WORLD_SIZE` (default: all on one node). Failure, skip and xfail of
-    a rank become those of the test; the ranks that hang are killed and named.
+    The variable RANKS_MAY_TAKE multiplies the time, where workers share a GPU. `ranks_per_node`
+    sets `LOCAL_WORLD_SIZE` (default: all on one node). Failure, skip and xfail of a rank become
+    those of the test; the ranks that hang are killed and named.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -44,7 +45,8 @@ def ranks(count: int, *, timeout: float = 60, ranks_per_node: int | None = None)
         def on_ranks(**kwargs: object) -> None:
             __tracebackhide__ = True
             job = _job(function, kwargs, ranks_per_node or count)
-            run = shared_pool().run(job, count, timeout)
+            factor = float(os.environ.get("RANKS_MAY_TAKE", "1"))
+            run = shared_pool().run(job, count, factor * timeout)
             run.report()
 
         return on_ranks

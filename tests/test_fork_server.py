@@ -13,6 +13,12 @@ from tests import fork_server
 from tests.launched import ROOT, call
 
 pytestmark = pytest.mark.skipif(not fork_server.AVAILABLE, reason="only Linux has subreapers")
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+FORKED = "test_open_files_keep_their_numbers"  # which is skipped where nothing can be forked
+START_A_THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+"""
 # What a program sees of itself, as JSON.
 SHOW = """
 import json, os, signal, sys
@@ -24,6 +30,16 @@ print(json.dumps({
 }))
 print("done", file=sys.stderr)
 """
+
+
+@pytest.fixture(autouse=True)
+def needs_forks(request: pytest.FixtureRequest) -> None:
+    """Skip where importing torch starts a thread, unless the test is marked to fork nothing."""
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    if fork_server.NO_FORKS in os.environ and not request.node.get_closest_marker(
+        "new_interpreter"
+    ):
+        pytest.skip("importing torch starts a thread here")
 
 
 def show(command: list[str], folder: Path, **settings: object) -> dict:
@@ -55,6 +71,19 @@ def test_a_program_sees_what_it_would_see_in_a_new_interpreter(kind, new_session
 def test_a_marked_test_forks_nothing() -> None:
     code = "import sys; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
+
+
+@pytest.mark.new_interpreter
+def test_programs_ranks_and_workers_start_anew_where_imports_start_threads(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(START_A_THREAD)  # in every new interpreter
+    kept = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    tests = ["tests/test_ranks.py::test_processes_are_reused_and_clean", f"{__file__}::{FORKED}"]
+    done = subprocess.run(
+        [*PYTEST, "-n", "1", *tests], capture_output=True, text=True,
+        cwd=ROOT, env={**kept, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert "1 passed, 1 skipped" in done.stdout and (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from benchmarks.shared.time_limited_command import CommandResult
+from benchmarks.shared.time_limited_command import INTERRUPTED, CommandResult
 from setup import find_nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "transformers", "bitsandbytes", "torchao", "numpy", "pytest")
-OUTPUT_LINES = 40  # of failed steps and of tests that are shown
+OUTPUT_LINES = 60  # of failed steps and of tests that are shown
+FACT_SECONDS = 60  # that a program which describes the machine may take
 # Asked of another process, so that this one holds no GPU memory.
 ENVIRONMENT_PROGRAM = """
 import json
@@ -42,21 +44,19 @@ class Outcome:
 
 def machine_facts(device: str | None, commit: str | None) -> tuple[str, dict[str, str]]:
     """The device to use, "cuda" or "cpu", and a description of the machine and its software."""
-    done = subprocess.run(
-        [sys.executable, "-c", ENVIRONMENT_PROGRAM],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    report, cuda = json.loads(done.stdout.splitlines()[-1])
+    gpus = _nvidia_smi("name,memory.total,power.limit,clocks.max.sm")
+    output = _output_of(sys.executable, "-c", ENVIRONMENT_PROGRAM) or ""
+    if not output.endswith("]"):  # torch cannot be imported: the steps will say why
+        known = {"date": f"{datetime.now():%Y-%m-%d}", "commit": commit or "unknown"}
+        return device or ("cuda" if gpus else "cpu"), known | {"GPU": gpus or "none"}
+    report, cuda = json.loads(output.rpartition("; ")[2])
     machine, versions = report["machine"], report["versions"]
     device = device or ("cuda" if machine["gpus"] else "cpu")
     if not commit and report["commit"]:
         commit = report["commit"] + (", with changes" if report["uncommitted"] else "")
     gpu = "not used"
     if device == "cuda":
-        gpu = _nvidia_smi("name,memory.total,power.limit,clocks.max.sm") or "none"
+        gpu = gpus or "none"
     return device, {
         "date": report["date"],
         "commit": commit or "unknown: not a git clone",
@@ -114,8 +114,8 @@ def describe_tests(some_must_run: bool, result: CommandResult) -> tuple[str, str
 
 
 def _ending(result: CommandResult) -> str:
-    if result.status is None:
-        return "Its time was up."
+    if result.status in (None, INTERRUPTED):
+        return "Its time was up." if result.status is None else "It was interrupted."
     return f"It ended with status {result.status}."
 
 
@@ -135,7 +135,12 @@ def _output_of(*command: str) -> str | None:
     """The lines that a command prints, joined by "; "; None without the command or any output."""
     if shutil.which(command[0]) is None:
         return None
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=FACT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer of {command[0]} in {FACT_SECONDS} s"
     return "; ".join(done.stdout.split("\n")).strip("; ") or None
 
 

@@ -1,5 +1,6 @@
 """A command with a time limit, whose output goes to files and whose children end with it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,13 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS_TO_END = 5.0  # between SIGTERM and SIGKILL
+SECONDS_TO_END = 10.0  # between SIGINT, at which pytest sums up, and SIGKILL
+INTERRUPTED = -signal.SIGINT  # the status where this process was interrupted meanwhile
 CANNOT_START = 127  # the shell's exit status for a command that cannot be started
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """Exit status (None if the time was up), duration, and both outputs of a command."""
+    """Exit status, duration, and both outputs of a command.
+
+    The status is None if the time was up, and `INTERRUPTED` if this process was interrupted.
+    """
 
     status: int | None
     seconds: float
@@ -54,14 +59,19 @@ def run_with_limit(
 
 
 def _wait(process: subprocess.Popen, limit: float) -> int | None:
-    """The exit status; None if the process and all it started had to be ended."""
+    """The exit status; None or `INTERRUPTED` if the process and all it started had to be ended."""
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
+        status = None
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    process.send_signal(signal.SIGINT)
     try:
         process.wait(SECONDS_TO_END)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        pass
+    with contextlib.suppress(ProcessLookupError):  # what it has started may be left
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return None
+    process.wait()
+    return status

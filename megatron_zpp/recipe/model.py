@@ -24,6 +24,7 @@ from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import InputError, Sharding, shard
+from zeropp.optim.offload import require_host_memory
 from zeropp.settings.schema import no_effect_line
 from zeropp.sharding.shard import allocate_parameters
 from zeropp.wire.route import UNQUANTIZED
@@ -45,8 +46,9 @@ def build_model(
     `fill` writes the weights; without it they are drawn. LoRA adapters are added and drawn as
     `config.lora` says. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
-    experts = None
-    if config.model.has_experts:
+    experts, zero = None, config.zero
+    seed, shape = config.training.seed, config.model
+    if shape.has_experts:
         experts = expert_axis(config, ranks)
         log_settings_without_effect(config, experts)
     common = Part(
@@ -62,12 +64,18 @@ def build_model(
         sharding = _build_pipeline(config, ranks, build(common), build)
     else:
         sharding = _shard_model(build(common), config, ranks)
+    if zero.offloads_optimizer:
+        placed, delayed = zero.zero_optimization.offload_optimizer, zero.zeropp.delayed_param_update
+        require_host_memory(
+            sharding, ranks.device, placed.ratio, pin_memory=placed.pin_memory, delayed=delayed
+        )
+    sharding = allocate_parameters(sharding, zero, ranks.device)
     model = sharding.model
     if fill is None:
-        initialize(model, config.training.seed, config.model)
+        initialize(model, seed, shape)
     else:
         fill(model)
-        initialize_adapters(model, config.training.seed)
+        initialize_adapters(model, seed)
     sharding.weights_changed()
     return sharding
 
@@ -135,17 +143,16 @@ def _build_meta_model(config: Config, vocab_size: int, part: Part) -> GPT:
 
 
 def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:
-    """Shard a model that is on the meta device over the data axis, and allocate the shards."""
-    zero, axis = config.zero, model.part.experts
+    """Shard a model that is on the meta device over the data axis."""
+    axis = model.part.experts
     experts = [module for module in model.modules() if isinstance(module, Experts) and axis]
     # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
-    sharding = shard(
+    return shard(
         model,
         ranks.mesh,
-        zero,
+        config.zero,
         axis="data",
         experts={module: axis.mesh for module in experts},
         cast_forward_inputs=False,
         keeps_root=keeps_root,
     )
-    return allocate_parameters(sharding, zero, ranks.device)

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeropp import Sharding, ZeroConfig, shard
+from zeropp.ranks.process_group import pick_device
+from zeropp.ranks.topology import Environment
 
 ALL_THREE = {
     "stage": 3,
@@ -50,6 +52,8 @@ class PrescribedModel(nn.Module):
 
 
 def data_mesh(device: str = "cpu") -> DeviceMesh:
+    if device != "cpu":
+        pick_device(Environment.read())  # ranks share the GPUs
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("data",))
 
 

@@ -39,12 +39,17 @@ def before_pass(model: nn.Module, prepare: Callable[[Set[nn.Module]], None]) -> 
     outermost = {unit._get_fsdp_state() for unit in units if unit not in inner}
     states = {unit._get_fsdp_state() for unit in units}
 
-    def prepare_and_begin(state: object, inside: Set[nn.Module], begin: Callable, *inputs) -> tuple:
+    def prepare_and_begin(
+        state: object, inside: Set[nn.Module], begin: Callable, module: nn.Module, *inputs: object
+    ) -> tuple:
         root = state._state_ctx.iter_forward_root
         enters = state in outermost and root is not state
         if backward_id() == -1 and (root is None or enters):
             prepare(inside)
-        return begin(*inputs)
+        if any(inputs):
+            return begin(module, *inputs)
+        begin(module, (None,), {})  # on a GPU FSDP2 moves inputs, and torch 2.11 expects one
+        return inputs
 
     def undo() -> None:
         for state in states:

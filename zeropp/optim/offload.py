@@ -37,7 +37,7 @@ from zeropp.wire.kept_weights import WeightsWritten
 
 BUCKET = 2**25  # elements; one bucket is sent to the device while the next is updated
 HOST = torch.device("cpu")
-FP32_BYTES, MOMENT_BYTES = 4, 8  # of a weight or gradient; of Adam's two moments
+MOMENT_BYTES = 8  # of Adam's two moments
 log = logging.getLogger("zeropp")
 
 
@@ -72,14 +72,55 @@ def master_devices(
         yield HOST if fits else device
 
 
+def trained_parameters(sharding: Sharding) -> list[nn.Parameter]:
+    return [parameter for parameter in sharding.model.parameters() if parameter.requires_grad]
+
+
+def require_host_memory(
+    sharding: Sharding, device: torch.device, ratio: float, *, pin_memory: bool, delayed: bool
+) -> None:
+    """Raise InputError if the host lacks memory for what `Offload` takes there; all ranks call it.
+
+    Weights that are there count once; those on the meta device will be drawn there, in fp32.
+    """
+    stays = device == HOST or any(map(fsdp.is_on_host, sharding.units))
+    width, is_16_bit = sharding.compute_dtype.itemsize, sharding.compute_dtype != torch.float32
+    # weight, gradients, rounded weight, the model's own where that is another one
+    widths = 4, 4, 4 * delayed, width * is_16_bit, width * (delayed and stays)
+    pinned = pinned_bytes, ", pinned"
+    allocated, note = pinned if pin_memory and device != HOST else (int, "")
+    needed = elements = weights = 0
+    trained = trained_parameters(sharding)
+    for parameter, place in zip(trained, master_devices(trained, ratio, device), strict=True):
+        local, size = local_part(parameter), local_part(parameter).numel()
+        weights += 0 if local.is_cuda else local.nbytes
+        if place == HOST:
+            elements += size
+            needed += MOMENT_BYTES * size + sum(allocated(each * size) for each in widths)
+    if has_values := not any(each.is_meta for each in trained):
+        log.info(
+            f"offload: weights, gradients and moments of {elements:,} parameters of this rank in "
+            f"host memory, {needed / 2**30:.2f} GiB{note}"
+        )
+    environment, free = Environment.read(), free_bytes()
+    ranks = min(sharding.grid.num_ranks, -(-environment.world_size // environment.machines))
+    missing = max(needed, weights) - has_values * weights
+    with fail_together():  # before any rank allocates what another still counts as free
+        if free is not None and ranks * missing > free:
+            raise InputError(
+                f"offload_optimizer needs {ranks * needed / 2**30:.1f} GiB of host memory for the "
+                f"{ranks} ranks of this machine, {ranks * missing / 2**30:.1f} more than now, and "
+                f"{free / 2**30:.1f} are free: use more machines or offload_optimizer.ratio below 1"
+            )
+
+
 class Offload:
     """The masters of a sharded model's trainable parameters; create it before the first forward.
 
     device: where the model computes; its weights are moved there, unless FSDP2 keeps them on the
     host. ratio: at most this share of all elements has its masters on the host; parameters are not
     split. delayed: masters may be updated while the model is used; see `swap_gradients` and
-    `before_access`. Raises InputError for a model that has run, and if the host has too little
-    memory.
+    `before_access`. Raises InputError for a model that has run, and for too little host memory.
     """
 
     def __init__(
@@ -101,18 +142,19 @@ class Offload:
         self._events: list[torch.Event] = []
         # By backward pass: (gradient, what is to be added to it when the pass ends).
         self._late: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        trained = [
-            parameter for parameter in sharding.model.parameters() if parameter.requires_grad
-        ]
+        trained = trained_parameters(sharding)
+        require_host_memory(sharding, device, ratio, pin_memory=pin_memory, delayed=delayed)
         devices = dict(zip(trained, master_devices(trained, ratio, device), strict=True))
-        offloaded = [parameter for parameter in trained if devices[parameter] == HOST]
-        with fail_together():  # before any rank allocates what another still counts as free
-            self._require_memory(offloaded, sharding)
-        weights = [self._make_weight(parameter, devices[parameter]) for parameter in trained]
-        fsdp.refresh_parameters(sharding.units)  # pads and pins the shards, in memory of its own
+        weights: dict[nn.Parameter, Tensor | None] = {}
+        for unit in sharding.units:  # one after the other, so that only one is there twice
+            for parameter in filter(devices.__contains__, fsdp.shards(unit)):
+                weights[parameter] = self._make_weight(parameter, devices[parameter])
+            fsdp.refresh_parameters([unit])  # pads and pins the shards, in memory of its own
+        for parameter in devices.keys() - weights:
+            weights[parameter] = self._make_weight(parameter, devices[parameter])
         self._masters = {
-            parameter: self._make_master(parameter, weight, devices[parameter])
-            for parameter, weight in zip(trained, weights, strict=True)
+            parameter: self._make_master(parameter, weights[parameter], devices[parameter])
+            for parameter in trained
         }
         self._by_weight = {master.weight: master for master in self._masters.values()}
         self._listen(sharding)
@@ -195,37 +237,10 @@ class Offload:
             self._wait_for_device()
 
     def _require_unused(self, sharding: Sharding) -> None:
-        if any(fsdp.has_run(unit) for unit in sharding.units):
+        if sharding.gradients.has_masters or any(map(fsdp.has_run, sharding.units)):
             raise InputError(
-                "the optimizer of a model that has run already cannot be offloaded: create it "
-                "before the first forward pass"
-            )
-
-    def _require_memory(self, offloaded: Sequence[nn.Parameter], sharding: Sharding) -> None:
-        """Log how much host memory the masters take; raise InputError if there is less."""
-        sizes = [local_part(parameter).numel() for parameter in offloaded]
-        is_separate = self._delayed or self._device != HOST
-        rounded = self._dtype.itemsize if is_separate and self._dtype != torch.float32 else 0
-        second_gradient = FP32_BYTES if self._delayed else 0
-        per_element = FP32_BYTES, FP32_BYTES, second_gradient, rounded  # weight, gradients, rounded
-        allocated = pinned_bytes if self._pinned else int
-        environment = Environment.read()
-        ranks = min(sharding.num_ranks, -(-environment.world_size // environment.machines))
-        needed = sum(
-            MOMENT_BYTES * size + sum(allocated(width * size) for width in per_element)
-            for size in sizes
-        )
-        free = free_bytes()
-        pinned = ", pinned" if self._pinned else ""
-        log.info(
-            f"offload: weights, gradients and moments of {sum(sizes):,} parameters of this rank in "
-            f"host memory, {needed / 2**30:.2f} GiB{pinned}"
-        )
-        if free is not None and needed * ranks > free:
-            raise InputError(
-                f"offload_optimizer needs {needed * ranks / 2**30:.1f} GiB of host memory for the "
-                f"{ranks} ranks of this machine, and {free / 2**30:.1f} GiB are free: use more "
-                "machines, or offload_optimizer.ratio below 1"
+                "the optimizer of a model that has run already, or has an offloaded optimizer, "
+                "cannot be offloaded: create one, before the first forward pass, and keep it"
             )
 
     def _is_separate(self, device: torch.device) -> bool:

@@ -35,6 +35,7 @@ def pick_device(environment: Environment) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    torch.cuda.init()  # else a device mesh would make that of the local rank the current one
     return device
 
 

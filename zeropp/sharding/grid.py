@@ -43,6 +43,7 @@ class Grid:
         experts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
     ) -> None:
         self.model, self.data = model, data
+        self.num_ranks = 1 if mesh is None else mesh.size()
         self._beside: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._holding: dict[tuple[int, ...], int] = {}  # axes with DTensors -> how many ranks
         self._of_experts = {_line(each, 1) for each in experts.values()}

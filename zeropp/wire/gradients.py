@@ -18,6 +18,10 @@ class Gradients:
         self._masters = masters
         self._parameters = {master: parameter for parameter, master in masters.items()}
 
+    @property
+    def has_masters(self) -> bool:
+        return bool(self._masters)
+
     def parameter_of(self, holder: nn.Parameter) -> nn.Parameter:
         """Return the parameter whose master this is, or the parameter itself."""
         return self._parameters.get(holder, holder)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.shared.gpu_report import (
     machine_facts,
     markdown,
 )
-from benchmarks.shared.gpu_run import Step, run_step, steps
+from benchmarks.shared.gpu_run import Step, outcome_of, run_step, steps
 from benchmarks.shared.time_limited_command import CommandResult
 from tests.launched import ROOT
 
@@ -80,11 +81,41 @@ def test_a_step_that_fails_or_takes_too_long_says_so(tmp_path: Path) -> None:
     late = run_step(python("import time; time.sleep(60)"), tmp_path, until, 0.5)
     assert late.status == "out of time" and 0.5 <= late.seconds < 20
     over = run_step(python("pass"), tmp_path, time.monotonic() - 1, 60.0)
-    assert over.status == "out of time"
+    assert over.status == "not run" and over.body == "No time left."
     unbuilt = run_step(python("pass", builds=("zeropp/_nothing",)), tmp_path, until, 60.0)
     assert unbuilt.status == "failed: zeropp/_nothing not built"
     skipped = run_step(python("pass", why_not="no reason"), tmp_path, until, 60.0)
     assert skipped.status == "not run" and skipped.body == "no reason"
+    broken = python("pass", describe=lambda result: 1 / 0)
+    undescribed = outcome_of(broken, tmp_path, until, 60.0)
+    assert undescribed.status == "failed" and "ZeroDivisionError" in undescribed.body
+
+
+def test_an_interrupted_program_leaves_what_it_has(tmp_path: Path) -> None:
+    """Ended by SIGTERM while a step runs; in the step only, pytest would sum up at its SIGINT."""
+    report, tests = tmp_path / "report.md", tmp_path / "kept" / "tests.out"
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny"]
+    command += ["--only", "tests", "memcheck", "--output", str(report), "--keep", str(tests.parent)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline().startswith("tests: python -m pytest")
+    while not tests.exists():
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "| Tests | interrupted |" in report.read_text()
+    assert "| compute-sanitizer, memcheck | not reached yet |" in report.read_text()
+
+
+def test_missing_packages_come_from_wheels(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "needed-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("needed.py", "raise SystemExit('from the wheel')")
+        wheel.writestr("torch.py", "import needed")
+    script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--wheels"]
+    done = subprocess.run([*script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "from the wheel" in done.stderr
+    done = subprocess.run([*script, "nowhere"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "no wheels in nowhere" in done.stderr
 
 
 def test_tests_are_counted_with_their_reasons(tmp_path: Path) -> None:
@@ -133,7 +164,7 @@ def test_a_build_that_only_warns_is_shown() -> None:
 
 def test_the_tests_that_compute_sanitizer_watches_exist(tmp_path: Path) -> None:
     assert [step.name for step in steps("cuda", options(), tmp_path)] == [
-        "build", "tests", "memcheck", "racecheck", "kernels", "train",
+        "build", "tests", "kernels", "train", "memcheck", "racecheck",
     ]  # fmt: skip
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *gpu_run.SANITIZED_TESTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -73,6 +73,9 @@ def test_a_copy_on_a_gpu_takes_as_long_as_its_bytes_need() -> None:
     small, large = (torch.ones(1 << power, dtype=torch.uint8, device=device) for power in (24, 28))
     timer = GpuTimer(device)
     for cold in (False, True):
-        short, long = (timer.mean_seconds(data.clone, 5, cold=cold) for data in (small, large))
+        short, long = (  # the least of several, as others may use the GPU meanwhile
+            min(timer.mean_seconds(data.clone, 5, cold=cold) for _ in range(5))
+            for data in (small, large)
+        )
         assert 2 * short < long and 2 * large.nbytes / long < 20e12  # bytes per second
     assert timer.seconds(large.clone) > 0

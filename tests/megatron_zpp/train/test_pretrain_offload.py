@@ -1,18 +1,23 @@
 """Training with ZeRO-Offload: switched on, switched off, and resumed."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.model import build_model
+from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
 from tests.megatron_zpp.train.training_runs import TINY, field, log_of, loss_values, losses
 from tests.ranks import ranks
+from zeropp import InputError
+from zeropp.optim import offload
 from zeropp.ranks.topology import Environment
 
 FLAGS = "--train-iters 4 --global-batch-size 4 --micro-batch-size 1 --bf16 "
@@ -43,19 +48,43 @@ def test_the_tutorials_command_with_its_flags():
         assert len(losses(log)) == 3 and "on the host" in log and "ZeRO stage" in log
 
 
+def ranks_of_a_device(count: int) -> Ranks:
+    """The ranks of this test; a device without memory stands in for their GPUs."""
+    mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("data",))
+    return Ranks(environment=Environment.read(), device=torch.device("meta"), mesh=mesh, store=None)
+
+
 @pytest.mark.parametrize(("more", "frozen"), [("", "meta"), ("--remote-device cpu", "cpu")])
 @ranks(2)
 def test_frozen_weights_are_on_the_device(more, frozen):
-    """They have no masters. A device without memory stands in for a GPU."""
+    """They have no masters."""
     flags = "--mock-data --lora-rank 4 --pretrained-checkpoint m --bf16 --zero-stage 3 "
     config = parse(f"{TINY}{flags}--cpu-optimizer {more}".split(), 2)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-    joined = Ranks(
-        environment=Environment.read(), device=torch.device("meta"), mesh=mesh, store=None
-    )
+    joined = ranks_of_a_device(2)
     model = build_model(config, 50, joined, apex=None, fill=lambda _: None).model
     for name, parameter in model.named_parameters():
         assert parameter.device.type == ("cpu" if parameter.requires_grad else frozen), name
+
+
+@pytest.mark.parametrize(("ratio", "width"), [(1.0, 18), (0.1, 4)])
+@ranks(1)
+def test_host_memory_is_checked_before_the_draws_and_weights_count_once(ratio, width, tmp_path):
+    """Masters take their place; where few are there, most memory is taken by the drawn weights."""
+    section = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": section}))
+    flags = f"{TINY}--mock-data --bf16 --deepspeed_config {tmp_path}/zero.json"
+    config = parse(flags.split(), 1)
+    joined, refused = ranks_of_a_device(1), pytest.raises(InputError, match="GiB of host memory")
+    needed = width * GPT(config.model, 50).num_parameters()
+    with patch.object(offload, "free_bytes", lambda: needed - 1), refused:
+        build_model(config, 50, joined, apex=None, fill=lambda _: pytest.fail("weights are filled"))
+    with patch.object(offload, "free_bytes", lambda: needed):
+        sharding = build_model(config, 50, joined, apex=None)
+    held = sum(each.to_local().nbytes for each in sharding.model.parameters())
+    with patch.object(offload, "free_bytes", lambda: needed - held - 1), refused:
+        build_optimizer(sharding, config, joined.device, None)
+    with patch.object(offload, "free_bytes", lambda: needed - held):
+        build_optimizer(sharding, config, joined.device, None)
 
 
 @ranks(2, timeout=180)

@@ -24,6 +24,7 @@ from tests.ranks import ranks
 from tests.worlds import worlds
 from zeropp.optim.local_steps.elastic_group import ElasticGroup
 from zeropp.optim.local_steps.outer_group import OuterGroup
+from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 
 TINY = (
@@ -183,6 +184,8 @@ def _job(
     source = "" if "--data-path" in flags else "--mock-data "
     others = outer.size if isinstance(outer, OuterGroup) else 1  # of one launch
     config = parse((TINY + source + flags).split(), world * others)
+    if device != "cpu":
+        pick_device(Environment.read())  # ranks share the GPUs
     mesh = build_mesh(torch.device(device), world, config.parallel)
     place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     size = config.parallel.context_parallel_size

@@ -5,6 +5,7 @@ import torch
 
 from tests.gpu import GPU, MARKS
 from tests.ranks import ranks
+from tests.zeropp.failed_passes import GOES_ON
 from tests.zeropp.optim.test_delayed_update import STEPS
 from tests.zeropp.optim.test_offload import (
     ADAM,
@@ -38,7 +39,7 @@ def test_losses_are_those_of_adam_on_the_gpu(zero, settings):
     without = {key: zero[key] for key in zero if not key.startswith("offload")}
     expected = trained(plain, without, settings, steps=10, device=GPU)
     assert trained(on_gpu, zero, settings, steps=10, device=GPU) == pytest.approx(
-        expected, rel=1e-3 if settings or zero is ALL_THREE else 1e-5
+        expected, rel=1e-3 if settings or zero == ALL_THREE else 1e-5
     )
 
 
@@ -62,7 +63,7 @@ def test_devices_of_weights_masters_and_gradients(zero):
         loss_of(sharding.model, tokens_of(0).to(GPU)).backward()
     optimizer.await_gradients()
     for own, master in optimizer.masters.items():
-        assert own.device.type == ("cpu" if zero is ON_HOST else "cuda")
+        assert own.device.type == ("cpu" if zero == ON_HOST else "cuda")
         local = master.to_local()
         assert local.device == HOST and local.is_pinned() and master.grad.to_local().is_pinned()
 
@@ -88,18 +89,17 @@ def test_memory_of_means_is_not_given_to_the_next_reduction_too_soon(ratio):
 
     def losses(*, late: bool) -> list[float]:
         def make(sharding):
-            with pytest.MonkeyPatch.context() as patch:
-                original = Offload._take
+            return offloaded(sharding, ratio, GPU)
 
-                def take_late(offload, *arguments) -> None:
-                    if late:
-                        torch.cuda._sleep(LATE_CYCLES)
-                    original(offload, *arguments)
+        def take_late(offload, *arguments) -> None:
+            if late:
+                torch.cuda._sleep(LATE_CYCLES)
+            original(offload, *arguments)
 
-                patch.setattr(Offload, "_take", take_late)
-                return offloaded(sharding, ratio, GPU)
-
-        return trained(make, {"stage": 3}, FORMATS["bf16"], steps=5, device=GPU)
+        original = Offload._take
+        with pytest.MonkeyPatch.context() as patch:  # units hold it by weak references only
+            patch.setattr(Offload, "_take", take_late)
+            return trained(make, {"stage": 3}, FORMATS["bf16"], steps=5, device=GPU)
 
     assert losses(late=True) == losses(late=False)
 
@@ -146,6 +146,7 @@ def test_an_evaluation_after_backward_reads_weights_that_the_step_has_not_writte
     assert losses(waits=False) == losses(waits=True)
 
 
+@GOES_ON
 @ranks(1)
 def test_a_backward_that_fails_adds_nothing_to_a_later_step():
     """Out of memory in the second micro-batch, and the step is done anew."""

@@ -3,6 +3,7 @@
 Where there is no GPU, device and host are one: the steps are the same but for the copies.
 """
 
+import gc
 import logging
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -10,7 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeropp
 from tests.ranks import ranks
@@ -18,6 +21,7 @@ from tests.zeropp.deepspeed.small_engine import SAMPLES, config_of, run
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
+from zeropp import fsdp_adapter as fsdp
 from zeropp.optim import CPUAdam, FusedAdam
 from zeropp.optim import offload as module
 from zeropp.optim.offload import HOST, Offload
@@ -207,9 +211,9 @@ def test_too_little_memory_is_reported_before_allocating(monkeypatch):
 
 @ranks(1)
 def test_page_locked_memory_is_counted_as_pytorch_allocates_it():
-    """A power of two for each tensor: of 33 numbers in 4 bytes 256, in 2 bytes 128."""
+    """A power of two each: 256 for 33 numbers of 4 bytes, 128 of 2. Weights are there, 4 bytes."""
     config, elsewhere = zero_config({"stage": 2}, **FORMATS["bf16"]), torch.device("meta")
-    for pin, needed in ((False, 33 * 18), (True, 33 * 8 + 2 * 256 + 128)):
+    for pin, needed in ((False, 33 * 14), (True, 33 * 4 + 2 * 256 + 128)):
         for free in (needed, needed - 1):
             sharding = shard(torch.nn.Linear(33, 1, bias=False), data_mesh(), config)
             expected = nullcontext() if free == needed else pytest.raises(InputError, match="GiB")
@@ -217,13 +221,47 @@ def test_page_locked_memory_is_counted_as_pytorch_allocates_it():
                 Offload(sharding, elsewhere, ratio=1.0, pin_memory=pin)
 
 
+@ranks(1)
+def test_drawn_weights_are_freed_unit_by_unit():
+    sharding, left = sharded({"stage": 3}, FORMATS["bf16"]), []
+    drawn = [
+        [StorageWeakRef(shard.to_local().untyped_storage()) for shard in fsdp.shards(unit)]
+        for unit in sharding.units
+    ]
+    refresh = fsdp.refresh_parameters
+
+    def refresh_and_count(units):
+        refresh(units)
+        left.append([sum(not each.expired() for each in unit) for unit in drawn])
+
+    with patch.object(fsdp, "refresh_parameters", refresh_and_count):
+        Offload(sharding, torch.device("cpu"), pin_memory=False)
+    sizes = [*map(len, drawn)]
+    assert left == [[0] * count + sizes[count:] for count in range(1, len(sizes) + 1)]
+
+
+@ranks(1)
+def test_a_model_has_one_offloaded_optimizer_which_takes_gradients_while_the_model_lives():
+    sharding = sharded({"stage": 2}, FORMATS["bf16"])
+    optimizer = offloaded(sharding)
+    with pytest.raises(InputError, match=r"or has an offloaded optimizer, cannot.*keep it"):
+        offloaded(sharding)
+    masters, optimizer = optimizer.masters.values(), None
+    gc.collect()
+    with sharding.micro_step(last=True):
+        loss_of(sharding.model, tokens_of(0)).backward()
+    assert all(master.grad is not None for master in masters)
+
+
 @ranks(2)
 def test_too_little_memory_on_one_machine_is_reported_on_all():
-    """And nobody takes any before all have looked."""
+    """And nobody takes any before all have looked; ranks of other axes take memory, too."""
     free = 1000 if dist.get_rank() else 2**40
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = shard(small_model(), mesh, zero_config({"stage": 2}, **FORMATS["bf16"]), axis="data")
     with patch.object(module, "free_bytes", lambda: free), patch.object(Offload, "_empty") as taken:
         with pytest.raises(InputError, match="host memory for the 2 ranks"):
-            offloaded(sharded({"stage": 2}, FORMATS["bf16"]))
+            offloaded(model)
     assert not taken.called
 
 

@@ -4,9 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from zeropp.errors import InputError
-from zeropp.ranks.process_group import GLOO_AND_NCCL, choose_backend
+from zeropp.ranks.process_group import GLOO_AND_NCCL, choose_backend, pick_device
 from zeropp.ranks.topology import Environment
 
 
@@ -27,6 +28,17 @@ def environment(world_size: int, **fields: int) -> Environment:
 )
 def test_backend(ranks, machines, num_gpus, requested, expected):
     assert choose_backend(environment(ranks, machines=machines), num_gpus, requested) == expected
+
+
+def test_ranks_that_share_a_gpu_keep_it_when_a_mesh_is_made(monkeypatch):
+    """A mesh sets the device of the local rank, unless CUDA is initialized."""
+    calls = []
+    for name, value in {"is_available": True, "device_count": 2}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("initialized"))
+    device = pick_device(environment(4, rank=3, local_rank=3))
+    assert calls == [device, "initialized"] and device == torch.device("cuda", 1)
 
 
 def test_nccl_without_a_gpu():

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 
 from tests.ranks import ranks
+from tests.zeropp.failed_passes import GOES_ON
 from zeropp import InputError, Sharding, ZeroConfig, optimizer_step, shard
 
 STEPS, MICRO_BATCHES = 3, 4
@@ -70,9 +70,7 @@ def test_passes_in_turn_train_as_one_model(stage: int, once: bool) -> None:
         torch.testing.assert_close(own.full_tensor(), expected)
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"), reason="no pass follows a failed one before 2.13"
-)
+@GOES_ON
 @ranks(2)
 def test_a_failed_pass_of_a_part_must_be_discarded() -> None:
     model = halves()
