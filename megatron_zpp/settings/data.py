@@ -58,6 +58,9 @@ class TokenizerConfig(Section):
     vocab_size: int | None = flag(
         None, "entries of the NullTokenizer, or of the default corpus's tokenizer (8192)", minimum=1
     )
+    tokenizer_hf_no_include_special_tokens: bool = flag(
+        False, "put nothing around a text, such as begin of sentence"
+    )
     vocab_extra_ids: int = flag(0, "sentinel tokens added to the vocabulary", minimum=0)
 
     @property

@@ -1,8 +1,8 @@
 """The interface of all tokenizers, and functions to read their files.
 
-Ids run from 0 to vocab_size - 1. Encoding never returns the end-of-document id `eod`: its name in a
-text is ordinary text. Ids that are not in the vocabulary files (added by the tokenizer, or by
---vocab-extra-ids) have a name in `reserved`, and decode to it.
+Ids run from 0 to vocab_size - 1. `eod` ends a document; its name in a text is ordinary text, but to
+the tokenizers of Hugging Face. Ids that are not in the vocabulary files (added by the tokenizer, or
+by --vocab-extra-ids) have a name in `reserved`, and decode to it.
 """
 
 import hashlib
@@ -61,15 +61,34 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without end of document."""
+        """Return the ids of a document, as Megatron's tool writes them, without end of document."""
+
+    def encode_part(self, text: str) -> list[int]:
+        """Return the ids of `text` alone, as a part of a document: none are put around it."""
+        return self.encode(text)
+
+    def opened(self, ids: Sequence[int]) -> list[int]:
+        """Return `opening`, then `ids`; ids that begin with `opening` do not get it twice."""
+        has_opening = tuple(ids[: len(self.opening)]) == self.opening
+        return [*ids] if has_opening else [*self.opening, *ids]
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt: `opening`, then the ids of `text`."""
-        return [*self.opening, *self.encode(text)]
+        return self.opened(self.encode_part(text))
+
+    def example(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], int]:
+        """Return the ids of an example, and how many of them come before those of its answer.
+
+        They are `opening`, the prompt, the answer and end of document, none of which come twice. At
+        least one id comes before the answer's, as nothing predicts the first.
+        """
+        ids = self.opened([*prompt, *answer])
+        num_before = max(1, len(ids) - len(answer))
+        return (ids if ids[-1:] == [self.eod] else [*ids, self.eod]), num_before
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, encoded in parallel if the library supports it."""
-        return [self.encode(text) for text in texts]
+        """Return `encode_part` of each text, in parallel if the library supports it."""
+        return [self.encode_part(text) for text in texts]
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the concatenated ids of all texts, and the number of ids of each text.

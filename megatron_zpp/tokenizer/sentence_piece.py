@@ -86,10 +86,15 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
                 f"--tokenizer-model {model_file}: has no begin of sentence; use --tokenizer-type "
                 "GPTSentencePieceTokenizer, which needs none"
             )
+        self.opening = (self._model.bos_id(),)
 
     def encode(self, text: str) -> list[int]:
         """Return begin of sentence, then the ids of `text`."""
-        return [self._model.bos_id(), *super().encode(text)]
+        return [*self.opening, *self.encode_part(text)]
+
+    def encode_part(self, text: str) -> list[int]:
+        """Return the ids of `text` alone."""
+        return super().encode(text)
 
 
 def _load(path: str, name: str) -> Any:

@@ -78,7 +78,7 @@ def open_inputs(
     )
     config = replace(with_model, data=data)
     if config.evaluation.sample_prompt is not None:
-        prompt = tuple(tokenizer.encode(config.evaluation.sample_prompt))
+        prompt = tuple(tokenizer.prompt(config.evaluation.sample_prompt))
         # Fails now rather than after training.
         check(Request(prompt=prompt), config.model.num_positions, tokenizer.vocab_size)
     datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))

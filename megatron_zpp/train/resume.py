@@ -17,8 +17,10 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
 from megatron_zpp.train.worlds.continuation import continue_local_steps
 from megatron_zpp.train.worlds.saved_run import SavedRun, saved_run
@@ -27,9 +29,11 @@ from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.optim.local_steps.local_steps import LocalSteps
 
+PLAIN = "tokenizer_hf_no_include_special_tokens"  # older checkpoints do not have it
 # Settings that determine the order of the samples, by section.
 SAMPLE_ORDER = (
     ("training", ("seed",)),
+    ("tokenizer", (PLAIN,)),
     ("model", ("seq_length",)),
     ("data", ("data_path", "train_data_path", "split", "split_ranges", "dataloader_type")),
     ("fim", ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate")),
@@ -235,6 +239,13 @@ def _log_other_samples(config: Config, state: TrainingState) -> None:
         log.info(
             f"the global batch has {batch} samples, but {saved} in the checkpoint: "
             f"--global-batch-size {saved} continues as before"
+        )
+    reads_text = names_examples(config.data) or config.fim.fim_rate
+    is_older = PLAIN not in state.configuration["tokenizer"]
+    if reads_text and is_older and config.tokenizer.kind in TYPES_WITH_TOKENIZER_JSON:
+        log.info(
+            "the checkpoint is of a version that read special tokens in texts as ordinary text; "
+            "they are ids of their own now: this changes which samples come next"
         )
     for line in sample_order_changes(run_settings(config), state.configuration):
         log.info("%s: this changes which samples come next", line)

@@ -113,6 +113,7 @@ SETTINGS = (
 --tokenizer-file t                    tokenizer.tokenizer_model "t"
 --vocab-size 300                      tokenizer.vocab_size 300
 --vocab-extra-ids 3                   tokenizer.vocab_extra_ids 3
+--tokenizer-hf-no-include-special-tokens tokenizer.tokenizer_hf_no_include_special_tokens true
 --optimizer adam                      optimizer.optimizer "adam"
 --optimizer FusedAdamW                optimizer.optimizer "adam"
 --lr 6e-5                             optimizer.lr 6e-5
