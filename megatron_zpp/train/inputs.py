@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron_zpp.data.fill_in_the_middle import filled_in_the_middle
 from megatron_zpp.data.gpt_dataset import build_datasets
@@ -16,7 +17,7 @@ from megatron_zpp.interchange.pretrained_model import with_initial_model
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, DataConfig
-from megatron_zpp.settings.data import names_examples
+from megatron_zpp.settings.data import EXAMPLES_SUFFIX, names_examples
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.text.generate import Request, check
 from megatron_zpp.tokenizer import Tokenizer
@@ -113,16 +114,28 @@ def contents(tokenizer: Tokenizer, datasets: tuple) -> dict[str, str]:
     return texts
 
 
-def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
-    """Training, validation and test datasets, of the same sizes as in Megatron."""
+def sample_sizes(config: Config) -> tuple[int, int, int]:
+    """Return how many training, validation and test samples a run asks for, as in Megatron."""
     length, evaluation = Schedules.of(config).length, config.evaluation
     batch = config.batch.global_batch_size
     rounds = length.iterations // evaluation.eval_interval + 1 + evaluation.eval_at_start
-    sizes = (
-        length.samples,
-        rounds * evaluation.eval_iters * batch,
-        evaluation.eval_iters * batch,
-    )
+    num_test = evaluation.eval_iters * batch
+    return length.samples, rounds * num_test, num_test
+
+
+def data_bytes(data: DataConfig) -> dict[str, int]:
+    """Return the bytes of each file that holds tokens or examples of the run."""
+    groups = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    names = [name for group in groups for name in group or ()]
+    paths = [Path(name if name.endswith(EXAMPLES_SUFFIX) else f"{name}.bin") for name in names]
+    return {str(path): path.stat().st_size for path in paths if path.is_file()}
+
+
+def open_datasets(
+    config: Config, tokenizer: Tokenizer, earlier: Sequence[Sequence[int]] = ()
+) -> tuple:
+    """Training, validation and test datasets; `earlier`: see `build_datasets`."""
+    sizes = sample_sizes(config)
     if names_examples(config.data):
         if config.fim.fim_rate:
             raise InputError(
@@ -133,7 +146,12 @@ def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
             config.data, config.model.seq_length, sizes, config.training.seed, tokenizer
         )
     datasets = build_datasets(
-        config.data, config.model.seq_length, sizes, config.training.seed, tokenizer.vocab_size
+        config.data,
+        config.model.seq_length,
+        sizes,
+        config.training.seed,
+        tokenizer.vocab_size,
+        earlier=earlier,
     )
     if config.fim.fim_rate == 0:
         return datasets

@@ -118,7 +118,7 @@ def test_groups_of_validation_are_equal_shares_of_one_set(tmp_path, caplog):
     assert data.split_ranges == ("0:1", "0:0.5,0.5:1,0:1", "0:1")
     assert "2 groups, mixed in equal shares" in caplog.text
     _, valid, _ = build_datasets(data, 16, (0, 8, 0), 1234, VOCAB_SIZE)
-    read = [sorted(set(dataset.index.document.tolist())) for dataset in valid.datasets]
+    read = [sorted(set(dataset.indices[0].document.tolist())) for dataset in valid.datasets]
     half, end = len(IndexedDataset(A)) // 2, len(IndexedDataset(A))
     assert read == [[*range(half)], [*range(half, end)], [*range(len(IndexedDataset(B)))]]
     assert np.bincount(valid.dataset_index).tolist() == [3, 1, 4]
