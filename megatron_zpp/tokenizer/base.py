@@ -26,8 +26,8 @@ class Tokenizer(ABC):
     """Convert text into ids and back.
 
     fingerprint: a hash that is equal for tokenizers that return the same ids. reserved: names of
-    the ids that are not in the vocabulary files. opening: the ids that the model expects before a
-    text, such as begin of sentence.
+    the ids that are not in the vocabulary files. opening, closing: the ids that the model expects
+    around a text, such as begin of sentence.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Tokenizer(ABC):
     fingerprint: str
     reserved: Mapping[int, str]
     opening: tuple[int, ...] = ()
+    closing: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -60,12 +61,12 @@ class Tokenizer(ABC):
         self.fingerprint = _digest([self.name, eod, *identity])
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a document, as Megatron's tool writes them, without end of document."""
-
     def encode_part(self, text: str) -> list[int]:
-        """Return the ids of `text` alone, as a part of a document: none are put around it."""
-        return self.encode(text)
+        """Return the ids of `text`, with none around them."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a document as Megatron's tool writes them, without end of document."""
+        return [*self.opening, *self.encode_part(text), *self.closing]
 
     def opened(self, ids: Sequence[int]) -> list[int]:
         """Return `opening`, then `ids`; ids that begin with `opening` do not get it twice."""

@@ -61,13 +61,8 @@ class HFTokenizer(Tokenizer):
         )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        before, after = _around_text(self._tokenizer)
-        self.opening = () if plain else before
-        self._closing = () if plain else after
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, with those that transformers puts around it."""
-        return [*self.opening, *self.encode_part(text), *self._closing]
+        if not plain:
+            self.opening, self.closing = _around_text(self._tokenizer)
 
     def encode_part(self, text: str) -> list[int]:
         """Return the ids of `text` alone."""

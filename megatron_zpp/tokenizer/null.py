@@ -19,7 +19,7 @@ class NullTokenizer(Tokenizer):
             size=vocab_size, eod=vocab_size - 1, extra_ids=extra_ids, identity=[vocab_size]
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode_part(self, text: str) -> list[int]:
         """Return the whole numbers in `text`, separated by spaces; InputError for other words."""
         return [self._parse_id(word) for word in text.split()]
 

@@ -34,7 +34,7 @@ class SentencePieceTokenizer(Tokenizer):
             identity=[Path(model_file).read_bytes()],
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode_part(self, text: str) -> list[int]:
         """Return the ids of `text`; names of special tokens in it are ordinary text."""
         return self._model.encode(text)
 
@@ -87,14 +87,6 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
                 "GPTSentencePieceTokenizer, which needs none"
             )
         self.opening = (self._model.bos_id(),)
-
-    def encode(self, text: str) -> list[int]:
-        """Return begin of sentence, then the ids of `text`."""
-        return [*self.opening, *self.encode_part(text)]
-
-    def encode_part(self, text: str) -> list[int]:
-        """Return the ids of `text` alone."""
-        return super().encode(text)
 
 
 def _load(path: str, name: str) -> Any:

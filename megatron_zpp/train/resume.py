@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ SAMPLE_ORDER = (
     ("data", ("data_path", "train_data_path", "split", "split_ranges", "dataloader_type")),
     ("fim", ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate")),
 )
+LENGTH = ("training", ("train_iters", "train_samples", "train_tokens"))  # in older checkpoints
 
 log = logging.getLogger("megatron_zpp")
 
@@ -247,10 +248,14 @@ def _log_other_samples(config: Config, state: TrainingState) -> None:
             f"the global batch has {batch} samples, but {saved} in the checkpoint: "
             f"--global-batch-size {saved} continues as before"
         )
-    names = [] if state.sample_sizes else ["train_iters", "train_samples", "train_tokens"]
-    lines = sample_order_changes(
-        run_settings(config), state.configuration, (*SAMPLE_ORDER, ("training", names))
-    )
+    current = json.loads(json.dumps(run_settings(config)))  # tuples become lists, as when saved
+    lines = [
+        f"{name} is {current[section][name]} now, {saved[name]} in the checkpoint"
+        for section, names in (*SAMPLE_ORDER, *(() if state.sample_sizes else (LENGTH,)))
+        for saved in (state.configuration.get(section, {}),)
+        for name in names
+        if name in saved and current[section][name] != saved[name]
+    ]
     lines += [
         f"{path} has {now} bytes now, {state.data_bytes[path]} in the checkpoint"
         for path, now in data_bytes(config.data).items()
@@ -292,21 +297,6 @@ def _log_other_blocks(config: Config, state: TrainingState) -> None:
             state.world_size,
             world_size,
         )
-
-
-def sample_order_changes(
-    settings: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    sections: Iterable[tuple[str, Iterable[str]]] = SAMPLE_ORDER,
-) -> list[str]:
-    """Describe the changed settings that give a resumed run another order of samples."""
-    current = json.loads(json.dumps(settings))  # tuples become lists, as in the checkpoint
-    return [
-        f"{name} is {current[section][name]} now, {saved[section][name]} in the checkpoint"
-        for section, names in sections
-        for name in names
-        if name in saved.get(section, {}) and current[section][name] != saved[section][name]
-    ]
 
 
 def _require_same_adapters(config: Config, state: TrainingState) -> None:

@@ -138,7 +138,7 @@ def test_each_dataset_has_its_range_or_all_have_one(tmp_path):
         ("data_args_path", " \n", "names no data"),
         ("per_split_data_args_path", None, "No such file"),
         ("per_split_data_args_path", "{", "not JSON"),
-        ("per_split_data_args_path", "[1]", "expected an object with the keys train, valid, test"),
+        ("per_split_data_args_path", "[1]", "expected an object in braces"),
         ("per_split_data_args_path", '{"training": []}', "expected an object with the keys"),
         ("per_split_data_args_path", '{"train": 3}', "train is 3: expected a list"),
         ("train_weighted_split_paths_path", "train: 1 0:1 p", "in quotes"),
