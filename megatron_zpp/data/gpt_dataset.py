@@ -5,9 +5,12 @@ split), and blends. Every rank calls it; the index arrays are cached on disk, an
 processes that share the folder.
 """
 
+import errno
 import logging
 import math
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ from megatron_zpp.data.split import SPLITS, parse_split, sequence_range
 from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError
 
+OTHER_FILES = 256  # of everything but datasets, such as pipes of data workers
 SURPLUS = 0.005  # fraction by which a dataset exceeds its share of a blend, as in megatron-core
 
 logger = logging.getLogger("megatron_zpp")
@@ -167,14 +171,28 @@ def build_datasets(
     all_sizes = list(zip(*earlier, sizes, strict=True))
     if data.dataloader_type == "cyclic":  # the first samples are repeated as long as it takes
         all_sizes = [split_sizes[:1] for split_sizes in all_sizes]
-    for split, split_paths, split_bounds, split_sizes in zip(
-        SPLITS, paths, bounds, all_sizes, strict=True
-    ):
-        if split_bounds is None:
-            datasets.append(None)
-        else:
-            datasets.append(builder.build(split_paths, split, split_bounds, split_sizes))
+    num_files = (2 + 3 * len(all_sizes[0])) * sum(len(names or ()) for names in paths)
+    with _open_files(num_files + OTHER_FILES):
+        for split, *arguments in zip(SPLITS, paths, bounds, all_sizes, strict=True):
+            datasets.append(builder.build(split, *arguments))
     return tuple(datasets)
+
+
+@contextmanager
+def _open_files(most: int) -> Iterator[None]:
+    """Let this process keep `most` files open; InputError if its limit is met before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, hard), hard))
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise InputError(
+            f"too many open files: a process may have {hard}, and these datasets need up to {most} "
+            f"mapped: raise the limit (ulimit -Hn {most}), or merge datasets"
+        ) from error
 
 
 class _Part(NamedTuple):
@@ -195,15 +213,17 @@ class _Builder:
 
     def build(
         self,
-        paths: tuple[str, ...],
         name: str,
-        bounds: Sequence[tuple[float, float]],
+        paths: tuple[str, ...],
+        bounds: Sequence[tuple[float, float]] | None,
         sizes: Sequence[int | None],
     ) -> "GPTDataset | BlendedDataset | None":
         """Return the data of a split; None if no sample is requested and none can be made.
 
-        `bounds`: of all datasets, or of each.
+        `bounds`: of all datasets, or of each; None for a split without data.
         """
+        if bounds is None:
+            return None
         prefixes, weights = parse_blend(paths)
         size = None if None in sizes else max(sizes)
         if len(bounds) == 1:

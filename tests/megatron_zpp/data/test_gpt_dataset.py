@@ -3,9 +3,14 @@
 import hashlib
 import json
 import logging
+import re
+import resource
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from itertools import chain
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +127,32 @@ def test_a_longer_run_keeps_the_order_and_the_number_of_epochs(
         counts = [times[document] for document in range(start, start + 11 + start // 16)]
         # A seam of two orders cuts a sample off, and a blend's part may end within an epoch twice.
         assert max(counts) - min(counts) <= 2 + bool(weights), counts
+
+
+@pytest.mark.parametrize("hard", [None, 90])
+def test_more_datasets_than_the_limit_of_open_files(hard: int | None, tmp_path: Path) -> None:
+    """The soft limit is raised where the hard one allows it, or the error says what to do."""
+    prefix = text(tmp_path, "text", 20, 9)
+    data = DataConfig(data_path=("1", prefix) * 30, split="1", data_cache_path=str(tmp_path))
+    build(data)  # the index is cached: mapping it meets the limit
+    data = DataConfig(data_path=data.data_path + ("1", text(tmp_path, "b", 20, 9)), split="1")
+
+    def limited(connection: Connection) -> None:
+        most = hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (90, most))
+        with pytest.raises(InputError) if hard else nullcontext() as error:
+            build(data)
+        connection.send(str(error and error.value))
+
+    ours, theirs = Pipe()
+    process = get_context("fork").Process(target=limited, args=(theirs,))
+    process.start()
+    assert ours.poll(60)
+    message = ours.recv()
+    process.join()
+    assert re.search(
+        "too many open files: a process may have 90.*ulimit -Hn" if hard else "None", message
+    )
 
 
 def test_a_split_without_documents_is_named(tmp_path: Path) -> None:
