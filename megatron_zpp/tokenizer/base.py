@@ -157,6 +157,15 @@ def read_text(path: str | Path, flag: str) -> str:
         ) from error
 
 
+def require_unicode(text: str, place: str) -> str:
+    """Return `text`; raise InputError if the command line gave bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{place}: {text[:40]!r} is not UTF-8 text") from None
+    return text
+
+
 def read_json(path: str | Path, flag: str) -> dict[str, Any]:
     """Return the object in the JSON file that `flag` names; InputError gives line and column."""
     text = read_text(path, flag)

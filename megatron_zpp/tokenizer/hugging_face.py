@@ -10,12 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.tokenizer.base import (
-    END_OF_DOCUMENT,
-    Tokenizer,
-    load_package,
-    read_bytes,
-)
+from megatron_zpp.tokenizer.base import END_OF_DOCUMENT, Tokenizer, load_package, read_bytes
 from zeropp.errors import InputError
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -87,11 +82,10 @@ def _parse(path: Path, content: bytes, name: str) -> Any:
     """Return the backend of a tokenizer.json alone."""
     library = load_package("tokenizers", name)
     try:
-        tokenizer = library.Tokenizer.from_buffer(content)
+        return library.Tokenizer.from_buffer(content)
     # The library raises a bare Exception for every invalid file.
     except Exception as error:
         raise InputError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from error
-    return tokenizer
 
 
 def _read_folder(path: Path, name: str) -> tuple[Any, str | None]:

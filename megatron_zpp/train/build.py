@@ -30,13 +30,7 @@ from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.train.inputs import (
-    TRAIN,
-    data_bytes,
-    open_datasets,
-    open_inputs,
-    sample_sizes,
-)
+from megatron_zpp.train.inputs import TRAIN, data_bytes, open_datasets, open_inputs, sample_sizes
 from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping

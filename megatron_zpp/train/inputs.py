@@ -21,6 +21,7 @@ from megatron_zpp.settings.data import EXAMPLES_SUFFIX, names_examples
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.text.generate import Request, check
 from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.tokenizer.base import require_unicode
 from zeropp import InputError
 from zeropp.ranks.coordination import fail_together, require_same
 
@@ -78,8 +79,8 @@ def open_inputs(
         lambda: resolve_data(with_model.data, with_model.tokenizer)
     )
     config = replace(with_model, data=data)
-    if config.evaluation.sample_prompt is not None:
-        prompt = tuple(tokenizer.prompt(config.evaluation.sample_prompt))
+    if (text := config.evaluation.sample_prompt) is not None:
+        prompt = tuple(tokenizer.prompt(require_unicode(text, "--sample-prompt")))
         # Fails now rather than after training.
         check(Request(prompt=prompt), config.model.num_positions, tokenizer.vocab_size)
     datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
@@ -135,27 +136,20 @@ def open_datasets(
     config: Config, tokenizer: Tokenizer, earlier: Sequence[Sequence[int]] = ()
 ) -> tuple:
     """Training, validation and test datasets; `earlier`: see `build_datasets`."""
-    sizes = sample_sizes(config)
+    sizes, seq_length, seed = sample_sizes(config), config.model.seq_length, config.training.seed
     if names_examples(config.data):
         if config.fim.fim_rate:
             raise InputError(
                 f"--fim-rate {config.fim.fim_rate:g} is for documents, and the data are examples: "
                 "leave it out"
             )
-        return build_instructions(
-            config.data, config.model.seq_length, sizes, config.training.seed, tokenizer
-        )
+        return build_instructions(config.data, seq_length, sizes, seed, tokenizer)
     datasets = build_datasets(
-        config.data,
-        config.model.seq_length,
-        sizes,
-        config.training.seed,
-        tokenizer.vocab_size,
-        earlier=earlier,
+        config.data, seq_length, sizes, seed, tokenizer.vocab_size, earlier=earlier
     )
     if config.fim.fim_rate == 0:
         return datasets
-    return filled_in_the_middle(datasets, config.fim, tokenizer, config.training.seed)
+    return filled_in_the_middle(datasets, config.fim, tokenizer, seed)
 
 
 def require_data(config: Config, datasets: tuple) -> None:

@@ -211,3 +211,4 @@ def test_a_finished_run_says_so_and_evaluates(tmp_path):
     assert "training is complete: 3 iterations are done" in again
     assert "validation loss at the end of training" in again
     assert "Sample" in again and losses(again) == []
+    load_step(flags=flags + "--sample-prompt a\udcff", expected="--sample-prompt: .* is not UTF-8")
