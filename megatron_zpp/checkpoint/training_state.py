@@ -60,7 +60,9 @@ class TrainingState:
     all settings of the run that saved it, `tokenizer` the fingerprint of its tokenizer.
     `optimizer_saved` is set when the checkpoint is saved. `num_worlds`: how many nodes that step
     alone have saved one each. `node`: the place of this one among them. `launch`: what names the
-    start of the run, on all of them alike.
+    start of the run, on all of them alike. `sample_sizes`: how many training, validation and
+    test samples runs asked for, this one last, on which their order depends. `data_bytes`: those of
+    each file of tokens or examples.
     """
 
     iteration: int
@@ -76,6 +78,8 @@ class TrainingState:
     num_worlds: int = 1
     node: int = 0
     launch: str = ""
+    sample_sizes: list[list[int]] = field(default_factory=list)
+    data_bytes: dict[str, int] = field(default_factory=dict)
     loss_scaler: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
     history: dict[str, Any] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from megatron_zpp.text.text_model import (
     open_text_model,
     termination_signals_ignored,
 )
-from megatron_zpp.tokenizer.base import read_text
+from megatron_zpp.tokenizer.base import read_text, require_unicode
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
@@ -129,7 +129,7 @@ def prompts_of(config: GenerateConfig) -> list[str]:
     Raises InputError for a file that cannot be read, is not text, or has no prompts.
     """
     if config.prompt is not None:
-        return [_require_unicode(prompt, "--prompt") for prompt in config.prompt]
+        return [require_unicode(prompt, "--prompt") for prompt in config.prompt]
     if config.input is None:
         return [_read_standard_input()]
     if config.input.endswith(EXAMPLES_SUFFIX):
@@ -238,15 +238,6 @@ def _read_standard_input() -> str:
         return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"standard input: not UTF-8 text (byte {error.start})") from None
-
-
-def _require_unicode(text: str, place: str) -> str:
-    """`text`; raises InputError if the command line gave bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{place}: {text[:40]!r} is not UTF-8 text") from None
-    return text
 
 
 def _save(

@@ -133,7 +133,7 @@ class FillInTheMiddle:
             return tokens
         first, last = np.sort(random.integers(0, len(text), size=2, endpoint=True)).tolist()
         cut = (text[:first], text[first:last], text[last:])
-        prefix, middle, suffix = map(self.tokenizer.encode, cut)
+        prefix, middle, suffix = map(self.tokenizer.encode_part, cut)
         ids = self.sentinels
         if random.random() < self.config.fim_spm_rate:
             order = [ids.prefix, ids.suffix, *suffix, ids.middle, *prefix, *middle]

@@ -5,9 +5,12 @@ split), and blends. Every rank calls it; the index arrays are cached on disk, an
 processes that share the folder.
 """
 
+import errno
 import logging
 import math
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,11 +20,12 @@ from megatron_zpp.data.blend import BlendedDataset, count_samples, parse_blend
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.mock_dataset import MockDataset
-from megatron_zpp.data.sample_index import SampleRequest
+from megatron_zpp.data.sample_index import SampleIndex, SampleRequest
 from megatron_zpp.data.split import SPLITS, parse_split, sequence_range
 from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError
 
+OTHER_FILES = 256  # of everything but datasets, such as pipes of data workers
 SURPLUS = 0.005  # fraction by which a dataset exceeds its share of a blend, as in megatron-core
 
 logger = logging.getLogger("megatron_zpp")
@@ -38,7 +42,10 @@ class SampleSpec:
 
 
 class GPTDataset:
-    """At least `num_samples` shuffled samples (None: those of one epoch) of a range of sequences.
+    """At least `sizes[-1]` shuffled samples (None: those of one epoch) of a range of sequences.
+
+    `sizes`: what the run and those that it resumes asked for, the first one first. Each that needs
+    more samples gets further epochs behind those that are there, which keep their order.
 
     The range must contain at least one token. Raises InputError for tokens that are not integers.
     """
@@ -48,7 +55,7 @@ class GPTDataset:
         source: IndexedDataset,
         sequences: range,
         split: str,
-        num_samples: int | None,
+        sizes: Sequence[int | None],
         spec: SampleSpec,
     ) -> None:
         if source.dtype.kind == "f":
@@ -57,17 +64,22 @@ class GPTDataset:
                 "whole numbers; preprocess the text again"
             )
         self.source, self.spec = source, spec
-        request = SampleRequest(
-            sequences=sequences,
-            seq_length=spec.seq_length,
-            num_samples=num_samples,
-            seed=spec.seed,
-        )
-        self.index = spec.cache.sample_index(source.lengths, request, source.prefix, split)
+        self.indices: list[SampleIndex] = []
+        for size in sizes:
+            if self.indices and size <= len(self):
+                continue
+            request = SampleRequest(
+                sequences=sequences,
+                seq_length=spec.seq_length,
+                num_samples=size and size - len(self),
+                seed=spec.seed + len(self.indices),
+            )
+            index = spec.cache.sample_index(source.lengths, request, source.prefix, split)
+            self.indices.append(index)
         self._epoch_tokens = request.num_tokens(source.lengths)
 
     def __len__(self) -> int:
-        return len(self.index.shuffle)
+        return sum(len(index.shuffle) for index in self.indices)
 
     def epochs(self, num_samples: float) -> tuple[float, ...]:
         """How often `num_samples` samples go through the text."""
@@ -85,9 +97,13 @@ class GPTDataset:
 
     def spans(self, index: int) -> list[tuple[int, int, int]]:
         """Return the sequence, offset and length of each part of sample `index`, in order."""
-        row = int(self.index.shuffle[index])
-        (first, offset), (last, end) = self.index.sample[row : row + 2].tolist()
-        sequences = self.index.document[first : last + 1].tolist()
+        for part in self.indices:
+            if index < len(part.shuffle):
+                break
+            index -= len(part.shuffle)
+        row = int(part.shuffle[index])
+        (first, offset), (last, end) = part.sample[row : row + 2].tolist()
+        sequences = part.document[first : last + 1].tolist()
         if first == last:
             return [(sequences[0], offset, end + 1 - offset)]
         spans = []
@@ -115,12 +131,15 @@ def build_datasets(
     sizes: tuple[int | None, int | None, int | None],
     seed: int,
     vocab_size: int,
+    *,
+    earlier: Sequence[Sequence[int]] = (),
     cache_required: bool = True,
 ) -> "tuple[GPTDataset | BlendedDataset | MockDataset | None, ...]":
     """Return training, validation and test data of at least `sizes` samples.
 
     A split without data is None. A size of None means every sample of one epoch once; prefixes
-    without weights never give more than that. Raises InputError for missing, damaged or
+    without weights never give more than that. `earlier`: the sizes that the runs asked for which
+    this one resumes; their samples keep their order. Raises InputError for missing, damaged or
     insufficient data, for weights without a size, and if the indices cannot be cached (a warning if
     not `cache_required`).
     """
@@ -149,12 +168,31 @@ def build_datasets(
             "--mock-data (the default text has a tokenizer of its own)"
         )
     datasets = []
-    for split, split_paths, split_bounds, size in zip(SPLITS, paths, bounds, sizes, strict=True):
-        if split_bounds is None:
-            datasets.append(None)
-        else:
-            datasets.append(builder.build(split_paths, split, split_bounds, size))
+    all_sizes = list(zip(*earlier, sizes, strict=True))
+    if data.dataloader_type == "cyclic":  # the first samples are repeated as long as it takes
+        all_sizes = [split_sizes[:1] for split_sizes in all_sizes]
+    num_files = (2 + 3 * len(all_sizes[0])) * sum(len(names or ()) for names in paths)
+    with _open_files(num_files + OTHER_FILES):
+        for split, *arguments in zip(SPLITS, paths, bounds, all_sizes, strict=True):
+            datasets.append(builder.build(split, *arguments))
     return tuple(datasets)
+
+
+@contextmanager
+def _open_files(most: int) -> Iterator[None]:
+    """Let this process keep `most` files open; InputError if its limit is met before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, hard), hard))
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise InputError(
+            f"too many open files: a process may have {hard}, and these datasets need up to {most} "
+            f"mapped: raise the limit (ulimit -Hn {most}), or merge datasets"
+        ) from error
 
 
 class _Part(NamedTuple):
@@ -175,16 +213,19 @@ class _Builder:
 
     def build(
         self,
-        paths: tuple[str, ...],
         name: str,
-        bounds: Sequence[tuple[float, float]],
-        size: int | None,
+        paths: tuple[str, ...],
+        bounds: Sequence[tuple[float, float]] | None,
+        sizes: Sequence[int | None],
     ) -> "GPTDataset | BlendedDataset | None":
         """Return the data of a split; None if no sample is requested and none can be made.
 
-        `bounds`: of all datasets, or of each.
+        `bounds`: of all datasets, or of each; None for a split without data.
         """
+        if bounds is None:
+            return None
         prefixes, weights = parse_blend(paths)
+        size = None if None in sizes else max(sizes)
         if len(bounds) == 1:
             bounds = [*bounds] * len(prefixes)
         if len(bounds) != len(prefixes):
@@ -200,13 +241,13 @@ class _Builder:
             sequences = self._sequences(parts[0])
             if not size and self._num_tokens(prefixes[0], sequences) <= self.spec.seq_length:
                 return None
-            dataset = self._single(parts[0], size)
+            dataset = self._single(parts[0], sizes)
         elif size == 0:
             return None
         elif weights is None:
             dataset = self._unweighted(parts, size)
         else:
-            dataset = self._weighted(parts, weights, size)
+            dataset = self._weighted(parts, weights, sizes)
         # With `--split` all splits are of the same files, which the start-up table names.
         source = f" from {', '.join(prefixes)}" if self.split_text is None else ""
         shape = len(dataset), self.spec.seq_length
@@ -215,36 +256,39 @@ class _Builder:
 
     def _unweighted(self, parts: list[_Part], size: int | None) -> BlendedDataset:
         """Return one epoch of every dataset, blended in proportion to their lengths."""
-        datasets = [self._single(part, None) for part in parts]
+        datasets = [self._single(part, [None]) for part in parts]
         lengths = [len(dataset) for dataset in datasets]
         size = None if size is None else min(size, sum(lengths))
         index = self.spec.cache.blend_index(lengths, size, parts[0].prefix, parts[0].split)
         return BlendedDataset(datasets, index)
 
     def _weighted(
-        self, parts: list[_Part], weights: list[float], size: int | None
+        self, parts: list[_Part], weights: list[float], sizes: Sequence[int | None]
     ) -> BlendedDataset:
         first = parts[0]
-        if size is None:
+        if None in sizes:
             raise InputError(
                 f"{first.split}: datasets with weights need a number of samples; give it, or leave "
                 f"the weights of {', '.join(part.prefix for part in parts)} out to take every "
                 "sample once"
             )
-        shares = [math.ceil(size * weight) for weight in weights]
-        index = self.spec.cache.blend_index(weights, sum(shares), first.prefix, first.split)
-        counts = count_samples(index[0], len(parts))
-        datasets = []
-        for part, share, count in zip(parts, shares, counts, strict=True):
-            dataset = self._single(part, math.ceil(share * (1 + SURPLUS)))
-            # If the surplus is too small, megatron-core fails; here the dataset is extended.
-            if len(dataset) < count:
-                dataset = self._single(part, count)
-            datasets.append(dataset)
+        total = sum(math.ceil(max(sizes) * weight) for weight in weights)
+        index = self.spec.cache.blend_index(weights, total, first.prefix, first.split)
+        part_sizes: list[list[int]] = [[] for _ in parts]
+        for size in sizes:
+            shares = [math.ceil(size * weight) for weight in weights]
+            counts = count_samples(index[0][: sum(shares)], len(parts))
+            datasets = []
+            for part, share, count, asked in zip(parts, shares, counts, part_sizes, strict=True):
+                asked.append(math.ceil(share * (1 + SURPLUS)))
+                # If the surplus is too small, megatron-core fails; here the dataset is extended.
+                if len(self._single(part, asked)) < count:
+                    asked[-1] = count
+                datasets.append(self._single(part, asked))
         return BlendedDataset(datasets, index)
 
-    def _single(self, part: _Part, size: int | None) -> GPTDataset:
-        """Return the samples of one prefix; a `size` of None means one epoch."""
+    def _single(self, part: _Part, sizes: Sequence[int | None]) -> GPTDataset:
+        """Return the samples of one prefix; a size of None means one epoch."""
         split, prefix, low, high = part
         sequences, sample_tokens = self._sequences(part), self.spec.seq_length + 1
         num_tokens = self._num_tokens(prefix, sequences)
@@ -258,7 +302,7 @@ class _Builder:
                 f"{split}: no document of the {len(self.sources[prefix])} in {prefix} is "
                 f"between the shares {low:g} and {high:g}: give a larger range"
             )
-        if size is None and num_tokens < sample_tokens:
+        if None in sizes and num_tokens < sample_tokens:
             raise InputError(
                 f"{prefix} has {num_tokens} tokens for {split}, fewer than one sample of "
                 f"--seq-length {self.spec.seq_length} + 1: give more text or a shorter length"
@@ -268,7 +312,7 @@ class _Builder:
                 "%s: the %d tokens of %s are fewer than one sample of %d; they are repeated in it",
                 *(split, num_tokens, prefix, sample_tokens),
             )
-        return GPTDataset(self.sources[prefix], sequences, split, size, self.spec)
+        return GPTDataset(self.sources[prefix], sequences, split, sizes, self.spec)
 
     def _sequences(self, part: _Part) -> range:
         if part.prefix not in self.sources:

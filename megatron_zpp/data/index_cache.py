@@ -114,6 +114,8 @@ class IndexCache:
                     if not entry.is_complete():
                         _write(build(), entry)
             except OSError as error:
+                if error.errno == errno.EMFILE:
+                    raise
                 self._raise_or_warn(entry.folder, error)
                 return build()
         return _load(entry)
@@ -247,6 +249,8 @@ def _load(entry: _Entry) -> list[np.ndarray]:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
+            if getattr(error, "errno", None) == errno.EMFILE:
+                raise
             raise InputError(f"the cached index {path} is damaged ({error}): {advice}") from error
         if array.shape != shape or array.dtype.kind not in "iu":
             raise InputError(

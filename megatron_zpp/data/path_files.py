@@ -5,16 +5,15 @@
 """
 
 import dataclasses
-import json
 import logging
 import re
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
 
 from megatron_zpp.data.split import SPLITS, normalize
 from megatron_zpp.settings.config import DataConfig
 from megatron_zpp.settings.data import EXAMPLES_SUFFIX, range_of_documents
+from megatron_zpp.tokenizer.base import read_json, read_text
 from zeropp.errors import InputError
 
 WEIGHTED = "weighted_split_paths"
@@ -30,7 +29,7 @@ def with_named_paths(data: DataConfig) -> DataConfig:
     program does not support.
     """
     if data.data_args_path is not None:
-        words = _read(data.data_args_path, "--data-args-path").split()
+        words = read_text(data.data_args_path, "--data-args-path").split()
         if not words:
             raise InputError(f"--data-args-path {data.data_args_path}: the file names no data")
         return dataclasses.replace(data, data_args_path=None, data_path=tuple(words))
@@ -42,12 +41,8 @@ def with_named_paths(data: DataConfig) -> DataConfig:
 def _of_each_split(data: DataConfig) -> DataConfig:
     """Read an object of three lists, each as --data-path would have it, or null."""
     flag = f"--per-split-data-args-path {data.per_split_data_args_path}"
-    text = _read(data.per_split_data_args_path, "--per-split-data-args-path")
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{flag}: not JSON: {error}") from None
-    if not isinstance(content, dict) or not content or not content.keys() <= set(SPLITS):
+    content = read_json(data.per_split_data_args_path, "--per-split-data-args-path")
+    if not content or not content.keys() <= set(SPLITS):
         raise InputError(f"{flag}: expected an object with the keys {', '.join(SPLITS)}")
     changes = {}
     for split, paths in content.items():
@@ -66,7 +61,7 @@ def _of_weighted_ranges(data: DataConfig) -> DataConfig:
         groups, path = getattr(data, name), getattr(data, f"{name}_path")
         flag = f"--{name.replace('_', '-')}"
         if path is not None:
-            groups = tuple(re.findall(r'"([^"]*)"', _read(path, f"{flag}-path")))
+            groups = tuple(re.findall(r'"([^"]*)"', read_text(path, f"{flag}-path")))
             if not groups:
                 raise InputError(
                     f'{flag}-path {path}: expected "NAME: WEIGHT FROM:TO PREFIX, ..." in quotes'
@@ -126,11 +121,3 @@ def _parse_group(group: str, flag: str) -> list[_Dataset]:
 
 def _is_weight(text: str) -> bool:
     return re.fullmatch(r"\d*\.?\d+([eE][-+]?\d+)?", text, re.ASCII) is not None and float(text) > 0
-
-
-def _read(path: str, flag: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise InputError(f"{flag} {path}: {reason}") from None

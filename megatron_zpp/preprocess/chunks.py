@@ -3,8 +3,10 @@
 Lines are only counted here; the worker that encodes a chunk splits it into lines.
 """
 
+import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -76,20 +78,20 @@ class Chunk:
 
 
 def input_files(config: PreprocessConfig) -> list[Path]:
-    """Return the file of --input, or the files of the folder in the order of their names.
+    """Return the files of --input, a path or a pattern; those of a folder by their names.
 
     Raises InputError if there is none, or none in a format that can be read.
     """
-    path = Path(config.input)
-    if not path.exists():
-        raise InputError(f"--input {path}: no such file or folder")
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
+    name = config.input
+    paths = [Path(path) for path in ([name] if Path(name).exists() else sorted(glob.glob(name)))]
+    if not paths:
+        raise InputError(f"--input {name}: no such file or folder")
+    found = [sorted(path.rglob("*")) if path.is_dir() else [path] for path in paths]
+    files = [file for file in chain(*found) if file.is_file()]
     files = [file for file in files if file_format(file) in (*JSON_LINES, PLAIN_TEXT, PARQUET)]
     if not files:
-        subject = "no file in it is" if path.is_dir() else "it is not"
-        raise InputError(f"--input {path}: {subject} one of {FORMATS}")
+        subject = "it is not" if paths == [*chain(*found)] else "no file in it is"
+        raise InputError(f"--input {name}: {subject} one of {FORMATS}")
     if len(config.keys) > 1 and any(file_format(file) == PLAIN_TEXT for file in files):
         raise InputError(
             f"--json-keys {' '.join(config.keys)}: a {PLAIN_TEXT} file has one text only"

@@ -23,7 +23,8 @@ class PreprocessConfig(Section):
 
     input: str | None = flag(
         None,
-        "a .jsonl, .json, .txt (also .gz or .zst) or .parquet file, or a folder of them",
+        "a .jsonl, .json, .txt (also .gz or .zst) or .parquet file, a folder of them, or a "
+        "pattern such as 'part*.jsonl'",
     )
     json_keys: tuple[str, ...] | None = flag(
         None,

@@ -29,7 +29,8 @@ class TextFile:
             self._text = gzip.GzipFile(fileobj=self._raw, mode="rb")
         elif suffix in ZSTANDARD and path.stat().st_size:
             self._errors += (zstd.ZstdError,)
-            self._text = zstd.ZstdFile(self._raw)
+            window = zstd.DecompressionParameter.window_log_max  # zstd --long=31 needs the largest
+            self._text = zstd.ZstdFile(self._raw, options={window: window.bounds()[1]})
 
     def __enter__(self) -> "TextFile":
         return self

@@ -61,6 +61,9 @@ class TokenizerConfig(Section):
     null_tokenizer_eod_id: int | None = flag(
         None, "id of the NullTokenizer that ends a document (default: the last one)", minimum=0
     )
+    tokenizer_hf_no_include_special_tokens: bool = flag(
+        False, "put nothing around a text, such as begin of sentence"
+    )
     vocab_extra_ids: int = flag(0, "sentinel tokens added to the vocabulary", minimum=0)
 
     @property

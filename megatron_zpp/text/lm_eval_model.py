@@ -117,7 +117,7 @@ class MegatronZppLM(TemplateLM):
         if self._chat_tokenizer is not None:
             return self._chat_tokenizer.encode(string, add_special_tokens=False)
         if add_special_tokens is False:
-            return self._model.tokenizer.encode(string)
+            return self._model.tokenizer.encode_part(string)
         return self._model.tokenizer.prompt(string)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
@@ -241,7 +241,7 @@ class MegatronZppLM(TemplateLM):
         folder = path.parent if path is not None and path.is_file() else path
         if folder is not None and (folder / "tokenizer.json").is_file():
             transformers = load_package("transformers", "a chat template")
-            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         if tokenizer is None or not tokenizer.chat_template:
             raise InputError(f"{self._model.name}: its tokenizer comes without a chat template")
         return tokenizer

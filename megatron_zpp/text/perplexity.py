@@ -81,9 +81,9 @@ def measure_perplexity(
 def _documents(path: str, tokenizer: Tokenizer) -> Iterator[Passage]:
     if path.endswith(EXAMPLES_SUFFIX):
         for example in read_examples([path]):
-            prompt = tokenizer.prompt(example.prompt or "")
-            ids = [*prompt, *tokenizer.encode(example.answer), tokenizer.eod]
-            yield Passage(ids=np.array(ids), first=max(1, len(prompt)))
+            prompt, answer = map(tokenizer.encode_part, (example.prompt or "", example.answer))
+            ids, first = tokenizer.example(prompt, answer)
+            yield Passage(ids=np.array(ids), first=first)
     elif path.endswith(TEXT_SUFFIX):
         yield Passage(ids=np.array(tokenizer.prompt(read_text(path, "the text"))))
     else:

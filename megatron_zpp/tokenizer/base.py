@@ -1,8 +1,8 @@
 """The interface of all tokenizers, and functions to read their files.
 
-Ids run from 0 to vocab_size - 1. Encoding never returns the end-of-document id `eod`: its name in a
-text is ordinary text. Ids that are not in the vocabulary files (added by the tokenizer, or by
---vocab-extra-ids) have a name in `reserved`, and decode to it.
+Ids run from 0 to vocab_size - 1. `eod` ends a document; its name in a text is ordinary text, but to
+the tokenizers of Hugging Face. Ids that are not in the vocabulary files (added by the tokenizer, or
+by --vocab-extra-ids) have a name in `reserved`, and decode to it.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ class Tokenizer(ABC):
     """Convert text into ids and back.
 
     fingerprint: a hash that is equal for tokenizers that return the same ids. reserved: names of
-    the ids that are not in the vocabulary files. opening: the ids that the model expects before a
-    text, such as begin of sentence.
+    the ids that are not in the vocabulary files. opening, closing: the ids that the model expects
+    around a text, such as begin of sentence.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Tokenizer(ABC):
     fingerprint: str
     reserved: Mapping[int, str]
     opening: tuple[int, ...] = ()
+    closing: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -60,16 +61,35 @@ class Tokenizer(ABC):
         self.fingerprint = _digest([self.name, eod, *identity])
 
     @abstractmethod
+    def encode_part(self, text: str) -> list[int]:
+        """Return the ids of `text`, with none around them."""
+
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without end of document."""
+        """Return the ids of a document as Megatron's tool writes them, without end of document."""
+        return [*self.opening, *self.encode_part(text), *self.closing]
+
+    def opened(self, ids: Sequence[int]) -> list[int]:
+        """Return `opening`, then `ids`; ids that begin with `opening` do not get it twice."""
+        has_opening = tuple(ids[: len(self.opening)]) == self.opening
+        return [*ids] if has_opening else [*self.opening, *ids]
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt: `opening`, then the ids of `text`."""
-        return [*self.opening, *self.encode(text)]
+        return self.opened(self.encode_part(text))
+
+    def example(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], int]:
+        """Return the ids of an example, and how many of them come before those of its answer.
+
+        They are `opening`, the prompt, the answer and end of document, none of which come twice. At
+        least one id comes before the answer's, as nothing predicts the first.
+        """
+        ids = self.opened([*prompt, *answer])
+        num_before = max(1, len(ids) - len(answer))
+        return (ids if ids[-1:] == [self.eod] else [*ids, self.eod]), num_before
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, encoded in parallel if the library supports it."""
-        return [self.encode(text) for text in texts]
+        """Return `encode_part` of each text, in parallel if the library supports it."""
+        return [self.encode_part(text) for text in texts]
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the concatenated ids of all texts, and the number of ids of each text.
@@ -135,6 +155,15 @@ def read_text(path: str | Path, flag: str) -> str:
         raise InputError(
             f"{flag} {path}: not UTF-8 text (byte {error.start}); is it the right file?"
         ) from error
+
+
+def require_unicode(text: str, place: str) -> str:
+    """Return `text`; raise InputError if the command line gave bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{place}: {text[:40]!r} is not UTF-8 text") from None
+    return text
 
 
 def read_json(path: str | Path, flag: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ class ByteLevelTokenizer(Tokenizer):
             size=NUM_BYTES, eod=NUM_BYTES, added=[END_OF_DOCUMENT], extra_ids=extra_ids, identity=[]
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode_part(self, text: str) -> list[int]:
         """Return the bytes of `text` in UTF-8."""
         return list(text.encode())
 

@@ -17,6 +17,7 @@ from megatron_zpp.tokenizer.sentence_piece import (
 )
 from zeropp.errors import InputError
 
+HF_FIELDS = ("tokenizer_model", "tokenizer_hf_no_include_special_tokens")
 # The values of --tokenizer-type: a class, and the fields of TokenizerConfig that it takes.
 TOKENIZER_TYPES = MappingProxyType(
     {
@@ -24,11 +25,11 @@ TOKENIZER_TYPES = MappingProxyType(
         "SentencePieceTokenizer": (SentencePieceTokenizer, ("tokenizer_model",)),
         "GPTSentencePieceTokenizer": (GPTSentencePieceTokenizer, ("tokenizer_model",)),
         "Llama2Tokenizer": (Llama2Tokenizer, ("tokenizer_model",)),
-        "HFTokenizer": (HFTokenizer, ("tokenizer_model",)),
-        "HuggingFaceTokenizer": (HFTokenizer, ("tokenizer_model",)),
-        "PretrainedFromHF": (HFTokenizer, ("tokenizer_model",)),  # BigScience's name of it
-        "TokenizerFromFile": (HFTokenizer, ("tokenizer_model",)),  # BigCode's
-        "TokenizerFromFileWithFIM": (HFTokenizer, ("tokenizer_model",)),
+        "HFTokenizer": (HFTokenizer, HF_FIELDS),
+        "HuggingFaceTokenizer": (HFTokenizer, HF_FIELDS),
+        "PretrainedFromHF": (HFTokenizer, HF_FIELDS),  # BigScience's name of it
+        "TokenizerFromFile": (HFTokenizer, HF_FIELDS),  # BigCode's
+        "TokenizerFromFileWithFIM": (HFTokenizer, HF_FIELDS),
         "ByteLevelTokenizer": (ByteLevelTokenizer, ()),
         "NullTokenizer": (NullTokenizer, ("vocab_size",)),
     }
@@ -39,7 +40,7 @@ TYPES_WITH_TOKENIZER_JSON = tuple(
 SENTENCE_PIECE_TYPES = tuple(
     name for name, (kind, _) in TOKENIZER_TYPES.items() if issubclass(kind, SentencePieceTokenizer)
 )
-FIELDS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+FIELDS = ("vocab_file", "merge_file", *HF_FIELDS, "vocab_size")
 
 logger = logging.getLogger("megatron_zpp")
 
@@ -59,10 +60,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         raise InputError(f"--tokenizer-type {name} needs {' and '.join(missing)}")
     for field in FIELDS:
         value = getattr(config, field)
-        if field not in fields and value is not None:
-            logger.info(
-                "%s %s has no effect with --tokenizer-type %s", *(_flag(field), value, name)
-            )
+        if field not in fields and value not in (None, False):
+            given = _flag(field) if value is True else f"{_flag(field)} {value}"
+            logger.info("%s has no effect with --tokenizer-type %s", given, name)
     arguments = [getattr(config, field) for field in fields]
     if tokenizer_class is NullTokenizer:
         return NullTokenizer(*arguments, config.vocab_extra_ids, config.null_tokenizer_eod_id)

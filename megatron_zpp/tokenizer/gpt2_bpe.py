@@ -68,7 +68,7 @@ class GPT2BPETokenizer(Tokenizer):
             mergeable_ranks=dict(zip(pieces.values(), range(len(pieces)), strict=True)),
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode_part(self, text: str) -> list[int]:
         """Return the ids of `text`; a literal <|endoftext|> is ordinary text."""
         ranks = []
         for part in _split_long_runs(text):

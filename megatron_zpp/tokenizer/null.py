@@ -24,7 +24,7 @@ class NullTokenizer(Tokenizer):
         eod = last if eod is None else eod
         super().__init__(size=vocab_size, eod=eod, extra_ids=extra_ids, identity=identity)
 
-    def encode(self, text: str) -> list[int]:
+    def encode_part(self, text: str) -> list[int]:
         """Return the whole numbers in `text`, separated by spaces; InputError for other words."""
         return [self._parse_id(word) for word in text.split()]
 

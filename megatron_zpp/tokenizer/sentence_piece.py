@@ -34,7 +34,7 @@ class SentencePieceTokenizer(Tokenizer):
             identity=[Path(model_file).read_bytes()],
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode_part(self, text: str) -> list[int]:
         """Return the ids of `text`; names of special tokens in it are ordinary text."""
         return self._model.encode(text)
 
@@ -86,10 +86,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
                 f"--tokenizer-model {model_file}: has no begin of sentence; use --tokenizer-type "
                 "GPTSentencePieceTokenizer, which needs none"
             )
-
-    def encode(self, text: str) -> list[int]:
-        """Return begin of sentence, then the ids of `text`."""
-        return [self._model.bos_id(), *super().encode(text)]
+        self.opening = (self._model.bos_id(),)
 
 
 def _load(path: str, name: str) -> Any:

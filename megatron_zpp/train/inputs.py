@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron_zpp.data.fill_in_the_middle import filled_in_the_middle
 from megatron_zpp.data.gpt_dataset import build_datasets
@@ -16,10 +17,11 @@ from megatron_zpp.interchange.pretrained_model import with_initial_model
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, DataConfig
-from megatron_zpp.settings.data import names_examples
+from megatron_zpp.settings.data import EXAMPLES_SUFFIX, names_examples
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.text.generate import Request, check
 from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.tokenizer.base import require_unicode
 from zeropp import InputError
 from zeropp.ranks.coordination import fail_together, require_same
 
@@ -77,8 +79,8 @@ def open_inputs(
         lambda: resolve_data(with_model.data, with_model.tokenizer)
     )
     config = replace(with_model, data=data)
-    if config.evaluation.sample_prompt is not None:
-        prompt = tuple(tokenizer.encode(config.evaluation.sample_prompt))
+    if (text := config.evaluation.sample_prompt) is not None:
+        prompt = tuple(tokenizer.prompt(require_unicode(text, "--sample-prompt")))
         # Fails now rather than after training.
         check(Request(prompt=prompt), config.model.num_positions, tokenizer.vocab_size)
     datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
@@ -113,31 +115,41 @@ def contents(tokenizer: Tokenizer, datasets: tuple) -> dict[str, str]:
     return texts
 
 
-def open_datasets(config: Config, tokenizer: Tokenizer) -> tuple:
-    """Training, validation and test datasets, of the same sizes as in Megatron."""
+def sample_sizes(config: Config) -> tuple[int, int, int]:
+    """Return how many training, validation and test samples a run asks for, as in Megatron."""
     length, evaluation = Schedules.of(config).length, config.evaluation
     batch = config.batch.global_batch_size
     rounds = length.iterations // evaluation.eval_interval + 1 + evaluation.eval_at_start
-    sizes = (
-        length.samples,
-        rounds * evaluation.eval_iters * batch,
-        evaluation.eval_iters * batch,
-    )
+    num_test = evaluation.eval_iters * batch
+    return length.samples, rounds * num_test, num_test
+
+
+def data_bytes(data: DataConfig) -> dict[str, int]:
+    """Return the bytes of each file that holds tokens or examples of the run."""
+    groups = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    names = [name for group in groups for name in group or ()]
+    paths = [Path(name if name.endswith(EXAMPLES_SUFFIX) else f"{name}.bin") for name in names]
+    return {str(path): path.stat().st_size for path in paths if path.is_file()}
+
+
+def open_datasets(
+    config: Config, tokenizer: Tokenizer, earlier: Sequence[Sequence[int]] = ()
+) -> tuple:
+    """Training, validation and test datasets; `earlier`: see `build_datasets`."""
+    sizes, seq_length, seed = sample_sizes(config), config.model.seq_length, config.training.seed
     if names_examples(config.data):
         if config.fim.fim_rate:
             raise InputError(
                 f"--fim-rate {config.fim.fim_rate:g} is for documents, and the data are examples: "
                 "leave it out"
             )
-        return build_instructions(
-            config.data, config.model.seq_length, sizes, config.training.seed, tokenizer
-        )
+        return build_instructions(config.data, seq_length, sizes, seed, tokenizer)
     datasets = build_datasets(
-        config.data, config.model.seq_length, sizes, config.training.seed, tokenizer.vocab_size
+        config.data, seq_length, sizes, seed, tokenizer.vocab_size, earlier=earlier
     )
     if config.fim.fim_rate == 0:
         return datasets
-    return filled_in_the_middle(datasets, config.fim, tokenizer, config.training.seed)
+    return filled_in_the_middle(datasets, config.fim, tokenizer, seed)
 
 
 def require_data(config: Config, datasets: tuple) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,11 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
+from megatron_zpp.train.inputs import data_bytes, sample_sizes
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
 from megatron_zpp.train.worlds.continuation import continue_local_steps
 from megatron_zpp.train.worlds.saved_run import SavedRun, saved_run
@@ -27,13 +30,16 @@ from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.optim.local_steps.local_steps import LocalSteps
 
+PLAIN = "tokenizer_hf_no_include_special_tokens"  # older checkpoints do not have it
 # Settings that determine the order of the samples, by section.
 SAMPLE_ORDER = (
     ("training", ("seed",)),
+    ("tokenizer", (PLAIN,)),
     ("model", ("seq_length",)),
     ("data", ("data_path", "train_data_path", "split", "split_ranges", "dataloader_type")),
     ("fim", ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate")),
 )
+LENGTH = ("training", ("train_iters", "train_samples", "train_tokens"))  # in older checkpoints
 
 log = logging.getLogger("megatron_zpp")
 
@@ -45,6 +51,7 @@ class StartingPoint:
     counters: Counters
     schedules: Schedules
     history: Mapping[str, Any]
+    earlier_sizes: Sequence[Sequence[int]] = ()  # of datasets, where they were others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +64,8 @@ class Saver:
     console: Console
     writer: AsyncWriter | None  # with --async-save
     lock: FolderLock | None  # of the folder
+    sample_sizes: list[Sequence[int]]  # of the datasets, first those of the runs before
+    data_bytes: Mapping[str, int]
 
     def save(self) -> None:
         """Save a checkpoint; all ranks call it.
@@ -129,6 +138,8 @@ class Saver:
             num_worlds=trainer.ranks.num_worlds,
             node=trainer.ranks.node,
             launch=trainer.ranks.launch,
+            sample_sizes=self.sample_sizes,
+            data_bytes=self.data_bytes,
             tokenizer=self.tokenizer.fingerprint,
             loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},
             schedule={"scheduled_samples": counters.scheduled_samples, **trainer.schedules.state()},
@@ -193,6 +204,7 @@ def load(
         ),
         schedules=schedules,
         history=state.history,
+        earlier_sizes=_earlier_sizes(config, state),
     )
 
 
@@ -236,8 +248,36 @@ def _log_other_samples(config: Config, state: TrainingState) -> None:
             f"the global batch has {batch} samples, but {saved} in the checkpoint: "
             f"--global-batch-size {saved} continues as before"
         )
-    for line in sample_order_changes(run_settings(config), state.configuration):
+    current = json.loads(json.dumps(run_settings(config)))  # tuples become lists, as when saved
+    lines = [
+        f"{name} is {current[section][name]} now, {saved[name]} in the checkpoint"
+        for section, names in (*SAMPLE_ORDER, *(() if state.sample_sizes else (LENGTH,)))
+        for saved in (state.configuration.get(section, {}),)
+        for name in names
+        if name in saved and current[section][name] != saved[name]
+    ]
+    lines += [
+        f"{path} has {now} bytes now, {state.data_bytes[path]} in the checkpoint"
+        for path, now in data_bytes(config.data).items()
+        if now != state.data_bytes.get(path, now)
+    ]
+    reads_text = names_examples(config.data) or config.fim.fim_rate
+    is_older = PLAIN not in state.configuration["tokenizer"]
+    if reads_text and is_older and config.tokenizer.kind in TYPES_WITH_TOKENIZER_JSON:
+        lines.append("the checkpoint's version read special tokens in texts as ordinary text")
+    for line in lines:
         log.info("%s: this changes which samples come next", line)
+
+
+def _earlier_sizes(config: Config, state: TrainingState) -> list[list[int]]:
+    """Return the sizes of datasets before the checkpoint, if they differ; a line says so."""
+    now, saved = list(sample_sizes(config)), state.sample_sizes
+    if saved and saved[-1] != now:
+        log.info(
+            f"the order of samples was made for {saved[-1][0]}, and this run asks for {now[0]}: "
+            "it goes on behind them, so that the length does not change which samples come next"
+        )
+    return saved[:-1] if saved and saved[-1] == now else saved
 
 
 def _log_other_blocks(config: Config, state: TrainingState) -> None:
@@ -257,17 +297,6 @@ def _log_other_blocks(config: Config, state: TrainingState) -> None:
             state.world_size,
             world_size,
         )
-
-
-def sample_order_changes(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Describe the changed settings that give a resumed run another order of samples."""
-    current = json.loads(json.dumps(settings))  # tuples become lists, as in the checkpoint
-    return [
-        f"{name} is {current[section][name]} now, {saved[section][name]} in the checkpoint"
-        for section, names in SAMPLE_ORDER
-        for name in names
-        if name in saved.get(section, {}) and current[section][name] != saved[section][name]
-    ]
 
 
 def _require_same_adapters(config: Config, state: TrainingState) -> None:

@@ -136,17 +136,16 @@ class _Encoder:
 
     def add(self, examples: Sequence[Example]) -> None:
         """Encode examples and append them to `self.examples`."""
-        opening = list(self.tokenizer.opening)
         prompts = self._encode(examples, [example.prompt or "" for example in examples])
         answers = self._encode(examples, [example.answer for example in examples])
         for example, prompt, answer in zip(examples, prompts, answers, strict=True):
             self._check(prompt, answer, example.location)
-            prompt = opening + prompt
-            tokens = np.array([*prompt, *answer, self.tokenizer.eod], dtype=np.int32)
+            ids, num_before = self.tokenizer.example(prompt, answer)
+            tokens = np.array(ids, dtype=np.int32)
             if example.prompt is None:
                 pieces = self._divide(tokens)
             else:
-                pieces = self._hide_prompt(tokens, max(len(prompt), 1))
+                pieces = self._hide_prompt(tokens, num_before)
             if pieces:
                 self.examples.append(pieces)
 
@@ -157,7 +156,7 @@ class _Encoder:
         except InputError:
             for example, text in zip(examples, texts, strict=True):
                 try:
-                    self.tokenizer.encode(text)
+                    self.tokenizer.encode_part(text)
                 except InputError as error:
                     raise InputError(f"{example.location}: {error}") from error
             raise

@@ -3,7 +3,14 @@
 import hashlib
 import json
 import logging
-from dataclasses import fields
+import re
+import resource
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from itertools import chain
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +72,7 @@ def test_samples_are_those_of_megatron_core(name: str, tmp_path: Path) -> None:
 
 def digests(dataset) -> list[str]:
     if isinstance(dataset, GPTDataset):
-        index = dataset.index
+        (index,) = dataset.indices
         return [sha(index.document, "<i4"), sha(index.sample, "<i4"), sha(index.shuffle, "<u4")]
     return [sha(dataset.dataset_index, "<i2"), sha(dataset.dataset_sample_index, "<i8")]
 
@@ -87,6 +94,65 @@ def text(folder: Path, name: str, documents: int, length: int) -> str:
     """A dataset of equally long documents of the tokens 1, 2 ..."""
     write_dataset(folder / name, VOCAB_SIZE, [[np.arange(1, length + 1)]] * documents)
     return str(folder / name)
+
+
+@pytest.mark.parametrize("weights", [(), ("0.3", "0.7")])
+def test_a_longer_run_keeps_the_order_and_the_number_of_epochs(
+    weights: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Documents of 8 tokens, as a sample has: each is seen as often as others, give or take one."""
+    prefixes = [str(tmp_path / name) for name in ("a", "b")]
+    for number, prefix in enumerate(prefixes):
+        first = number * 16
+        documents = [np.full(8, first + document) for document in range(11 + number)]
+        write_dataset(prefix, 64, [[tokens] for tokens in documents])
+    paths = chain(*zip(weights, prefixes, strict=True)) if weights else prefixes[:1]
+    data = DataConfig(data_path=tuple(paths), split="1")
+
+    def seen(*sizes: int, **changes: str) -> list[tuple]:
+        train, _, _ = build_datasets(
+            replace(data, **changes), 8, (sizes[-1], 0, 0), 1, 64,
+            earlier=[(size, 0, 0) for size in sizes[:-1]],
+        )  # fmt: skip
+        return [tuple(train[index]["tokens"].tolist()) for index in range(len(train))]
+
+    first, fresh, longer = seen(25), seen(90), seen(25, 90)
+    again = seen(25, 90, 40, 200)
+    assert fresh[: len(first)] != first  # the order of megatron-core
+    assert longer[:25] == first[:25] and again[:90] == longer[:90]
+    assert len(longer) >= 90 and len(again) >= 200
+    assert seen(25, 90, dataloader_type="cyclic") == first
+    times = Counter(tokens[0] for tokens in (again if weights else longer[:90]))
+    for start in (0, 16)[: 1 + bool(weights)]:
+        counts = [times[document] for document in range(start, start + 11 + start // 16)]
+        # A seam of two orders cuts a sample off, and a blend's part may end within an epoch twice.
+        assert max(counts) - min(counts) <= 2 + bool(weights), counts
+
+
+@pytest.mark.parametrize("hard", [None, 90])
+def test_more_datasets_than_the_limit_of_open_files(hard: int | None, tmp_path: Path) -> None:
+    """The soft limit is raised where the hard one allows it, or the error says what to do."""
+    prefix = text(tmp_path, "text", 20, 9)
+    data = DataConfig(data_path=("1", prefix) * 30, split="1", data_cache_path=str(tmp_path))
+    build(data)  # the index is cached: mapping it meets the limit
+    data = DataConfig(data_path=data.data_path + ("1", text(tmp_path, "b", 20, 9)), split="1")
+
+    def limited(connection: Connection) -> None:
+        most = hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (90, most))
+        with pytest.raises(InputError) if hard else nullcontext() as error:
+            build(data)
+        connection.send(str(error and error.value))
+
+    ours, theirs = Pipe()
+    process = get_context("fork").Process(target=limited, args=(theirs,))
+    process.start()
+    assert ours.poll(60)
+    message = ours.recv()
+    process.join()
+    assert re.search(
+        "too many open files: a process may have 90.*ulimit -Hn" if hard else "None", message
+    )
 
 
 def test_a_split_without_documents_is_named(tmp_path: Path) -> None:

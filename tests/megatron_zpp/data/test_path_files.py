@@ -118,7 +118,7 @@ def test_groups_of_validation_are_equal_shares_of_one_set(tmp_path, caplog):
     assert data.split_ranges == ("0:1", "0:0.5,0.5:1,0:1", "0:1")
     assert "2 groups, mixed in equal shares" in caplog.text
     _, valid, _ = build_datasets(data, 16, (0, 8, 0), 1234, VOCAB_SIZE)
-    read = [sorted(set(dataset.index.document.tolist())) for dataset in valid.datasets]
+    read = [sorted(set(dataset.indices[0].document.tolist())) for dataset in valid.datasets]
     half, end = len(IndexedDataset(A)) // 2, len(IndexedDataset(A))
     assert read == [[*range(half)], [*range(half, end)], [*range(len(IndexedDataset(B)))]]
     assert np.bincount(valid.dataset_index).tolist() == [3, 1, 4]
@@ -138,7 +138,7 @@ def test_each_dataset_has_its_range_or_all_have_one(tmp_path):
         ("data_args_path", " \n", "names no data"),
         ("per_split_data_args_path", None, "No such file"),
         ("per_split_data_args_path", "{", "not JSON"),
-        ("per_split_data_args_path", "[1]", "expected an object with the keys train, valid, test"),
+        ("per_split_data_args_path", "[1]", "expected an object in braces"),
         ("per_split_data_args_path", '{"training": []}', "expected an object with the keys"),
         ("per_split_data_args_path", '{"train": 3}', "train is 3: expected a list"),
         ("train_weighted_split_paths_path", "train: 1 0:1 p", "in quotes"),

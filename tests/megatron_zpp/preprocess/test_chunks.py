@@ -33,8 +33,11 @@ def gzipped(path: Path) -> Path:
 
 
 def zstandard(path: Path) -> Path:
+    """Two frames, the second one as `zstd --long=31` makes it, with a window of 2 GiB."""
     half = len(_lines()) // 2
-    parts = zstd.compress(_lines()[:half]) + zstd.compress(_lines()[half:])
+    names = zstd.CompressionParameter
+    long = zstd.ZstdCompressor(options={names.window_log: 31, names.content_size_flag: 0})
+    parts = zstd.compress(_lines()[:half]) + long.compress(_lines()[half:]) + long.flush()
     return _written(path.with_name("a.jsonl.zst"), parts)
 
 
@@ -115,6 +118,12 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     _written(folder / "g.csv", b"not this")
     expected = ["one text\nof two lines", "with a byte order mark", "row", "last"]
     assert texts_of(run(folder, tmp_path / "x")) == expected
+    assert texts_of(run(folder / "[!a]*", tmp_path / "y")) == expected[1:]  # a pattern, quoted
+    assert texts_of(run(tmp_path / "text?", tmp_path / "z")) == expected
+    with pytest.raises(InputError, match=r"--input .*\*\.csv: it is not one of"):
+        run(folder / "*.csv", tmp_path / "x")
+    with pytest.raises(InputError, match=r"--input .*\*\.json: no such file or folder"):
+        run(folder / "*.json", tmp_path / "x")
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ SETTINGS = (
 --null-tokenizer-eod-id 7             tokenizer.null_tokenizer_eod_id 7
 --eval-iters -1                       evaluation.eval_iters 0
 --vocab-extra-ids 3                   tokenizer.vocab_extra_ids 3
+--tokenizer-hf-no-include-special-tokens tokenizer.tokenizer_hf_no_include_special_tokens true
 --optimizer adam                      optimizer.optimizer "adam"
 --optimizer FusedAdamW                optimizer.optimizer "adam"
 --lr 6e-5                             optimizer.lr 6e-5

@@ -183,7 +183,7 @@ def test_chat_template(tmp_path: Path) -> None:
     write_chat_files(folder)
     lm = MegatronZppLM.create_from_arg_obj({"pretrained": str(folder)})
     begin, end = vocabulary["<|begin|>"], vocabulary["<|end|>"]
-    assert not {begin, end} & set(lm.tok_encode("<|begin|>user<|end|>"))
+    assert lm.tok_encode("<|begin|>user<|end|>")[::5] == [begin, end]
     assert "<|begin|>" in lm.chat_template(True) and lm.chat_template(False) == ""
     history = [{"role": "user", "content": "Hi"}]
     ids = lm.tok_encode(lm.apply_chat_template(history))

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import tokenizers
+import transformers
 from hypothesis import given
 
 from megatron_zpp.settings.arguments import parse
@@ -63,7 +65,7 @@ def test_hugging_face_agrees_with_the_two_files(bpe: Path, gpt2: Tokenizer) -> N
         ]
         assert (tokenizer.eod, tokenizer.vocab_size) == (gpt2.eod, gpt2.vocab_size)
         assert tokenizer.encode_batch(TEXTS[:3]) == gpt2.encode_batch(TEXTS[:3])
-        assert tokenizer.eod not in tokenizer.encode(END_OF_DOCUMENT)
+        assert tokenizer.encode(f"a{END_OF_DOCUMENT}")[1:] == [tokenizer.eod]
         assert tokenizer.decode([tokenizer.eod]) == END_OF_DOCUMENT
         assert tokenizer.decode(tokenizer.encode(TEXTS[1])) == TEXTS[1]
 
@@ -80,8 +82,7 @@ def test_hugging_face_under_the_names_of_others(kind: str, flag: str, bpe: Path)
         build_tokenizer(missing.tokenizer)
 
 
-def test_hugging_face_adds_nothing_and_cuts_nothing(bpe: Path, tmp_path: Path) -> None:
-    """Prompts alone get what the model expects before a text."""
+def test_hugging_face_cuts_nothing_and_opens_texts_once(bpe: Path, tmp_path: Path) -> None:
     model = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
     end = model.token_to_id(END_OF_DOCUMENT)
     model.post_processor = tokenizers.processors.TemplateProcessing(
@@ -90,10 +91,86 @@ def test_hugging_face_adds_nothing_and_cuts_nothing(bpe: Path, tmp_path: Path) -
     model.enable_truncation(5)
     model.enable_padding(length=1000)
     model.save(str(tmp_path / "tokenizer.json"))
-    ids = hf_of(bpe).encode(TEXTS[0])
-    assert hf_of(tmp_path).encode(TEXTS[0]) == ids == hf_of(bpe).prompt(TEXTS[0])
-    assert hf_of(tmp_path).prompt(TEXTS[0]) == [end, *ids]
-    assert hf_of(tmp_path).prompt("") == [end]
+    ids, opens = hf_of(bpe).encode(TEXTS[0]), hf_of(tmp_path)
+    assert hf_of(bpe).prompt(TEXTS[0]) == opens.encode_part(TEXTS[0]) == ids
+    assert opens.encode_batch([TEXTS[0]]) == [ids]
+    assert opens.encode(TEXTS[0]) == opens.encode_flat([TEXTS[0]])[0].tolist() == [end, *ids]
+    assert opens.prompt("") == opens.prompt(END_OF_DOCUMENT) == [end]
+    assert opens.prompt(TEXTS[0]) == opens.prompt(END_OF_DOCUMENT + TEXTS[0]) == [end, *ids]
+    assert opens.example([1, 2], [3]) == ([end, 1, 2, 3, end], 3)
+    assert opens.example([], [end, 3, end]) == ([end, 3, end], 1)
+    config = parse(
+        ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-hf-no-include-special-tokens",
+         "--tokenizer-model", str(tmp_path)], 1
+    ).tokenizer  # fmt: skip
+    plain = build_tokenizer(config)
+    assert plain.encode(TEXTS[0]) == plain.prompt(TEXTS[0]) == ids
+    assert plain.fingerprint == opens.fingerprint
+
+
+ADDED = dict(lstrip=False, rstrip=False, normalized=False, single_word=False, special=True)
+FOLDERS = {
+    "begin of sentence, as Llama 3's": (("<bos>", "</s>"), "<bos> $A", {
+        "tokenizer_config.json": {"bos_token": "<bos>", "eos_token": "</s>"},
+    }),
+    "around a text": (("<bos>", "</s>"), "<bos> $A </s>", {
+        "tokenizer_config.json": {"eos_token": ADDED | {"__type": "AddedToken", "content": "</s>"},
+            "add_bos_token": False,},
+    }),
+    "nothing put before, as Qwen's": (("</s>", "<im>"), None, {
+        "tokenizer_config.json": {"eos_token": "<im>", "tokenizer_class": "Qwen2Tokenizer"},
+        "config.json": {"model_type": "qwen2"},
+    }),
+    "only in the settings": (("</s>",), None, {
+        "tokenizer_config.json": {"eos_token": "</s>", "added_tokens_decoder": {
+            "401": ADDED | {"content": "<im>", "lstrip": True, "rstrip": True},
+            "402": ADDED | {"content": "Höhe", "normalized": True, "special": False},
+        }},
+    }),
+    "only in files of their own": (("</s>",), None, {
+        "added_tokens.json": {"<im>": 401, "WORD": 402},
+        "special_tokens_map.json": {"eos_token": "<im>", "additional_special_tokens": ["<x>"]},
+    }),
+    "not found in texts": (("<bos>", "</s>"), "<bos> $A", {
+        "tokenizer_config.json": {"eos_token": "</s>", "split_special_tokens": True},
+    }),
+    "sentencepiece": ((), None, {
+        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True},
+        "config.json": {"model_type": "llama"},
+    }),
+}  # fmt: skip
+PROBES = [
+    "<bos>a  <im> word</s>\n<x>", "<im>user\nhi<im> WORD, Höhe HÖHE <|endoftext|>", " two  blanks ",
+    "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_hugging_face_is_transformers(
+    name: str, bpe: Path, sentences: Path, tmp_path: Path
+) -> None:
+    special, around, files = FOLDERS[name]
+    for file, content in files.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    if special:
+        model = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+        model.add_special_tokens([*special])
+        if around:
+            ids = [(token, model.token_to_id(token)) for token in special]
+            model.post_processor = tokenizers.processors.TemplateProcessing(
+                single=around, special_tokens=ids
+            )
+        model.save(str(tmp_path / "tokenizer.json"))
+    else:
+        shutil.copy(sentences / "usual.model", tmp_path / "tokenizer.model")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = hf_of(tmp_path)
+    expected = [theirs(text).input_ids for text in PROBES]
+    assert [ours.encode(text) for text in PROBES] == expected
+    parts = [theirs(text, add_special_tokens=False).input_ids for text in PROBES]
+    assert ours.encode_batch(PROBES) == parts
+    assert (ours.eod, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
+    assert not special or ours.fingerprint != hf_of(bpe).fingerprint
 
 
 def test_hugging_face_end_of_document(bpe: Path, tmp_path: Path) -> None:
@@ -103,14 +180,13 @@ def test_hugging_face_end_of_document(bpe: Path, tmp_path: Path) -> None:
     model.save(str(path))
     with pytest.raises(InputError, match=r"which token ends .*<\|endoftext\|> and </s>.*beside"):
         hf_of(path)
-    for end in ("<stop>", {"content": "<stop>"}):
+    for end in ("<stop>", {"__type": "AddedToken", "content": "<stop>"}):
         beside.write_text(json.dumps({"eos_token": end}))
         assert hf_of(path).eod == model.token_to_id("<stop>")
-    beside.write_text('{"eos_token": "<none>"}')
-    with pytest.raises(InputError, match=r"tokenizer_config\.json: eos_token '<none>' is not in"):
-        hf_of(path)
+    beside.write_text('{"eos_token": "<none>"}')  # transformers adds it
+    assert (hf_of(path).eod, hf_of(path).vocab_size) == (356, 357)
     beside.write_text("{,}")
-    with pytest.raises(InputError, match=r"tokenizer_config\.json: not JSON \(line 1, column 2"):
+    with pytest.raises(InputError, match=r"transformers cannot read it .*line 1 column 2"):
         hf_of(path)
 
 

@@ -1,11 +1,14 @@
 """Pretraining on several ranks: all stages agree, and a resumed run prints the same losses."""
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.data.indexed_dataset import write_dataset
 from tests.megatron_zpp.train.training_runs import field, log_of, loss_values, losses, run
 from tests.ranks import ranks
 from zeropp import InputError
@@ -173,6 +176,26 @@ def test_another_order_of_the_samples_is_logged(tmp_path):
     assert "seed is 7 now, 1234 in the checkpoint: this changes which samples" in second
 
 
+def test_a_longer_run_goes_on_with_the_order_of_the_checkpoint(tmp_path):
+    """Four of the 16 samples of a step are one epoch, so that lengths give other orders."""
+    documents = [[np.full(33, number)] for number in range(4)]
+    write_dataset(tmp_path / "text", 257, documents)
+    flags = f"{BATCH} --data-path {tmp_path}/text --split 1 --tokenizer-type ByteLevelTokenizer "
+    flags += f"--save {tmp_path} --load {tmp_path} --seq-length 32 --eval-iters 0 --num-workers 0 "
+    first = run(1, flags + "--train-iters 2", tmp_path)
+    second = run(1, flags + "--train-iters 3 --lr-decay-iters 2", tmp_path)
+    third = run(1, flags + "--train-iters 4 --lr-decay-iters 2", tmp_path)
+    said = "which samples come next"
+    assert said not in first
+    for log, before, now in ((second, 32, 48), (third, 48, 64)):
+        assert f"made for {before}, and this run asks for {now}: it goes on behind" in log
+    state = json.loads((tmp_path / "iter_0000004" / "state.json").read_text())
+    assert [sizes[0] for sizes in state["sample_sizes"]] == [32, 48, 64]
+    write_dataset(tmp_path / "text", 257, documents * 2)
+    fourth = run(1, flags + "--train-iters 5 --lr-decay-iters 2", tmp_path)
+    assert f"text.bin has 528 bytes now, 264 in the checkpoint: this changes {said}" in fourth
+
+
 def test_reset_iteration_keeps_the_loss_scale(tmp_path):
     flags = f"{BATCH} --fp16 --train-iters 2 --save {tmp_path} --load {tmp_path} "
     first = run(1, flags + "--initial-loss-scale 1024 --loss-scale-window 1", tmp_path)
@@ -188,3 +211,4 @@ def test_a_finished_run_says_so_and_evaluates(tmp_path):
     assert "training is complete: 3 iterations are done" in again
     assert "validation loss at the end of training" in again
     assert "Sample" in again and losses(again) == []
+    load_step(flags=flags + "--sample-prompt a\udcff", expected="--sample-prompt: .* is not UTF-8")

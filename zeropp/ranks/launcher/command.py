@@ -191,7 +191,7 @@ def _file_of_variables() -> dict[str, str]:
     variables = {}
     for folder in (Path.home(), Path.cwd()):
         path = folder / VARIABLES_FILE
-        lines = path.read_text().splitlines() if path.is_file() else []
+        lines = path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []
         for number, line in enumerate(lines, start=1):
             name, is_setting, value = line.strip().partition("=")
             if name.startswith("#") or not name:

@@ -23,9 +23,10 @@ def read_hostfile(path: str) -> Hosts:
     """Return all hosts with all their slots; raises InputError, which names the line."""
     try:
         text = Path(path).read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "it is not UTF-8 text")
         raise InputError(
-            f"--hostfile {path}: {error.strerror}; expected a file with a line for each machine, "
+            f"--hostfile {path}: {reason}; expected a file with a line for each machine, "
             f"as in: {EXAMPLE}"
         ) from error
     hosts: dict[str, list[int]] = {}

@@ -23,10 +23,11 @@ def test_a_file_has_a_line_for_each_machine(tmp_path: Path) -> None:
         ("-oProxyCommand=x slots=1\n", "line 1: -oProxyCommand"),
         ("a slots=2\na slots=2\n", "line 2: a is there twice"),
         ("# nothing\n", "names no machine"),
+        ("a\udcff slots=2\n", "hosts: it is not UTF-8 text; expected a file"),
     ],
 )
 def test_a_wrong_line_is_named(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text(text)
+    (tmp_path / "hosts").write_text(text, errors="surrogateescape")
     with pytest.raises(InputError, match=message):
         read_hostfile(str(tmp_path / "hosts"))
 
