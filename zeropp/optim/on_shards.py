@@ -1,12 +1,16 @@
 """Which optimizers cannot update shards, found when they are made and not at their first step."""
 
+import logging
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
 
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)  # PyTorch has a rule for their kernels on shards
+log = logging.getLogger("zeropp")
 # By the names of classes, as other libraries have optimizers of these names too.
 _REFUSED = MappingProxyType(
     {
@@ -21,9 +25,13 @@ _REFUSED = MappingProxyType(
 
 
 def require_on_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InputError for an optimizer that cannot update the shards that it holds."""
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+    """Raise InputError for an optimizer that cannot update the shards that it holds.
+
+    Where PyTorch cannot update all parameters of a group in one call, `foreach` and `fused` are
+    switched off, with a line.
+    """
+    sharded = [group for group in optimizer.param_groups if any(map(_is_shard, group["params"]))]
+    if not sharded:
         return
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _REFUSED:
@@ -31,3 +39,23 @@ def require_on_shards(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} cannot update sharded weights: "
                 f"{_REFUSED[kind.__name__]}"
             )
+    for group in () if getattr(optimizer, "takes_factor", False) else sharded:
+        _use_loop(optimizer, group)
+
+
+def _use_loop(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    is_mixed = not all(map(_is_shard, group["params"]))
+    unavailable = {"foreach": is_mixed, "fused": is_mixed or not isinstance(optimizer, _FUSED)}
+    names = [name for name, value in unavailable.items() if value and group.get(name)]
+    if names:
+        group.update(dict.fromkeys(names, False))
+        log.info(
+            "%s: %s has no effect on %s: one tensor at a time",
+            type(optimizer).__name__,
+            " and ".join(names),
+            "a group of which only some parameters are sharded" if is_mixed else "shards",
+        )
+
+
+def _is_shard(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor)

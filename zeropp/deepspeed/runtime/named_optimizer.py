@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from zeropp.deepspeed.ops import adam
 from zeropp.errors import InputError
@@ -46,9 +45,7 @@ def named_optimizer(
             f'optimizer.type = "{kind}": PyTorch {torch.__version__} has no torch.optim.{kind}; '
             "give zeropp.initialize an optimizer of that kind, or name another one"
         )
-    are_sharded = {isinstance(parameter, DTensor) for parameter in parameters_in(parameters)}
-    one_by_one = {"foreach": False} if len(are_sharded) == 2 else {}
-    return getattr(torch.optim, kind)(parameters, **settings, **one_by_one)
+    return getattr(torch.optim, kind)(parameters, **settings)
 
 
 def _muon(zero: ZeroConfig, params: nn.Module | list[Any]) -> Muon:

@@ -29,6 +29,7 @@ from zeropp.optim.muon.groups import (
 )
 from zeropp.optim.muon.matrix_step import MOMENTUM, MatrixStep, MuonOptions
 from zeropp.optim.muon.newton_schulz import JORDAN
+from zeropp.optim.step_or_skip import scale_gradients
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.traffic import Traffic
 
@@ -62,9 +63,7 @@ class MuonGroups(FusedAdam):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        gradients = [parameter.grad for parameter, _ in trained]
-        if scale != 1.0 and gradients:
-            torch._foreach_mul_(gradients, scale)
+        scale_gradients((parameter.grad for parameter, _ in trained), scale)
         self.matrices.run(
             (parameter, group, self._momentum_of(parameter), self.copies.get(parameter))
             for parameter, group in trained
