@@ -2,7 +2,6 @@
 
 import logging
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -40,21 +39,14 @@ def require_on_shards(optimizer: torch.optim.Optimizer) -> None:
                 f"{_REFUSED[kind.__name__]}"
             )
     for group in () if getattr(optimizer, "takes_factor", False) else sharded:
-        _use_loop(optimizer, group)
-
-
-def _use_loop(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    is_mixed = not all(map(_is_shard, group["params"]))
-    unavailable = {"foreach": is_mixed, "fused": is_mixed or not isinstance(optimizer, _FUSED)}
-    names = [name for name, value in unavailable.items() if value and group.get(name)]
-    if names:
-        group.update(dict.fromkeys(names, False))
-        log.info(
-            "%s: %s has no effect on %s: one tensor at a time",
-            type(optimizer).__name__,
-            " and ".join(names),
-            "a group of which only some parameters are sharded" if is_mixed else "shards",
-        )
+        is_mixed = not all(map(_is_shard, group["params"]))
+        unavailable = ["foreach"] * is_mixed
+        unavailable += ["fused"] * (is_mixed or not isinstance(optimizer, _FUSED))
+        if names := [name for name in unavailable if group.get(name)]:
+            group.update(dict.fromkeys(names, False))
+            which = "parameters of which only some are sharded" if is_mixed else "shards"
+            text = "%s: %s has no effect on %s: they are updated one by one"
+            log.info(text, type(optimizer).__name__, " and ".join(names), which)
 
 
 def _is_shard(parameter: torch.Tensor) -> bool:

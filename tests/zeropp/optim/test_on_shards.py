@@ -35,7 +35,7 @@ def test_pytorchs_optimizers():
 @pytest.mark.parametrize("has_scalar", [True, False])
 @ranks(2)
 def test_calls_for_many_parameters_at_once(has_scalar):
-    """`foreach` and `fused` are switched off where PyTorch takes no shards, or not all, in one call.
+    """`foreach` and `fused` are switched off where PyTorch does not take all in one call.
 
     Results are those of the loop, but for the order of sums in fused kernels, as above.
     """

@@ -24,6 +24,7 @@ from zeropp.optim.muon.groups import (
     listed,
     muon_options,
     require_matrices,
+    stacks_of,
     tensors_in,
     with_options,
 )
@@ -139,7 +140,8 @@ class Muon(MuonGroups):
 
     Args:
         params: A model, or groups with `use_muon`, true or false. Of a model, matrices inside
-            `nn.ModuleList`s are Muon's, except those of embeddings.
+            `nn.ModuleList`s are Muon's, except those of embeddings. A parameter [E, m, n], as of
+            experts, is a stack of matrices.
         lr: Learning rate of both.
         weight_decay: Decoupled weight decay of both.
         momentum: Decay of the momentum.
@@ -158,7 +160,7 @@ class Muon(MuonGroups):
         copies: As for `FusedAdam`.
 
     Raises:
-        InputError: For parameters that are not fp32, matrices of other than two dims under
+        InputError: For parameters that are not fp32, those of one dim or more than three under
             `use_muon`, and values out of range.
 
     Example:
@@ -188,7 +190,9 @@ class Muon(MuonGroups):
         parts: Mapping[Tensor, Matrix] = MappingProxyType({}),
         copies: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        groups = listed(groups_of(params) if isinstance(params, nn.Module) else params)
+        if isinstance(params, nn.Module):
+            params, parts = groups_of(params), stacks_of(params) | dict(parts)
+        groups = listed(params)
         if scale_mode is None:
             scale_mode, extra_scale_factor = adjustment(adjust_lr_fn)
         self.of_muon = muon_options(
