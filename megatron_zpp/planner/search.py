@@ -229,8 +229,6 @@ class Search:
         num_replicas = parallel.num_replicas(num_ranks)
         is_divided = num_replicas < num_ranks
         for each in settings_of(self.base, nodes, is_divided=is_divided):
-            if each.zero["stage"] == 0 and (parallel.expert_model_parallel_size or 1) > 1:
-                continue  # experts are whole on a rank
             if interval > 1 and each.inexactness:
                 continue
             settings = each if interval == 1 else each.every(interval)

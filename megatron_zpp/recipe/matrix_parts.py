@@ -11,44 +11,53 @@ from torch.nn import Parameter
 
 from megatron_zpp.model.attention.attention import Attention
 from megatron_zpp.model.moe.experts import Matrices
-from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.muon.blocks import Matrix, Part, Run, rows_within
+from megatron_zpp.settings.config import ModelConfig, MuonConfig
+from zeropp.optim.muon.blocks import Matrix, Part, Run, num_rows, rows_within
 from zeropp.optim.muon.line import matrix_of
+from zeropp.optim.muon.names import BLOCKWISE
 
 
 def matrix_parts(
-    model: nn.Module, config: ModelConfig, *, splits_qkv: bool, place: int | None = None
+    model: nn.Module, config: ModelConfig, muon: MuonConfig, *, place: int | None = None
 ) -> dict[Parameter, Matrix]:
     """Return the matrices of a sharded GPT that have several parts.
 
     `place` is another place on the tensor axis than that of the model's rank.
     """
+    splits_qkv, is_whole = not muon.muon_no_split_qkv, muon.muon_tp_mode != BLOCKWISE
     matrices: dict[Parameter, Matrix] = {}
     for module in model.modules():
         if isinstance(module, Attention) and splits_qkv:
-            matrices[module.qkv.weight] = _of_qkv(module, config, place)
+            matrices[module.qkv.weight] = _of_qkv(module, config, place, is_whole=is_whole)
         elif isinstance(module, Matrices):
             matrices[module.weight] = _of_experts(module)
     return matrices
 
 
-def _of_qkv(module: Attention, config: ModelConfig, place: int | None) -> Matrix:
-    """Queries, keys and values, whose rows are ordered by groups, [K, Q + 2, D]."""
+def _of_qkv(module: Attention, config: ModelConfig, place: int | None, *, is_whole: bool) -> Matrix:
+    """Queries, keys and values, whose rows are ordered by groups, [K, Q + 2, D].
+
+    is_whole: they are orthogonalized over all ranks of the tensor axis together.
+    """
     weight, axis = module.qkv.weight, module.axis
     groups, queries = config.kv_heads, config.num_attention_heads // config.kv_heads
     shape = matrix_of(weight).shape
-    if place is None:
-        place = 0 if axis is None else axis.place
-    first = place * shape[0]
+    num_ranks, own_place = (1, 0) if axis is None else (axis.size, axis.place)
+    is_uneven = groups % num_ranks != 0  # a rank has queries, keys, or values of a group
     bounds = (0, queries, queries + 1, queries + 2)  # heads of a group
     parts = []
     for start, stop in zip(bounds, bounds[1:], strict=False):
         runs = tuple(_heads(module.head_dim, groups, queries + 2, range(start, stop)))
-        whole = sum(stop - start for start, stop in runs), shape[1]
-        own = rows_within(runs, (first, first + shape[0]))
-        parts.append(Part(runs=own, shape=whole))
-    is_even = axis is None or groups % axis.size == 0
-    return Matrix(shape=shape, parts=tuple(parts), is_apart=not is_even)
+        of_ranks = tuple(
+            rows_within(runs, (rank * shape[0], (rank + 1) * shape[0])) for rank in range(num_ranks)
+        )
+        part = Part(
+            runs=of_ranks[own_place if place is None else place],
+            shape=(num_rows(runs), shape[1]),
+            peer_runs=of_ranks if is_whole and is_uneven else (),
+        )
+        parts.append(part)
+    return Matrix(shape=shape, parts=tuple(parts))
 
 
 def _heads(head_dim: int, groups: int, heads: int, own: range) -> Iterator[Run]:

@@ -64,7 +64,7 @@ def _build_muon(
         "scale_mode": muon.muon_scale_mode,
         "extra_scale_factor": muon.muon_extra_scale_factor,
         "options": muon_options(config),
-        "parts": matrix_parts(sharding.model, config.model, splits_qkv=not muon.muon_no_split_qkv),
+        "parts": matrix_parts(sharding.model, config.model, muon),
     }
     if zero.offloads_optimizer:
         return offloaded_muon(sharding, groups, device, zero, **settings)

@@ -20,6 +20,8 @@ REASONS = MappingProxyType(
             "hysteresis returns after loss_scale_window steps without overflow, as in Megatron"
         ),
         "bf16.check_grad_overflow": "an update from gradients that are not finite is never made",
+        "optimizer.params.muon_lr": "--lr is the rate of all weights, --decoupled-lr of both ends",
+        "optimizer.params.adam_lr": "--lr is the rate of all weights, --decoupled-lr of both ends",
         "scheduler": "use --lr-decay-style and the other learning-rate flags",
         "steps_per_print": "use --log-interval",
         "wall_clock_breakdown": "use --log-timers-to-tensorboard",

@@ -62,15 +62,18 @@ class ExpertParallelConfig(Section):
         given and does not fit.
         """
         size, tensor = self.expert_model_parallel_size, self.tensor_model_parallel_size
-        obstacle = self._obstacle(zero_stage)
+        repeats_tokens = tensor > 1 and not self.sequence_parallel
         if size is None:
-            if obstacle:
+            if repeats_tokens or zero_stage == 0:
                 return 1
             most = gcd(num_experts, stage_ranks, ranks_per_node)
             return most if most % tensor == 0 else 1
         shown = f"--expert-model-parallel-size {size}"
-        if size > 1 and obstacle:
-            raise InputError(f"{shown} {obstacle}, or set 1")
+        if size > 1 and repeats_tokens:
+            raise InputError(
+                f"{shown} needs tensor ranks with tokens of their own: add --sequence-parallel "
+                "beside --tensor-model-parallel-size, or set 1"
+            )
         alone = " in a node, which zeropp.sync_every lets step alone" if steps_alone else ""
         for number, what in (
             (num_experts, f"the {num_experts} experts of --num-experts"),
@@ -92,17 +95,6 @@ class ExpertParallelConfig(Section):
                 "ranks of a sequence send its tokens to other experts each; use a multiple, or 1"
             )
         return size
-
-    def _obstacle(self, zero_stage: int) -> str | None:
-        """Return why no ranks can split experts, and what to do."""
-        if zero_stage == 0:
-            return "needs ZeRO, as experts are not whole on a rank: set --zero-stage 1, 2 or 3"
-        if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
-            return (
-                "needs tensor ranks with tokens of their own: add --sequence-parallel beside "
-                "--tensor-model-parallel-size"
-            )
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)

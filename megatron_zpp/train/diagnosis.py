@@ -81,10 +81,9 @@ def describe_spike(trainer: Trainer, batches: Batches, pending: PendingIteration
 
 def _gradient_norms(sharding: Sharding) -> dict[str, float]:
     """L2 norm of each parameter's gradient, of the parameters of all ranks."""
-    replicas = 1 if sharding.shards_gradients else sharding.num_ranks
     squares = {
         name: local_part(parameter.grad).double().square().sum().item()
-        / (replicas * sharding.num_copies_beside(parameter))
+        / sharding.num_holders(parameter)
         for name, parameter in sharding.model.named_parameters()
         if parameter.grad is not None
     }

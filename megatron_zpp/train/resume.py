@@ -2,8 +2,8 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from megatron_zpp.checkpoint.training_state import TrainingState, architecture, 
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import Config, MuonConfig
 from megatron_zpp.settings.data import names_examples
+from megatron_zpp.settings.gpt.experts import OF_TRAINING
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
@@ -29,6 +30,7 @@ from zeropp import InputError, LossScaler, Sharding
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.optim.local_steps.local_steps import LocalSteps
+from zeropp.optim.muon.names import NODE, WHOLE
 
 PLAIN = "tokenizer_hf_no_include_special_tokens"  # older checkpoints do not have it
 # Settings that determine the order of the samples, by section.
@@ -40,6 +42,16 @@ SAMPLE_ORDER = (
     ("fim", ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate")),
 )
 LENGTH = ("training", ("train_iters", "train_samples", "train_tokens"))  # in older checkpoints
+# Settings that determine updates, besides those of schedules, which have lines of their own.
+CHANGED_UPDATES = "%s: this changes the updates that come next"
+UPDATES = (
+    ("optimizer", ("optimizer", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")),
+    ("optimizer", ("no_weight_decay_cond_type",)),
+    ("muon", tuple(field.name for field in fields(MuonConfig))),
+    ("precision", ("fp16", "bf16", "loss_scale", "loss_scale_window", "hysteresis")),
+    ("training", ("calculate_per_token_loss",)),
+    ("model", OF_TRAINING),
+)
 
 log = logging.getLogger("megatron_zpp")
 
@@ -190,7 +202,7 @@ def load(
         scaler.load_state_dict(state.loss_scaler)
     if options.finetune or options.reset_iteration or not state.iteration:
         return beginning
-    _log_other_samples(config, state)
+    _log_other_settings(config, state)
     _log_other_blocks(config, state)
     scheduled_samples = 0
     if not options.no_load_lr_state:
@@ -240,22 +252,16 @@ def _read(
     return state
 
 
-def _log_other_samples(config: Config, state: TrainingState) -> None:
-    """Log a line for each setting whose change gives the resumed run other samples."""
+def _log_other_settings(config: Config, state: TrainingState) -> None:
+    """Log a line for each setting whose change gives the resumed run other samples or updates."""
     batch, saved = config.batch.global_batch_size, state.configuration["batch"]["global_batch_size"]
     if batch != saved:
         log.info(
             f"the global batch has {batch} samples, but {saved} in the checkpoint: "
             f"--global-batch-size {saved} continues as before"
         )
-    current = json.loads(json.dumps(run_settings(config)))  # tuples become lists, as when saved
-    lines = [
-        f"{name} is {current[section][name]} now, {saved[name]} in the checkpoint"
-        for section, names in (*SAMPLE_ORDER, *(() if state.sample_sizes else (LENGTH,)))
-        for saved in (state.configuration.get(section, {}),)
-        for name in names
-        if name in saved and current[section][name] != saved[name]
-    ]
+    of_samples = (*SAMPLE_ORDER, *(() if state.sample_sizes else (LENGTH,)))
+    lines = setting_changes(config, state.configuration, of_samples)
     lines += [
         f"{path} has {now} bytes now, {state.data_bytes[path]} in the checkpoint"
         for path, now in data_bytes(config.data).items()
@@ -267,6 +273,8 @@ def _log_other_samples(config: Config, state: TrainingState) -> None:
         lines.append("the checkpoint's version read special tokens in texts as ordinary text")
     for line in lines:
         log.info("%s: this changes which samples come next", line)
+    for line in setting_changes(config, state.configuration, UPDATES):
+        log.info(CHANGED_UPDATES, line)
 
 
 def _earlier_sizes(config: Config, state: TrainingState) -> list[list[int]]:
@@ -282,13 +290,18 @@ def _earlier_sizes(config: Config, state: TrainingState) -> list[list[int]]:
 
 def _log_other_blocks(config: Config, state: TrainingState) -> None:
     """Log a line if Muon orthogonalizes other rows together than before the checkpoint."""
-    settings = config.zero.zeropp
-    if config.optimizer.optimizer != "muon" or settings.muon_blocks == "whole":
+    settings, saved = config.zero.zeropp, state.configuration["zero"].get("zeropp", {})
+    if config.optimizer.optimizer != "muon":
         return
-    saved = state.configuration["zero"].get("zeropp", {})
+    for name, default in (("muon_blocks", NODE), ("muon_whole_every", None)):
+        value, before = getattr(settings, name), saved.get(name, default)
+        if value != before:
+            log.info(CHANGED_UPDATES, f"{name} is {value} now, {before} in the checkpoint")
+    if settings.muon_blocks == WHOLE:
+        return
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     now = world_size, settings.ranks_per_node, settings.muon_blocks
-    before = state.world_size, saved.get("ranks_per_node"), saved.get("muon_blocks", "node")
+    before = state.world_size, saved.get("ranks_per_node"), saved.get("muon_blocks", NODE)
     if now != before:
         log.info(
             "Muon orthogonalizes the rows of a %s together, and %d ranks trained before, %d now, "
@@ -297,6 +310,19 @@ def _log_other_blocks(config: Config, state: TrainingState) -> None:
             state.world_size,
             world_size,
         )
+
+
+def setting_changes(
+    config: Config, saved: Mapping[str, Any], of_sections: Iterable[tuple[str, Sequence[str]]]
+) -> list[str]:
+    """Describe the named settings of sections that differ from those in a checkpoint."""
+    current = json.loads(json.dumps(run_settings(config)))  # tuples are lists, as in the checkpoint
+    return [
+        f"{name} is {current[section][name]} now, {saved[section][name]} in the checkpoint"
+        for section, names in of_sections
+        for name in names
+        if name in saved.get(section, {}) and current[section][name] != saved[section][name]
+    ]
 
 
 def _require_same_adapters(config: Config, state: TrainingState) -> None:

@@ -260,7 +260,7 @@ def _build_optimizer(
                 f"made a {type(result).__name__}"
             )
         return result
-    return named_optimizer(zero, parameters, model if chosen is None else None)
+    return named_optimizer(zero, parameters, model)
 
 
 def _compare(optimizer: torch.optim.Optimizer, chosen: list | None) -> None:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for
 from zeropp.optim.host_values import HostValues
+from zeropp.optim.on_shards import require_on_shards
 from zeropp.optim.step_or_skip import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -236,14 +236,10 @@ def fastest_adamw(
     if reason is None:
         log.info("AdamW: zeropp's, one kernel to unscale, clip and update")
         return kind(groups, **settings)
-    if len({isinstance(parameter, DTensor) for parameter in _parameters(groups)}) == 2:
-        log.info(
-            "AdamW: PyTorch's, one tensor at a time, because only some parameters are sharded (%s)",
-            reason,
-        )
-        return torch.optim.AdamW(groups, **settings, fused=False, foreach=False)
     log.info("AdamW: PyTorch's, fused (%s)", reason)
-    return torch.optim.AdamW(groups, **settings, fused=True)
+    optimizer = torch.optim.AdamW(groups, **settings, fused=True)
+    require_on_shards(optimizer)
+    return optimizer
 
 
 def _parameters(groups: list[Any]) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """Which optimizers cannot update shards, found when they are made and not at their first step."""
 
+import logging
 from types import MappingProxyType
 
 import torch
@@ -7,6 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
 
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)  # PyTorch has a rule for their kernels on shards
+log = logging.getLogger("zeropp")
 # By the names of classes, as other libraries have optimizers of these names too.
 _REFUSED = MappingProxyType(
     {
@@ -21,9 +24,13 @@ _REFUSED = MappingProxyType(
 
 
 def require_on_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InputError for an optimizer that cannot update the shards that it holds."""
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+    """Raise InputError for an optimizer that cannot update the shards that it holds.
+
+    Where PyTorch cannot update all parameters of a group in one call, `foreach` and `fused` are
+    switched off, with a line.
+    """
+    sharded = [group for group in optimizer.param_groups if any(map(_is_shard, group["params"]))]
+    if not sharded:
         return
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _REFUSED:
@@ -31,3 +38,16 @@ def require_on_shards(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} cannot update sharded weights: "
                 f"{_REFUSED[kind.__name__]}"
             )
+    for group in () if getattr(optimizer, "takes_factor", False) else sharded:
+        is_mixed = not all(map(_is_shard, group["params"]))
+        unavailable = ["foreach"] * is_mixed
+        unavailable += ["fused"] * (is_mixed or not isinstance(optimizer, _FUSED))
+        if names := [name for name in unavailable if group.get(name)]:
+            group.update(dict.fromkeys(names, False))
+            which = "parameters of which only some are sharded" if is_mixed else "shards"
+            text = "%s: %s has no effect on %s: they are updated one by one"
+            log.info(text, type(optimizer).__name__, " and ".join(names), which)
+
+
+def _is_shard(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor)

@@ -96,7 +96,7 @@ def optimizer_step(
     if takes_factor and not is_skipped:
         optimizer.step(factor=factor.float())
     elif not is_skipped:
-        _scale([part for _, part in gradients], result.factor)
+        scale_gradients((part for _, part in gradients), result.factor)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     if scaler:
@@ -133,6 +133,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def scale_gradients(gradients: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply gradients, sharded on any meshes or not at all, by a factor in place."""
+    parts = [local_part(gradient) for gradient in gradients]
+    if factor != 1.0 and parts:
+        torch._foreach_mul_(parts, factor)
+
+
 def global_norm(parts: Parts, sharding: Sharding) -> torch.Tensor:
     """L2 norm over all ranks' slices, summed in fp64; 0-d. What several ranks hold counts once."""
     alike: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
@@ -166,11 +173,6 @@ def _factor(
         factor = torch.where(norm > clip_grad - CLIP_EPSILON, clipped, factor)
     finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
     return torch.where(finite, factor, float("nan"))
-
-
-def _scale(gradients: list[torch.Tensor], factor: float) -> None:
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
 
 
 def _require_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -107,7 +107,10 @@ OPTIMIZERS = MappingProxyType(  # -> the parameters of each
         "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
         "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         "Lion": ("lr", "betas", "weight_decay"),
-        "Muon": ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov"),
+        "Muon": (
+            *("lr", "muon_lr", "adam_lr", "betas", "eps", "weight_decay"),
+            *("momentum", "nesterov", "ns_steps"),
+        ),
     }
 )
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
@@ -196,6 +199,9 @@ class OptimizerParams(JsonSection):
     momentum: float | None = key(None, minimum=0)
     dampening: float | None = key(None)
     nesterov: bool | None = key(None)
+    ns_steps: int | None = key(None, minimum=1, maximum=99)
+    muon_lr: float | None = key(None, minimum=0)  # in place of lr, for Muon's matrices
+    adam_lr: float | None = key(None, minimum=0)  # and for what AdamW updates beside them
     lr_decay: float | None = key(None, minimum=0)
     initial_accumulator_value: float | None = key(None, minimum=0)
 

@@ -46,7 +46,7 @@ class Grid:
         self.num_ranks = 1 if mesh is None else mesh.size()
         self._beside: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._holding: dict[tuple[int, ...], int] = {}  # axes with DTensors -> how many ranks
-        self._of_experts = {_line(each, 1) for each in experts.values()}
+        self._of_experts = {(each.mesh_dim_names[1], _line(each, 1)) for each in experts.values()}
         data_ranks = () if data is None else ranks_of(data)
         others = {parameter for module in experts for parameter in module.parameters()}
         meshes = dict.fromkeys(
@@ -69,14 +69,18 @@ class Grid:
                 dist.all_reduce(total, group=group)
         return total
 
+    def is_of_experts(self, tensor: torch.Tensor) -> bool:
+        """Whether ranks of the data axis split a parameter, as those of experts."""
+        if not isinstance(tensor, DTensor) or not self._of_experts:
+            return False
+        names = enumerate(tensor.device_mesh.mesh_dim_names or ())
+        lines = ((name, _line(tensor.device_mesh, axis)) for axis, name in names)
+        return not self._of_experts.isdisjoint(lines)
+
     def num_copies(self, tensor: torch.Tensor) -> int:
         """Return how many ranks beside the data axis hold the same part of a parameter."""
-        if not self._holding:
+        if not self._holding or self.is_of_experts(tensor):
             return 1
-        if isinstance(tensor, DTensor) and self._of_experts:
-            axes = range(tensor.device_mesh.ndim)
-            if self._of_experts.intersection(_line(tensor.device_mesh, axis) for axis in axes):
-                return 1
         copies = 1
         holding = dict(self._holding)
         if isinstance(tensor, DTensor):

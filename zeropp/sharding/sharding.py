@@ -160,9 +160,15 @@ class Sharding:
 
     def num_copies(self, parameter: torch.Tensor) -> int:
         """Return how many of the ranks whose parts are summed hold the same part of a parameter."""
-        if self.parts_gradients and not self.shards_gradients and isinstance(parameter, DTensor):
+        if not self.parts_gradients:
+            return self.num_copies_beside(parameter)
+        return self.num_holders(parameter)
+
+    def num_holders(self, parameter: torch.Tensor) -> int:
+        """Return how many of all ranks hold the same part of a parameter."""
+        if self.grid.is_of_experts(parameter):
             return num_replicas(parameter)
-        is_on_all = self.parts_gradients and not isinstance(parameter, DTensor)
+        is_on_all = not (self.shards_gradients and isinstance(parameter, DTensor))
         return self.num_copies_beside(parameter) * (self.num_ranks if is_on_all else 1)
 
     def num_copies_beside(self, parameter: torch.Tensor) -> int:

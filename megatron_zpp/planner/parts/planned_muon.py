@@ -119,8 +119,7 @@ class PlannedMuon:
 
         Those `of_experts` are on a line of their own where ranks split them.
         """
-        splits_qkv = not self.config.muon.muon_no_split_qkv
-        parts = matrix_parts(self.model, self.config.model, splits_qkv=splits_qkv, place=place)
+        parts = matrix_parts(self.model, self.config.model, self.config.muon, place=place)
         splits = self.ranks.expert_ranks > 1
         return tuple(
             parts.get(parameter) or matrix_of(parameter)

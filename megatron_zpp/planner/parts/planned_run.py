@@ -342,7 +342,8 @@ def _planned_units(
     if ranks.expert_ranks > 1:
         its_nodes = ranks.expert_nodes
         axis = DataAxis.of(zero, its_nodes, num_losses=nodes.num_ranks)
-        of_experts = replace(like, axis=axis, num_shards=its_nodes.num_ranks, is_apart=True)
+        shards = 1 if zero.stage == 0 else its_nodes.num_ranks
+        of_experts = replace(like, axis=axis, num_shards=shards, is_apart=True)
     planned = []
     for stage in stages:
         units = model.units(

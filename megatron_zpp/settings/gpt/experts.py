@@ -237,6 +237,15 @@ class MoeConfig(Section):
             "{0} with softmax needs --moe-router-pre-softmax: the softmax of one score is always "
             "1, and the router would learn nothing",
         ),
+        *(
+            Rule(
+                (name, "moe_min_capacity", "disable_moe_token_dropping"),
+                lambda factor, least, is_off: factor == 0 and not least and not is_off,
+                "{0} lets experts take no token at all: give a factor above 0, or -1 for all "
+                "tokens, or --moe-min-capacity",
+            )
+            for name in ("moe_expert_capacity_factor", "moe_eval_capacity_factor")
+        ),
         requires(
             "moe_pad_expert_input_to_capacity",
             "moe_expert_capacity_factor",

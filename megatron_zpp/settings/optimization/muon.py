@@ -46,7 +46,12 @@ class MuonConfig(Section):
         no_effect=NEEDS_MUON,
     )
     muon_num_ns_steps: int = flag(
-        5, "Newton-Schulz iterations", minimum=1, maximum=99, no_effect=NEEDS_MUON
+        5,
+        "Newton-Schulz iterations",
+        minimum=1,
+        maximum=99,
+        same_as="optimizer.params.ns_steps",
+        no_effect=NEEDS_MUON,
     )
     muon_coefficient_type: str = flag(
         "quintic",

@@ -100,7 +100,7 @@ class Drawn:
         """The flags of the ranks, with a JSON in `folder`."""
         draw = self.draw
         per_node = 2 if zero else draw.choice([1, 2, 2])
-        zero = zero or {"stage": draw.randint(1, 3)}
+        zero = zero or {"stage": draw.randint(0, 3)}
         zeropp = {"ranks_per_node": per_node, "reduce_gradients_once": draw.random() < 0.4}
         path = folder / "zeropp.json"
         path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))

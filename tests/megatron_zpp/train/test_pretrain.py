@@ -165,15 +165,18 @@ def test_no_load_lr_state_starts_the_schedule_again(tmp_path):
     assert field(later, "consumed samples")[0] == "80"
 
 
-def test_another_order_of_the_samples_is_logged(tmp_path):
+def test_other_samples_and_updates_are_logged(tmp_path):
     flags = f"{BATCH} --train-iters 4 --save {tmp_path} --load {tmp_path} "
     first = run(1, flags + "--exit-interval 2 --num-workers 0", tmp_path)
     second = run(
-        1, flags + "--seed 7 --global-batch-size 32 --override-opt_param-scheduler", tmp_path
+        1,
+        flags + "--seed 7 --clip-grad 2 --global-batch-size 32 --override-opt_param-scheduler",
+        tmp_path,
     )
     assert "which samples come next" not in first
     assert "the global batch has 32 samples, but 16 in the checkpoint" in second
     assert "seed is 7 now, 1234 in the checkpoint: this changes which samples" in second
+    assert "clip_grad is 2.0 now, 1.0 in the checkpoint: this changes the updates" in second
 
 
 def test_a_longer_run_goes_on_with_the_order_of_the_checkpoint(tmp_path):

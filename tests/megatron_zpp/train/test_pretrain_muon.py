@@ -20,6 +20,7 @@ from tests.megatron_zpp.train.stopped_runs import (
 from tests.megatron_zpp.train.training_runs import losses, run
 
 RUNS = int(os.environ.get("RANDOM_MUON_RUNS", "2"))
+FIRST = 11  # then 13: more tensor ranks than key-value groups; and experts, split by tensor ranks
 SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]
 
 
@@ -29,9 +30,8 @@ class Drawn:
     def __init__(self, seed: int) -> None:
         self.draw = draw = random.Random(seed)
         self.tensor, self.context, self.pipe = draw.choice(SIZES)
-        self.has_experts = self.tensor == 1 and draw.random() < 0.4
-        heads = 4
-        groups = draw.choice([each for each in (1, 2, 4) if each % self.tensor == 0])
+        self.has_experts = draw.random() < 0.4
+        heads, groups = 4, draw.choice([1, 2, 4])
         words = [
             f"--num-layers {2 * self.pipe} --hidden-size {8 * draw.randint(3, 6)} --swiglu",
             f"--num-attention-heads {heads} --num-query-groups {groups} --disable-bias-linear",
@@ -67,10 +67,17 @@ class Drawn:
             f"--muon-tp-mode {draw.choice(['duplicated', 'distributed'])}",
             draw.choice(["", "--recompute-granularity full"]),
         ]
+        if self.tensor > 1:
+            words.append(draw.choice(["", "--sequence-parallel"]))
+        if self.has_experts:
+            splits = self.tensor == 1 or "--sequence-parallel" in words
+            sizes = [each for each in (1, 2, 4) if each % self.tensor == 4 // self.pipe % each == 0]
+            size = draw.choice(sizes) if splits and sizes else 1
+            words.append(f"--expert-model-parallel-size {size}")
         return " ".join(words)
 
 
-@pytest.mark.parametrize("seed", range(RUNS))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + 2 * RUNS, 2))
 def test_whole_matrices_give_the_numbers_of_one_rank(seed: int, tmp_path: Path) -> None:
     """It stops after two iterations, and goes on with other ZeRO settings."""
     drawn = Drawn(seed)
@@ -94,7 +101,12 @@ def test_it_goes_on_from_adamw_and_on_other_ranks(tmp_path: Path) -> None:
     flags = f"{drawn.model} --load {tmp_path}/saved --save {tmp_path}/saved --exit-interval 1"
     run(1, f"{flags} --optimizer adam", tmp_path)
     first = run(1, flags, tmp_path)
-    assert "of 20 parameters starts anew: what was saved is another optimizer's" in first
-    second = run(2, f"{flags} --zero-stage 3", tmp_path)
+    assert "of 24 parameters starts anew: what was saved is another optimizer's" in first
+    assert "optimizer is muon now, adam in the checkpoint: this changes the updates" in first
+    (tmp_path / "zeropp.json").write_text('{"zeropp": {"muon_whole_every": 2}}')
+    changed = f"--muon-num-ns-steps 4 --deepspeed_config {tmp_path}/zeropp.json"
+    second = run(2, f"{flags} --zero-stage 3 {changed}", tmp_path)
+    assert "muon_num_ns_steps is 4 now, 5 in the checkpoint: this changes the updates" in second
+    assert "muon_whole_every is 2 now, None in the checkpoint: this changes" in second
     assert "and 1 ranks trained before, 2 now, perhaps on other nodes" in second
     assert len(losses(first) + losses(second)) == 2

@@ -1,13 +1,16 @@
 """All of PyTorch's optimizers train shards as whole weights, or are refused by name."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import config_of, run, run_without_engine
+from tests.zeropp.deepspeed.small_engine import config_of, logged, run, run_without_engine
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, optimizer_step, shard
@@ -27,6 +30,31 @@ def test_pytorchs_optimizers():
         expected, *_ = run_without_engine(3, lambda model, kind=kind: kind(model.parameters()))
         engine, *_ = zeropp.initialize(model=small_model(), optimizer=kind, config=UNNAMED)
         assert run(engine, 3) == pytest.approx(expected, rel=1.2e-5), name
+
+
+@pytest.mark.parametrize("has_scalar", [True, False])
+@ranks(2)
+def test_calls_for_many_parameters_at_once(has_scalar):
+    """`foreach` and `fused` are switched off where PyTorch does not take all in one call.
+
+    Results are those of the loop, but for the order of sums in fused kernels, as above.
+    """
+    for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW):
+        numbers = []
+        for option in ({}, {"foreach": True}, {"fused": True}):
+            model = small_model()
+            if has_scalar:  # 0-d parameters are whole on each rank
+                model.embedding.register_parameter("gain", nn.Parameter(torch.tensor(0.5)))
+                model.embedding.register_forward_hook(lambda each, _, x: x * each.gain)
+            optimizer = partial(kind, lr=1e-2, **option)
+            with logged() as lines:
+                engine, *_ = zeropp.initialize(model=model, optimizer=optimizer, config=UNNAMED)
+            is_said = any("has no effect on" in line for line in lines)
+            is_fused = "fused" in option and kind is not torch.optim.AdamW
+            assert is_said == (bool(option) and (has_scalar or is_fused)), lines
+            numbers.append(run(engine, 3))
+        for each in numbers[1:]:
+            assert each == pytest.approx(numbers[0], rel=1.2e-5), kind
 
 
 @ranks(2)

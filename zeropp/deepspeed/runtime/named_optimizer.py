@@ -1,32 +1,33 @@
 """The optimizer that the JSON names."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from zeropp.deepspeed.ops import adam
 from zeropp.errors import InputError
 from zeropp.optim.adam import fastest_adamw
+from zeropp.optim.muon.groups import groups_of, stacks_of
 from zeropp.optim.muon.matrix_step import MuonOptions
 from zeropp.optim.muon.muon import Muon
 from zeropp.settings.zero_config import ZeroConfig
 
+log = logging.getLogger("zeropp")
 JSON_LR = 1e-3  # DeepSpeed's default if the JSON names an optimizer without a rate
 
 
 def named_optimizer(
-    zero: ZeroConfig, parameters: list[Any], model: nn.Module | None
+    zero: ZeroConfig, parameters: list[Any], model: nn.Module
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that the JSON names, ours or torch's, on parameters or groups.
+    """Return the optimizer that the JSON names, ours or torch's, on a model's parameters or groups.
 
-    model: that which they are all trained parameters of, if they are. Raises InputError for one
-    that PyTorch does not have, and for parameters that Muon cannot take.
+    Raises InputError for one that PyTorch does not have, and for parameters that Muon cannot take.
     """
     if zero.optimizer.type == "Muon":
-        return _muon(zero, parameters if model is None else model)
+        return _muon(zero, parameters, model)
     kind, settings = zero.optimizer.type, zero.optimizer.arguments()
     if kind in ("Adam", "AdamW"):
         settings = {
@@ -46,19 +47,23 @@ def named_optimizer(
             f'optimizer.type = "{kind}": PyTorch {torch.__version__} has no torch.optim.{kind}; '
             "give zeropp.initialize an optimizer of that kind, or name another one"
         )
-    are_sharded = {isinstance(parameter, DTensor) for parameter in parameters_in(parameters)}
-    one_by_one = {"foreach": False} if len(are_sharded) == 2 else {}
-    return getattr(torch.optim, kind)(parameters, **settings, **one_by_one)
+    return getattr(torch.optim, kind)(parameters, **settings)
 
 
-def _muon(zero: ZeroConfig, params: nn.Module | list[Any]) -> Muon:
-    """Return Muon for a model, or for groups of parameters with `use_muon`."""
+def _muon(zero: ZeroConfig, parameters: list[Any], model: nn.Module) -> Muon:
+    """Return Muon for matrices among the parameters, which are chosen unless groups say so."""
     settings = {"lr": JSON_LR, "weight_decay": 0.0} | zero.optimizer.arguments()
     if "eps" in settings:
         settings["adam_eps"] = settings.pop("eps")
-    if not isinstance(params, nn.Module):
-        params = [each if isinstance(each, Mapping) else {"params": [each]} for each in params]
-    return Muon(params, config=zero, options=MuonOptions.of(zero), **settings)
+    lr = settings["lr"]
+    rates = {True: settings.pop("muon_lr", lr), False: settings.pop("adam_lr", lr)}
+    groups = groups_of(model, parameters, anywhere=True)
+    for group in groups:
+        group.setdefault("lr", rates[group["use_muon"]])
+        name = "Muon" if group["use_muon"] else "AdamW"
+        log.info("%s: %d parameters at lr %g", name, len(group["params"]), group["lr"])
+    parts = stacks_of(model)
+    return Muon(groups, config=zero, options=MuonOptions.of(zero), parts=parts, **settings)
 
 
 def parameters_in(parameters_or_groups: Iterable[Any]) -> list[Any]:

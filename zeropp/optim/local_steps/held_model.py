@@ -55,7 +55,8 @@ class OfSharding:
         return self.sharding.group
 
     def is_shard(self, parameter: nn.Parameter) -> bool:
-        return self.sharding.shards_gradients and isinstance(parameter, DTensor)
+        is_split = self.sharding.shards_gradients or self.sharding.grid.is_of_experts(parameter)
+        return is_split and isinstance(parameter, DTensor)
 
     def changed(self) -> None:
         self.sharding.weights_changed()

@@ -22,15 +22,20 @@ class Part:
 
     runs: where they are, in order, of the rows that the ranks of a data axis hold together.
     shape: of the whole part, which may be split over other axes too; updates are scaled by it.
+    peer_runs: `runs` of each rank of such an axis, if they differ and the part is orthogonalized
+    as a whole.
     """
 
     runs: tuple[Run, ...]
     shape: Shape
+    peer_runs: tuple[tuple[Run, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
     """A matrix as the ranks of a data axis hold it together; all its rows are in parts.
+
+    Of a stack of matrices [E, m, n] each one is a part.
 
     is_apart: parts of it that ranks of other axes hold are never orthogonalized with these.
     """
@@ -51,17 +56,19 @@ class Block:
     """Rows of a part that are orthogonalized together by the member `owner` of a group.
 
     matrix: its index. runs: for each member, the rows of its shard. whole: the part's shape.
+    peer_rows: how many rows the ranks of another axis have of it, if their numbers differ.
     """
 
     matrix: int
     columns: int
     whole: Shape
     runs: tuple[tuple[Run, ...], ...]
+    peer_rows: tuple[int, ...] = ()
     owner: int = 0
 
     def num_rows(self, member: int) -> int:
         """Return how many of the rows a member of the group holds."""
-        return sum(stop - start for start, stop in self.runs[member])
+        return num_rows(self.runs[member])
 
     @cached_property
     def rows(self) -> int:
@@ -69,12 +76,13 @@ class Block:
 
     @property
     def elements(self) -> int:
-        return self.rows * self.columns
+        """How many there are on the rank, of those with parts of the block, that has most."""
+        return max(self.peer_rows, default=self.rows) * self.columns
 
     @property
     def work(self) -> int:
-        """The operations of five iterations."""
-        return flops(self.rows, self.columns)
+        """The operations of five iterations, as many on each of these ranks."""
+        return flops(max(self.peer_rows, default=self.rows), self.columns)
 
     def size(self, member: int) -> int:
         """Return how many elements a member of the group holds."""
@@ -97,7 +105,8 @@ def plan_rounds(
         for index, matrix in enumerate(matrices)
         for block in _blocks(index, matrix, num_shards, members)
     ]
-    blocks.sort(key=lambda block: (-block.work, block.matrix, block.runs))
+    # Peers take the same blocks in the same order, whatever rows of them they have.
+    blocks.sort(key=lambda block: (-block.work, block.matrix, block.peer_rows or block.runs))
     work = [0] * len(members)
     rounds: list[list[Block]] = [[]]
     for block in blocks:
@@ -116,6 +125,11 @@ def shard_rows(rows: int, num_shards: int, position: int) -> Run:
     return min(position * chunk, rows), min((position + 1) * chunk, rows)
 
 
+def num_rows(runs: Sequence[Run]) -> int:
+    """Return how many rows there are in runs."""
+    return sum(stop - start for start, stop in runs)
+
+
 def rows_within(runs: Sequence[Run], shard: Run) -> tuple[Run, ...]:
     """Return the parts of runs that are inside `shard`, counted from its first row."""
     first, end = shard
@@ -127,7 +141,13 @@ def _blocks(index: int, matrix: Matrix, num_shards: int, members: range) -> Iter
     rows, columns = matrix.shape
     shards = [shard_rows(rows, num_shards, member) for member in members]
     for part in matrix.parts:
-        runs = tuple(rows_within(part.runs, shard) for shard in shards)
-        block = Block(matrix=index, columns=columns, whole=part.shape, runs=runs)
+        runs, *of_peers = (
+            tuple(rows_within(each, shard) for shard in shards)
+            for each in (part.runs, *part.peer_runs)
+        )
+        peer_rows = tuple(sum(map(num_rows, each)) for each in of_peers)
+        block = Block(
+            matrix=index, columns=columns, whole=part.shape, runs=runs, peer_rows=peer_rows
+        )
         if block.elements:
             yield block

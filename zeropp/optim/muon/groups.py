@@ -1,12 +1,15 @@
 """Groups of parameters, Muon's and AdamW's, and the options of Muon's."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
-from zeropp.errors import InputError
+from zeropp.errors import InputError, first_few
+from zeropp.optim.muon.blocks import Matrix
+from zeropp.optim.muon.line import matrix_of
 from zeropp.optim.muon.names import SCALE_MODES
 
 Group = dict[str, Any]
@@ -26,6 +29,7 @@ OPTIONS = (
     "eps",
     *SCALE,
 )
+log = logging.getLogger("zeropp")
 
 
 def muon_options(
@@ -112,34 +116,69 @@ def _with_scale(group: Mapping[str, Any]) -> Group:
     return own
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the trained parameters of a model in two groups, Muon's and AdamW's.
+def groups_of(
+    model: nn.Module, chosen: Iterable[Any] = (), *, anywhere: bool = False
+) -> list[Group]:
+    """Return parameters of a model in groups that say `use_muon`; see `matrices_of`.
 
-    Matrices of modules in `nn.ModuleList`s are Muon's, but not those of embeddings. Raises
-    InputError for a model without any.
+    A line names those of three or more dims that AdamW updates. `chosen`: parameters, or groups,
+    each of which becomes two unless it says `use_muon`; by default all that are trained. Raises
+    InputError if there is no matrix.
     """
-    embedded = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
-    in_blocks = {
-        parameter: None
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        for parameter in module.parameters()
-        if parameter.requires_grad and parameter.ndim == 2 and parameter not in embedded
-    }
-    others = [each for each in model.parameters() if each.requires_grad and each not in in_blocks]
-    if not in_blocks:
+    trained = {each: name for name, each in model.named_parameters() if each.requires_grad}
+    of_muon, items = matrices_of(model, anywhere=anywhere), [*chosen] or [*trained]
+    groups = [each for each in items if isinstance(each, Mapping)]
+    groups.insert(0, {"params": [each for each in items if not isinstance(each, Mapping)]})
+    if of_muon.isdisjoint(trained) and not any("use_muon" in group for group in groups):
         raise InputError(
             "Muon: no trained matrix inside an nn.ModuleList: give groups of parameters with "
             "use_muon, as [{'params': matrices, 'use_muon': True}, {'params': others, "
             "'use_muon': False}]"
         )
-    groups = [{"params": [*in_blocks], "use_muon": True}, {"params": others, "use_muon": False}]
-    return [group for group in groups if group["params"]]
+    if others := [name for each, name in trained.items() if each.ndim > 2 and each not in of_muon]:
+        log.info("Muon: AdamW updates %s, which are no matrices", first_few(others))
+    result: list[Group] = []
+    for group in listed(groups):
+        kinds = [group] if "use_muon" in group else [{"use_muon": True}, {"use_muon": False}]
+        for kind in kinds:
+            own = [
+                each
+                for each in tensors_in(group)
+                if kind is group or (each in of_muon) == kind["use_muon"]
+            ]
+            result.append({**group, **kind, "params": own})
+    return [group for group in result if group["params"]]
+
+
+def matrices_of(model: nn.Module, *, anywhere: bool = False) -> set[Tensor]:
+    """Return the parameters inside `nn.ModuleList`s of a model, or `anywhere`, that are Muon's.
+
+    These are matrices, also in stacks of experts, but no embeddings nor what is called so.
+    """
+    lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    inside = tuple(name and f"{name}." for name in lists) or ("",) * anywhere
+    stacks, found = stacks_of(model), set()
+    for name, each in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        are_vectors = not stacks.keys().isdisjoint(module.parameters(recurse=False))  # of experts
+        is_end = isinstance(module, nn.Embedding) or "embed" in name.lower() or "lm_head" in name
+        if each in stacks or (each.ndim == 2 and not are_vectors and not is_end):
+            found |= {each} if name.startswith(inside) else set()
+    return found
+
+
+def stacks_of(model: nn.Module) -> dict[Tensor, Matrix]:
+    """Return the stacks of experts' matrices, [E, outputs, inputs] or [E, inputs, outputs]."""
+    stacks: dict[Tensor, Matrix] = {}
+    for path, module in model.named_modules():
+        own = {name: each for name, each in module.named_parameters("", False) if each.ndim == 3}
+        pair = [own[name] for name in ("gate_up_proj", "down_proj") if name in own]
+        is_transposed = len(pair) == 2 and pair[0].shape[2] == 2 * pair[1].shape[1]
+        number = getattr(module, "num_experts", None)
+        for name, each in own.items():
+            if each.shape[0] == number or "expert" in f"{path}.{name}".lower():
+                stacks[each] = matrix_of(each, is_transposed=is_transposed)
+    return stacks
 
 
 def listed(groups: Iterable[Any]) -> list[Group]:
@@ -164,11 +203,11 @@ def require_matrices(group: Mapping[str, Any]) -> None:
             "Muon: a group has no use_muon: set it to True for matrices inside the model, and "
             "to False for embeddings, output layers and vectors, which AdamW updates"
         )
-    shapes = [[*each.shape] for each in tensors_in(group) if each.ndim != 2]
+    shapes = [[*each.shape] for each in tensors_in(group) if each.ndim not in (2, 3)]
     if group["use_muon"] and shapes:
         raise InputError(
-            f"Muon orthogonalizes matrices, and use_muon is set for a parameter of shape "
-            f"{shapes[0]}: put it into a group with use_muon False"
+            "Muon orthogonalizes matrices, and stacks [E, m, n] of them, and use_muon is set for a "
+            f"parameter of shape {shapes[0]}: put it into a group with use_muon False"
         )
 
 

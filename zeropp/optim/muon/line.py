@@ -3,13 +3,22 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
-from zeropp.optim.muon.blocks import Matrix, Round, plan_rounds, shard_rows
+from zeropp.optim.muon.blocks import (
+    Matrix,
+    Part,
+    Round,
+    num_rows,
+    plan_rounds,
+    rows_within,
+    shard_rows,
+)
 from zeropp.optim.muon.names import BLOCKWISE, DUPLICATED, NODE, RANK, WHOLE
 from zeropp.optim.muon.newton_schulz import Peers
 from zeropp.optim.step_or_skip import local_part
@@ -49,7 +58,7 @@ def _rounds(
 def line_of(parameter: Tensor, config: ZeroConfig) -> Line:
     """Return the line that shards a parameter by its rows; raises InputError for other dims."""
     (axis, dim), *_ = [*_axes(parameter, of_model=False), (None, 0)]
-    if dim != 0:
+    if dim != 0 and parameter.ndim == 2:
         raise InputError(
             f"Muon: a matrix of shape {list(parameter.shape)} is sharded in dimension {dim}: "
             "shard rows, as fully_shard does by default, or give it to AdamW (use_muon=False)"
@@ -74,22 +83,38 @@ def peers_of(parameter: Tensor, mode: str) -> Peers | None:
     return Peers(group=group, dim=dim, is_gathered=mode == DUPLICATED)
 
 
-def matrix_of(parameter: Tensor) -> Matrix:
+def matrix_of(parameter: Tensor, *, is_transposed: bool = False) -> Matrix:
     """Return a parameter of two dims, of one part, as the ranks of its line hold it.
 
-    Other axes may split it once more; its scale is that of the whole.
+    Other axes may split it once more; its scale is that of the whole. One of three dims is a stack
+    of matrices, scaled as if transposed with `is_transposed`. A rank has whole matrices of it, or
+    equally many rows of each.
     """
     shape = [*parameter.shape]
     for axis, dim in _axes(parameter, of_model=True):
         shape[dim] //= parameter.device_mesh.size(axis)
-    return Matrix.of(tuple(shape), tuple(parameter.shape))
+    if parameter.ndim == 2:
+        return Matrix.of(tuple(shape), tuple(parameter.shape))
+    (axis, dim), *_ = [*_axes(parameter, of_model=False), (None, 0)]
+    num_ranks = 1 if axis is None else parameter.device_mesh.size(axis)
+    number, *sides = shape
+    pieces = num_ranks if dim == 1 else 1
+    rows, padded = sides[0] // pieces, -(-number * pieces // num_ranks) * num_ranks
+    parts = []
+    for index in range(number):
+        firsts = range(index * rows, number * pieces * rows, number * rows)
+        runs = tuple((first, first + rows) for first in firsts)
+        parts.append(Part(runs=runs, shape=tuple(reversed(sides) if is_transposed else sides)))
+    return Matrix(shape=(padded * rows, sides[1]), parts=tuple(parts), is_apart=True)
 
 
 def require_rows(parameter: Tensor, matrix: Matrix, line: Line) -> None:
     """Raise InputError if this rank's shard is not the one that plans take it to be."""
-    start, stop = shard_rows(matrix.shape[0], len(line.ranks), line.position)
-    expected, local = [stop - start, matrix.shape[1]], [*local_part(parameter).shape]
-    if local != expected and stop > start:
+    shard = shard_rows(matrix.shape[0], len(line.ranks), line.position)
+    rows = sum(num_rows(rows_within(part.runs, shard)) for part in matrix.parts)
+    shape = local_part(parameter).shape
+    expected, local = [rows, matrix.shape[1]], [prod(shape[:-1]), shape[-1]]
+    if local != expected and rows:
         raise InputError(
             f"Muon: this rank has {local} of a matrix of shape {list(parameter.shape)}, expected "
             f"{expected}: its rows are to be in chunks of one size, as fully_shard makes them"

@@ -80,21 +80,25 @@ class Trained:
 
     def direction(self, run: Run) -> Tensor:
         """Return the momentum of some rows, with Nesterov's look ahead if the options say so."""
-        rows = slice(*run)
-        momentum = self.momentum[rows]
+        momentum = _rows(self.momentum, run)
         if not self.options["nesterov"]:
             return momentum
-        return self.gradient[rows].lerp(momentum, self.options["momentum"])
+        return _rows(self.gradient, run).lerp(momentum, self.options["momentum"])
 
     def move(self, run: Run, update: Tensor, whole: tuple[int, int]) -> None:
         """Move some rows against an orthogonalized `update`, after they decay."""
-        options, weight = self.options, self.weight[slice(*run)]
+        options, weight = self.options, _rows(self.weight, run)
         lr = float(options["lr"])
         factor = options["extra_scale_factor"] * scale(whole, options["scale_mode"])
         weight.mul_(1 - lr * options["weight_decay"])
         weight.add_(update.to(weight.device), alpha=-lr * factor)
         if self.copy is not None:
-            self.copy[slice(*run)].copy_(weight)
+            _rows(self.copy, run).copy_(weight)
+
+
+def _rows(tensor: Tensor, run: Run) -> Tensor:
+    """Return rows of a matrix, or of a stack those of one matrix, all that this rank has of it."""
+    return tensor[slice(*run)] if tensor.ndim == 2 else tensor[run[0] // tensor.shape[1]]
 
 
 class MatrixStep:
@@ -269,11 +273,12 @@ class _Rounds:
             trained = self.matrices[own[batch[0]].matrix]
             shape = (rows, columns) if len(batch) == 1 else (len(batch), rows, columns)
             momentum = torch.cat([part for index in batch for part in parts[index]]).view(shape)
+            peers = trained.peers and trained.peers._replace(rows=own[batch[0]].peer_rows)
             update = orthogonalize(
                 momentum.to(self.dtype),
                 trained.options["ns_coefficients"],
                 trained.options["eps"],
-                trained.peers,
+                peers,
             )
             results |= zip(batch, [update] if len(batch) == 1 else update, strict=True)
         return [results[index] for index in range(len(own))]

@@ -24,11 +24,13 @@ from zeropp.optim.muon.groups import (
     listed,
     muon_options,
     require_matrices,
+    stacks_of,
     tensors_in,
     with_options,
 )
 from zeropp.optim.muon.matrix_step import MOMENTUM, MatrixStep, MuonOptions
 from zeropp.optim.muon.newton_schulz import JORDAN
+from zeropp.optim.step_or_skip import scale_gradients
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.traffic import Traffic
 
@@ -62,9 +64,7 @@ class MuonGroups(FusedAdam):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        gradients = [parameter.grad for parameter, _ in trained]
-        if scale != 1.0 and gradients:
-            torch._foreach_mul_(gradients, scale)
+        scale_gradients((parameter.grad for parameter, _ in trained), scale)
         self.matrices.run(
             (parameter, group, self._momentum_of(parameter), self.copies.get(parameter))
             for parameter, group in trained
@@ -140,7 +140,8 @@ class Muon(MuonGroups):
 
     Args:
         params: A model, or groups with `use_muon`, true or false. Of a model, matrices inside
-            `nn.ModuleList`s are Muon's, except those of embeddings.
+            `nn.ModuleList`s are Muon's, except those of embeddings. A parameter [E, m, n], as of
+            experts, is a stack of matrices.
         lr: Learning rate of both.
         weight_decay: Decoupled weight decay of both.
         momentum: Decay of the momentum.
@@ -159,7 +160,7 @@ class Muon(MuonGroups):
         copies: As for `FusedAdam`.
 
     Raises:
-        InputError: For parameters that are not fp32, matrices of other than two dims under
+        InputError: For parameters that are not fp32, those of one dim or more than three under
             `use_muon`, and values out of range.
 
     Example:
@@ -189,7 +190,9 @@ class Muon(MuonGroups):
         parts: Mapping[Tensor, Matrix] = MappingProxyType({}),
         copies: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        groups = listed(groups_of(params) if isinstance(params, nn.Module) else params)
+        if isinstance(params, nn.Module):
+            params, parts = groups_of(params), stacks_of(params) | dict(parts)
+        groups = listed(params)
         if scale_mode is None:
             scale_mode, extra_scale_factor = adjustment(adjust_lr_fn)
         self.of_muon = muon_options(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp.optim.muon.names import COEFFICIENT_TYPES
@@ -46,6 +47,7 @@ class Peers(NamedTuple):
     group: dist.ProcessGroup
     dim: int
     is_gathered: bool  # each computes the whole matrix, instead of a term of its products
+    rows: tuple[int, ...] = ()  # of each rank, if their numbers differ
 
 
 def coefficients_of(name: str, steps: int) -> tuple[Coefficients, ...]:
@@ -86,10 +88,13 @@ def _with_peers(
 ) -> Tensor:
     group, dim = peers.group, peers.dim
     if peers.is_gathered:
-        parts = [torch.empty_like(matrix) for _ in range(group.size())]
-        dist.all_gather(parts, matrix.contiguous(), group=group)
-        whole = orthogonalize(torch.cat(parts, dim=dim), coefficients, eps)
-        return whole.chunk(group.size(), dim=dim)[group.rank()]
+        sizes = peers.rows or (matrix.shape[dim],) * group.size()
+        padded = F.pad(matrix, (0, 0, 0, max(sizes) - len(matrix))) if peers.rows else matrix
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded.contiguous(), group=group)
+        own = (part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True))
+        whole = orthogonalize(torch.cat([*own], dim=dim), coefficients, eps)
+        return whole.split(sizes, dim=dim)[group.rank()]
     x = matrix.T if dim == 0 else matrix  # now its columns are split: products of rows are sums
     square = x.float().square().sum()
     dist.all_reduce(square, group=group)

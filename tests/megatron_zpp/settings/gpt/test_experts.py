@@ -48,6 +48,8 @@ def test_a_flag_fills_its_setting(line: str) -> None:
          "2 types need as many coefficients"),
         ("--moe-aux-loss-coeff .1 .2", "1 types need as many coefficients"),
         ("--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"),
+        ("--moe-expert-capacity-factor 0", "lets experts take no token at all"),
+        ("--moe-expert-capacity-factor 1 --moe-eval-capacity-factor 0", "no token at all"),
         ("--moe-layer-freq [0,1]", "has 2 numbers, but there are 4 layers"),
         ("--moe-layer-freq 0", "expected a whole number above 0"),
         ("--moe-layer-freq [0]*4", "no layer of the 4 has experts"),
@@ -96,6 +98,7 @@ def test_capacity_factor() -> None:
     assert factors("--moe-expert-capacity-factor 1.5") == (1.5, 1.5)
     assert factors("--moe-train-capacity-factor 1.5 --moe-eval-capacity-factor 2") == (1.5, 2.0)
     assert factors("--moe-expert-capacity-factor -1") == (None, None)
+    assert factors("--moe-expert-capacity-factor 0 --moe-min-capacity 4") == (0.0, 0.0)
     assert factors("--moe-expert-capacity-factor 1 --disable-moe-token-dropping") == (None, None)
 
 
