@@ -7,6 +7,7 @@ et al. 2025, arXiv:2501.18512), algorithm 2, for fragments, the delay and the mi
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import accumulate
 from typing import TypeVar
 
@@ -76,9 +77,10 @@ def places_in(sizes: Iterable[int], count: int) -> list[int]:
 class Fragment:
     """Parameters that are exchanged together, the fragment `number` of the model.
 
-    `agreed` are their weights after the last exchange, the same on all nodes; `momentum` is that of
-    the elements that this node owns. What the exchange that runs returns becomes a part of the
-    weights after the step `merges_at`; 0: none runs.
+    `agreed` are their weights after the last exchange, the same on all nodes; `beginning` has a
+    checksum of the first ones, by name. `momentum` is that of the elements that this node owns.
+    What the exchange that runs returns becomes a part of the weights after the step `merges_at`; 0:
+    none runs.
     """
 
     number: int
@@ -87,6 +89,7 @@ class Fragment:
     options: OuterOptions
     mean: OuterMean = field(init=False)
     agreed: list[Tensor] = field(init=False)
+    beginning: dict[str, int] = field(init=False)
     momentum: Tensor = field(init=False)
     merges_at: int = field(init=False, default=0)
     running: Future[list[Tensor]] | None = field(init=False, default=None)
@@ -98,10 +101,12 @@ class Fragment:
         self.momentum = torch.zeros_like(self.mean.error)
         where = HOST if self.options.on_host else device
         self.agreed = [each.to(where, copy=True) for each in weights]
+        self._begin()
 
     def average_gradients(self) -> None:
         """Average the gradients over nodes; one that a node lacks counts as zeros."""
         gradients, own = self.weights.gradients(), self.weights.have_gradients()
+        self.mean.content = self._content(0)
         averaged = self._start(lambda: self.mean.run(gradients)).result()
         self.weights.write_gradients(averaged, list(map(bool, self.group.sum(*own))))
 
@@ -113,6 +118,7 @@ class Fragment:
     def restart(self) -> None:
         """Go on from the weights as they are, which are the same on all nodes."""
         self.agree()
+        self._begin()
         self.momentum.zero_()
         self.mean.forget()
 
@@ -126,6 +132,7 @@ class Fragment:
         differences = [
             agreed.to(each.device) - each for agreed, each in zip(self.agreed, own, strict=True)
         ]
+        self.mean.content = self._content(merges_at)
         self.running = self._start(lambda: self.mean.run(differences, self._nesterov))
         self.merges_at = merges_at
 
@@ -179,6 +186,7 @@ class Fragment:
 
         for agreed, each in zip(self.agreed, values("agreed"), strict=True):
             agreed.copy_(each)
+        self._begin()
         self.momentum = self.mean.own(values("momentum"))
         self.mean.error = self.mean.own(values("error"))
         if self.mean.feeds:
@@ -193,6 +201,16 @@ class Fragment:
     @property
     def _names(self) -> list[str]:
         return [*self.weights.named]
+
+    def _begin(self) -> None:
+        """Note what nodes must have alike: checksums that no order of summing changes."""
+        sums = [each.view(torch.int32).sum(dtype=torch.int64).item() for each in self.agreed]
+        self.beginning = dict(zip(self._names, sums, strict=True))
+
+    def _content(self, merges_at: int) -> int:
+        """Return what identifies an exchange, in 56 bits."""
+        text = repr((self.number, merges_at, self.beginning))
+        return int.from_bytes(sha256(text.encode()).digest()[:7], "big")
 
     def _nesterov(self, mean: Tensor) -> Tensor:
         self.momentum, step = self.options.nesterov(self.momentum, mean)

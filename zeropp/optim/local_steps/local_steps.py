@@ -41,7 +41,10 @@ class LocalSteps:
     has_stepped_alone: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.fragments = [
+        self.fragments = self._cut()
+
+    def _cut(self) -> list[Fragment]:
+        return [
             Fragment(
                 number=number,
                 weights=self.weights.only(names),
@@ -132,6 +135,22 @@ class LocalSteps:
         for each in self.fragments:
             each.load(state)
         self.is_alike, self.has_stepped_alone = bool(state[ALIKE]), bool(state[ALONE])
+
+    def exchange_also(self, weights: TrainedWeights) -> None:
+        """Exchange these weights from now on, of which some may be new; others keep their state.
+
+        Waits for exchanges that run. All nodes call it between the same exchanges.
+        """
+        old, state = self.weights.named, self.state()
+        same = {name for name, each in weights.named.items() if old.get(name) is each}
+        kept = {
+            key: each
+            for key, each in state.items()
+            if key in (ALIKE, ALONE) or key.removeprefix(OUTER).rpartition(".")[0] in same
+        }
+        self.weights = weights
+        self.fragments = self._cut()
+        self.load({**self.state(), **kept})
 
     def end_delay(self) -> None:
         """Merge now what would be merged after a later step, as where steps are counted anew."""
