@@ -113,7 +113,7 @@ class NodeSteps:
         Nodes count alike then, although only some of them skip the step. Raises InputError for a
         step whose gradients they average, as the others would wait for those of this node.
         """
-        if self.local.schedule.averages_gradients(self.count + 1):
+        if self._averages:
             raise InputError(
                 f"skip_step of {CALLER}: zeropp.sync_every = 1 in step {self.count + 1} averages "
                 "gradients, and all nodes take it: call optimizer.step(), or begin with a "
@@ -129,10 +129,11 @@ class NodeSteps:
         clipping is that of the mean, as in data parallelism, and without it each node's own. All
         ranks call it, or none.
         """
-        if self.averaged != self.count + 1:
-            self._exchange_new()
-            self.local.before_update(self.count + 1)
-            self.averaged = self.count + 1
+        if self.averaged == self.count + 1:
+            return
+        self.averaged = self.count + 1
+        self._exchange_new()
+        self.local.before_update(self.averaged)
 
     def sync(self) -> None:
         """Let all nodes have the same weights, as at the end of training; all ranks call it.
@@ -156,32 +157,35 @@ class NodeSteps:
         What is frozen here and was trained before is exchanged as it was. Raises InputError on all
         nodes for a state of another node, of other parameters or settings, or of other steps.
         """
-        names = {key[len(OUTER) : -len(AGREED)] for key in state if key.endswith(AGREED)}
-        self._exchange_new(names)
-        own, given = _described(self.state_dict()), _described(state)
+        named = (key.removeprefix(OUTER) for key in state if key.endswith(AGREED))
+        self._exchange_new({name.removesuffix(AGREED) for name in named})
+        own, given, gather = _facts(self.state_dict()), _facts(state), self.local.group.gather
+        own["count"] = gather(given.get("count"))[0]
         problems = [
-            f"{name} is {given.get(name, 'absent')} in the state and {own.get(name, 'absent')} here"
+            f"{name} is {given.get(name, 'absent')} instead of {own.get(name, 'absent')}"
             for name in {**own, **given}
             if given.get(name) != own.get(name)
         ]
-        found = self.local.group.gather((problems, state.get("count")))
-        for node, (problems, count) in enumerate(found):
-            if problems or count != found[0][1]:
+        for node, found in enumerate(gather(problems)):
+            if found:
                 raise InputError(
                     f"load_state_dict of {CALLER} on node {node}: the state is of another node or "
                     "model, of other trained parameters, or of another zeropp.sync_bits or "
-                    f"sync_feedback: {first_few(problems) or f'count is {count}'}. Give each node "
-                    "its own, of the same step; without one the outer momentum starts anew"
+                    f"sync_feedback: {first_few(found)}. Give each node its own, of the same step; "
+                    "without one the outer momentum starts anew"
                 )
-        self.count = state["count"]
+        self.count, self.averaged = state["count"], 0
         self.local.load(state)
 
     def close(self) -> None:
         """Take no further part in exchanges; all ranks call it."""
-        if self.hooks:
-            self.local.group.close()
-        while self.hooks:
-            self.hooks.pop().remove()
+        for each in self.hooks:
+            each.remove()
+        self.local.group.close()
+
+    @property
+    def _averages(self) -> bool:
+        return self.local.schedule.averages_gradients(self.count + 1)
 
     def _exchange_new(self, names: Collection[str] = ()) -> None:
         """Exchange what the optimizer trains since the last step, too, and what has these names."""
@@ -192,22 +196,18 @@ class NodeSteps:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple:
         """Average the gradients if that is due; as this node multiplies them, for clipping."""
-        if self.averaged == self.count + 1:
-            return args, kwargs
-        self._exchange_new()
-        averages = self.local.schedule.averages_gradients(self.count + 1)
-        if averages and getattr(optimizer, "found_inf", None) is not None:
+        if self._averages and getattr(self.optimizer, "found_inf", None) is not None:
             raise InputError(
-                f"{CALLER}: zeropp.sync_every = 1 in step {self.count + 1} averages gradients, and "
-                "each node's GradScaler has a scale of its own: train in bf16, or begin with a "
+                f"{CALLER}: zeropp.sync_every = 1 in step {self.count + 1} averages gradients, "
+                "and each node's GradScaler has a scale of its own: train in bf16, or begin with a "
                 "longer interval"
             )
         factor = kwargs.get("factor")
-        is_clipped = factor is not None and averages
+        is_clipped = factor is not None and self._averages and self.averaged != self.count + 1
         if is_clipped:
             for _, part in own_gradients(optimizer):
                 part.mul_(factor)
-        self.local.before_update(self.count + 1)
+        self.average_gradients()
         if is_clipped:  # by now; a node whose factor is not finite lets all skip the step
             firsts = [part.view(-1)[0] for _, part in own_gradients(optimizer)]
             kwargs = {**kwargs, "factor": torch.ones_like(factor) + 0 * sum(firsts)}
@@ -303,10 +303,7 @@ def _of_all(optimizer: torch.optim.Optimizer, weights: TrainedWeights) -> Traine
     return weights
 
 
-def _described(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what nodes compare of a state: numbers, and the shapes of tensors."""
-    return {
-        name: tuple(each.shape) if isinstance(each, Tensor) else each
-        for name, each in state.items()
-        if name != "count"
-    }
+def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a state, and the shapes of its tensors."""
+    tensors = {name: tuple(each.shape) for name, each in state.items() if isinstance(each, Tensor)}
+    return {**state, **tensors}

@@ -7,6 +7,7 @@ et al. 2025, arXiv:2501.18512), algorithm 2, for fragments, the delay and the mi
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
 from typing import TypeVar
@@ -77,10 +78,9 @@ def places_in(sizes: Iterable[int], count: int) -> list[int]:
 class Fragment:
     """Parameters that are exchanged together, the fragment `number` of the model.
 
-    `agreed` are their weights after the last exchange, the same on all nodes; `beginning` has a
-    checksum of the first ones, by name. `momentum` is that of the elements that this node owns.
-    What the exchange that runs returns becomes a part of the weights after the step `merges_at`; 0:
-    none runs.
+    `agreed` are their weights after the last exchange, the same on all nodes; `momentum` is that of
+    the elements that this node owns. What the exchange that runs returns becomes a part of the
+    weights after the step `merges_at`; 0: none runs.
     """
 
     number: int
@@ -89,7 +89,6 @@ class Fragment:
     options: OuterOptions
     mean: OuterMean = field(init=False)
     agreed: list[Tensor] = field(init=False)
-    beginning: dict[str, int] = field(init=False)
     momentum: Tensor = field(init=False)
     merges_at: int = field(init=False, default=0)
     running: Future[list[Tensor]] | None = field(init=False, default=None)
@@ -101,7 +100,12 @@ class Fragment:
         self.momentum = torch.zeros_like(self.mean.error)
         where = HOST if self.options.on_host else device
         self.agreed = [each.to(where, copy=True) for each in weights]
-        self._begin()
+
+    @cached_property
+    def beginning(self) -> dict[str, int]:
+        """Checksums by name, in any order of summing, of the agreed weights of the first use."""
+        sums = [each.view(torch.int32).sum(dtype=torch.int64) for each in self.agreed]
+        return dict(zip(self._names, torch.stack(sums).tolist(), strict=True))
 
     def average_gradients(self) -> None:
         """Average the gradients over nodes; one that a node lacks counts as zeros."""
@@ -118,7 +122,6 @@ class Fragment:
     def restart(self) -> None:
         """Go on from the weights as they are, which are the same on all nodes."""
         self.agree()
-        self._begin()
         self.momentum.zero_()
         self.mean.forget()
 
@@ -186,7 +189,6 @@ class Fragment:
 
         for agreed, each in zip(self.agreed, values("agreed"), strict=True):
             agreed.copy_(each)
-        self._begin()
         self.momentum = self.mean.own(values("momentum"))
         self.mean.error = self.mean.own(values("error"))
         if self.mean.feeds:
@@ -201,11 +203,6 @@ class Fragment:
     @property
     def _names(self) -> list[str]:
         return [*self.weights.named]
-
-    def _begin(self) -> None:
-        """Note what nodes must have alike: checksums that no order of summing changes."""
-        sums = [each.view(torch.int32).sum(dtype=torch.int64).item() for each in self.agreed]
-        self.beginning = dict(zip(self._names, sums, strict=True))
 
     def _content(self, merges_at: int) -> int:
         """Return what identifies an exchange, in 56 bits."""

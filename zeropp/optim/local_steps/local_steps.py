@@ -141,16 +141,13 @@ class LocalSteps:
 
         Waits for exchanges that run. All nodes call it between the same exchanges.
         """
-        old, state = self.weights.named, self.state()
-        same = {name for name, each in weights.named.items() if old.get(name) is each}
-        kept = {
-            key: each
-            for key, each in state.items()
-            if key in (ALIKE, ALONE) or key.removeprefix(OUTER).rpartition(".")[0] in same
-        }
+        known, state = self.weights.named, self.state()
+        new = (name for name, each in weights.named.items() if known.get(name) is not each)
+        begins = tuple(f"{OUTER}{name}." for name in new)
         self.weights = weights
         self.fragments = self._cut()
-        self.load({**self.state(), **kept})
+        kept = {name: each for name, each in state.items() if not name.startswith(begins)}
+        self.load(self.state() | kept)
 
     def end_delay(self) -> None:
         """Merge now what would be merged after a later step, as where steps are counted anew."""

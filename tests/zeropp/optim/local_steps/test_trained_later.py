@@ -92,10 +92,10 @@ def test_a_state_of_another_node_or_other_settings_is_refused() -> None:
     of_first, later = node.steps.local.group.gather(own)[0], own | {"count": 3 + node.number}
     for steps, state, problem in (
         (other.steps, own, "another zeropp.sync_bits"),
-        (node.steps, of_first, "on node 1: .*: node is 0 in the state and 1 here"),
-        (node.steps, own | {"nodes": 3}, "nodes is 3 in the state and 2 here"),
-        (node.steps, later, "on node 1: .*: count is 4"),
-        (node.steps, fewer.steps.state_dict(), "blocks.0.* is absent in the state and .* here"),
+        (node.steps, of_first, "on node 1: .*: node is 0 instead of 1"),
+        (node.steps, own | {"nodes": 3}, "nodes is 3 instead of 2"),
+        (node.steps, later, "on node 1: .*: count is 4 instead of 3"),
+        (node.steps, fewer.steps.state_dict(), "blocks.0.* is absent instead of"),
     ):
         with pytest.raises(zeropp.InputError, match=problem):
             steps.load_state_dict(state)
