@@ -196,11 +196,12 @@ class NodeSteps:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple:
         """Average the gradients if that is due; as this node multiplies them, for clipping."""
-        if self._averages and getattr(self.optimizer, "found_inf", None) is not None:
+        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
+        if self._averages and (has_closure or getattr(optimizer, "found_inf", None) is not None):
             raise InputError(
-                f"{CALLER}: zeropp.sync_every = 1 in step {self.count + 1} averages gradients, "
-                "and each node's GradScaler has a scale of its own: train in bf16, or begin with a "
-                "longer interval"
+                f"{CALLER}: zeropp.sync_every = 1 in step {self.count + 1} averages gradients "
+                "before it, and a closure forms them in it, while a GradScaler has a scale of "
+                "each node's own: leave these out, or begin with a longer interval"
             )
         factor = kwargs.get("factor")
         is_clipped = factor is not None and self._averages and self.averaged != self.count + 1

@@ -192,8 +192,10 @@ def test_gradients_that_are_averaged_first_are_clipped_as_in_data_parallelism() 
             each.zero_grad()
     for own, expected in zip(node.model.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(own, expected, rtol=0, atol=CLOSE)
+    with pytest.raises(zeropp.InputError, match="a closure forms them in it"):
+        node.optimizer.step(lambda: loss_of(node.model, tokens_of(4)))
     node.optimizer.found_inf = torch.zeros(())  # as GradScaler sets it for fused optimizers
-    with pytest.raises(zeropp.InputError, match="GradScaler has a scale of its own"):
+    with pytest.raises(zeropp.InputError, match="GradScaler has a scale of each"):
         node.train(4, 4)
     for _ in range(2):
         node.steps.close()
