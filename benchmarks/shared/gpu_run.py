@@ -97,6 +97,8 @@ def main() -> int:
         command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
         outcomes: list[Outcome] = []
         for step in plan:
+            waiting = [later.title for later in plan[len(outcomes) :]]
+            write_text(options.output, markdown(command, facts, outcomes, waiting))
             print(f"{step.name}: {shown(step.command, folder)}", file=sys.stderr, flush=True)
             outcomes.append(outcome_of(step, folder, until, 60 * options.minutes))
             waiting = [later.title for later in plan[len(outcomes) :]]

@@ -122,13 +122,14 @@ def test_frozen_weights_become_codes_one_after_the_other(tmp_path):
 
 
 def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_path):
-    """The embedding is a fifth of this model, and first."""
+    """The embedding is a fifth of this model, and first. All weights are drawn on the host."""
     path = tmp_path / "zeropp.json"
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.15}}
     path.write_text(json.dumps({"zero_optimization": zero}))
     whole = predict("--zero-stage 2 --cpu-optimizer").host[MOMENTS]
-    part = predict(f"--deepspeed-config {path}").host[MOMENTS] / whole
-    assert 0.1 < part < 0.15
+    host = predict(f"--deepspeed-config {path}").host
+    assert 0.1 < host[MOMENTS] / whole < 0.15
+    assert sum(host.values()) == whole / 2  # 4 bytes of 8
 
 
 def test_an_asynchronous_save_needs_a_copy_on_the_host():

@@ -196,6 +196,17 @@ def test_nodes_that_come_without_a_checkpoint_know_the_shape(saved: Path, tmp_pa
             log_of(f"{flags} --exit-on-missing-checkpoint", outer=outer)
 
 
+@ranks(2)
+def test_nodes_that_begin_with_other_weights_are_found_at_their_first_exchange(
+    tmp_path: Path,
+) -> None:
+    folder, rank = shared_folder(str(tmp_path)), dist.get_rank()
+    flags = flags_of(folder / f"{rank}.json") + f"--seed {rank + 1}"
+    with worlds(1, folder) as outer, built_run(flags, outer) as built:
+        with pytest.raises(InputError, match="begin with the same weights"):
+            built.trainer.local_steps.after_update(1, is_last=True)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_nodes_of_other_ranks_go_on_each_with_its_own(
     stage: int, saved: Path, tmp_path: Path

@@ -125,9 +125,8 @@ class NodeSteps:
     def average_gradients(self) -> None:
         """Average the gradients of the next step over nodes, if `sync_every` is 1 in it.
 
-        For what comes before `optimizer.step()`, which does it otherwise: with it, the norm for
-        clipping is that of the mean, as in data parallelism, and without it each node's own. All
-        ranks call it, or none.
+        `optimizer.step()` does it otherwise. Before clipping, the norm is that of the mean then, as
+        in data parallelism, and not each node's own. All ranks call it, or none.
         """
         if self.averaged == self.count + 1:
             return

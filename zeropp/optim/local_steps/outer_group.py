@@ -121,12 +121,12 @@ class OuterGroup:
         coming = torch.empty_like(lengths)
         self._all_to_all(coming, lengths, [1] * self.size, [1] * self.size)
         sizes, rooms = lengths[:, 0].tolist(), coming[:, 0].tolist()
-        others = coming[:, 1].tolist()
-        if differing := [node for node, each in enumerate(others) if each != content]:
+        tags = coming[:, 1].tolist()
+        if differing := [node for node, each in enumerate(tags) if each != content]:
             raise InputError(
                 f"nodes {self.node} and {differing[0]} exchange other parameters, other values or "
-                "after other steps: begin with the same weights on all nodes, add and unfreeze "
-                "parameters between the same exchanges, and take as many steps"
+                "after other steps: begin with the same weights, of one seed or the same files, "
+                "take as many steps, and add or unfreeze parameters between the same exchanges"
             )
         sent = [each for node, each in enumerate(messages) if node != self.node]
         received = torch.empty(sum(rooms), dtype=torch.uint8)
