@@ -30,7 +30,7 @@ from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.train.inputs import TRAIN, data_bytes, open_datasets, open_inputs, sample_sizes
+from megatron_zpp.train.inputs import TRAIN, Batches, data_bytes, open_datasets, open_inputs
 from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
@@ -38,7 +38,6 @@ from megatron_zpp.train.trainer import Trainer
 from megatron_zpp.train.worlds.rows import local_steps_rows, log_without_effect
 from megatron_zpp.train.worlds.saved_run import saved_run, with_source
 from zeropp import LossScaler, Sharding, __version__
-from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.optim.muon.muon import MuonGroups, moments_per_weight
 from zeropp.ranks.coordination import fail_together
@@ -51,17 +50,13 @@ log = logging.getLogger("megatron_zpp")
 
 
 def build_run(
-    requested: Config,
+    requested: Config,  # of `parse`, without what the data and the pretrained model determine
     ranks: Ranks,
     console: Console,
     stopping: Stopping,
     save_lock: FolderLock | None = None,
 ) -> Run:
-    """Do everything that comes before the first iteration; all ranks call it.
-
-    `requested` is what `parse` returned; the run's configuration also has what the pretrained model
-    and the data determine. Raises InputError for what does not fit together or cannot be read.
-    """
+    """Do all that precedes the first iteration, on all ranks; InputError for what does not fit."""
     check_nodes(requested, ranks)
     requested = with_source(requested, source := saved_run(requested.checkpoint, ranks), ranks)
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
@@ -73,9 +68,7 @@ def build_run(
     beginning = load(
         config, ranks, source, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps=local
     )
-    if earlier := beginning.earlier_sizes:
-        longer = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer, earlier))
-        batches = replace(batches, datasets=longer)
+    batches = _continued(batches, beginning.earlier_sizes, config, tokenizer, ranks)
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, beginning)
     trainer = Trainer(
@@ -95,9 +88,8 @@ def build_run(
         tokenizer=tokenizer,
         metrics=metrics,
         console=console,
-        writer=AsyncWriter() if config.checkpoint.save and config.checkpoint.async_save else None,
         lock=save_lock,
-        sample_sizes=[*beginning.earlier_sizes, sample_sizes(config)],
+        earlier_sizes=beginning.earlier_sizes,
         data_bytes=data_bytes(config.data),
     )
     run = Run(
@@ -115,6 +107,20 @@ def build_run(
     console.table("Megatron-Z++", rows := summary(run))
     metrics.use_facts(partial(run_facts, run, rows))
     return run
+
+
+def _continued(
+    batches: Batches,
+    earlier: Sequence[Sequence[int]],
+    config: Config,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+) -> Batches:
+    """Return the batches, of datasets that go on behind the samples of `earlier` runs."""
+    if not earlier:
+        return batches
+    longer = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer, earlier))
+    return replace(batches, datasets=longer)
 
 
 def passes_of(sharding: Sharding, ranks: Ranks) -> OneStage | Pipeline:

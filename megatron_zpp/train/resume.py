@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,10 +75,15 @@ class Saver:
     tokenizer: Tokenizer
     metrics: Metrics
     console: Console
-    writer: AsyncWriter | None  # with --async-save
     lock: FolderLock | None  # of the folder
-    sample_sizes: list[Sequence[int]]  # of the datasets, first those of the runs before
+    earlier_sizes: Sequence[Sequence[int]]  # of the datasets of the runs before
     data_bytes: Mapping[str, int]
+
+    @cached_property
+    def writer(self) -> AsyncWriter | None:
+        """What writes beside training, with --async-save."""
+        options = self.trainer.config.checkpoint
+        return AsyncWriter() if options.save and options.async_save else None
 
     def save(self) -> None:
         """Save a checkpoint; all ranks call it.
@@ -150,7 +156,7 @@ class Saver:
             num_worlds=trainer.ranks.num_worlds,
             node=trainer.ranks.node,
             launch=trainer.ranks.launch,
-            sample_sizes=self.sample_sizes,
+            sample_sizes=[*self.earlier_sizes, sample_sizes(config)],
             data_bytes=self.data_bytes,
             tokenizer=self.tokenizer.fingerprint,
             loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},
