@@ -40,7 +40,6 @@ SAMPLE_ORDER = (
 CHANGED_UPDATES = "%s: this changes the updates that come next"
 UPDATES = (
     ("optimizer", ("optimizer", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")),
-    ("optimizer", ("no_weight_decay_cond_type",)),
     ("muon", tuple(field.name for field in fields(MuonConfig))),
     ("precision", ("fp16", "bf16", "loss_scale", "loss_scale_window", "hysteresis")),
     ("training", ("calculate_per_token_loss",)),
