@@ -47,7 +47,6 @@ LENGTH = ("training", ("train_iters", "train_samples", "train_tokens"))  # in ol
 CHANGED_UPDATES = "%s: this changes the updates that come next"
 UPDATES = (
     ("optimizer", ("optimizer", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")),
-    ("optimizer", ("no_weight_decay_cond_type",)),
     ("muon", tuple(field.name for field in fields(MuonConfig))),
     ("precision", ("fp16", "bf16", "loss_scale", "loss_scale_window", "hysteresis")),
     ("training", ("calculate_per_token_loss",)),
@@ -298,26 +297,16 @@ def _earlier_sizes(config: Config, state: TrainingState) -> list[list[int]]:
 
 def _log_other_blocks(config: Config, state: TrainingState) -> None:
     """Log a line if Muon orthogonalizes other rows together than before the checkpoint."""
-    settings, saved = config.zero.zeropp, state.configuration["zero"].get("zeropp", {})
-    if config.optimizer.optimizer != "muon":
-        return
-    for name, default in (("muon_blocks", NODE), ("muon_whole_every", None)):
-        value, before = getattr(settings, name), saved.get(name, default)
-        if value != before:
-            log.info(CHANGED_UPDATES, f"{name} is {value} now, {before} in the checkpoint")
-    if settings.muon_blocks == WHOLE:
-        return
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    now = world_size, settings.ranks_per_node, settings.muon_blocks
-    before = state.world_size, saved.get("ranks_per_node"), saved.get("muon_blocks", NODE)
-    if now != before:
-        log.info(
-            "Muon orthogonalizes the rows of a %s together, and %d ranks trained before, %d now, "
-            "perhaps on other nodes: updates differ from those of a run that was not stopped",
-            settings.muon_blocks,
-            state.world_size,
-            world_size,
-        )
+    zeropp, saved = config.zero.zeropp, state.configuration["zero"].get("zeropp", {})
+    blocks = zeropp.muon_blocks, zeropp.muon_whole_every
+    old_blocks = saved.get("muon_blocks", NODE), saved.get("muon_whole_every")
+    now = *blocks, zeropp.ranks_per_node, dist.get_world_size() if dist.is_initialized() else 1
+    before = *old_blocks, saved.get("ranks_per_node"), state.world_size
+    depends_on_ranks = {blocks, old_blocks} != {(WHOLE, None)}
+    if config.optimizer.optimizer == "muon" and now != before and depends_on_ranks:
+        text = "muon_blocks %s, muon_whole_every %s, ranks_per_node %s on %d ranks"
+        changed = f"Muon: {text} now, {text} in the checkpoint" % (*now, *before)
+        log.info(CHANGED_UPDATES, changed)
 
 
 def setting_changes(

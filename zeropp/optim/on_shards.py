@@ -29,8 +29,8 @@ def require_on_shards(optimizer: torch.optim.Optimizer) -> None:
     Where PyTorch cannot update all parameters of a group in one call, `foreach` and `fused` are
     switched off, with a line.
     """
-    sharded = [group for group in optimizer.param_groups if any(map(_is_shard, group["params"]))]
-    if not sharded:
+    kinds = [{isinstance(x, DTensor) for x in group["params"]} for group in optimizer.param_groups]
+    if True not in set().union(*kinds):
         return
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _REFUSED:
@@ -38,16 +38,12 @@ def require_on_shards(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} cannot update sharded weights: "
                 f"{_REFUSED[kind.__name__]}"
             )
-    for group in () if getattr(optimizer, "takes_factor", False) else sharded:
-        is_mixed = not all(map(_is_shard, group["params"]))
-        unavailable = ["foreach"] * is_mixed
-        unavailable += ["fused"] * (is_mixed or not isinstance(optimizer, _FUSED))
-        if names := [name for name in unavailable if group.get(name)]:
-            group.update(dict.fromkeys(names, False))
-            which = "parameters of which only some are sharded" if is_mixed else "shards"
-            text = "%s: %s has no effect on %s: they are updated one by one"
-            log.info(text, type(optimizer).__name__, " and ".join(names), which)
-
-
-def _is_shard(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor)
+    if getattr(optimizer, "takes_factor", False):
+        return
+    for group, are_sharded in zip(optimizer.param_groups, kinds, strict=True):
+        is_mixed, fuses = len(are_sharded) == 2, isinstance(optimizer, _FUSED)
+        for name, is_taken in (("foreach", not is_mixed), ("fused", not is_mixed and fuses)):
+            if group.get(name) and True in are_sharded and not is_taken:
+                group[name] = False
+                which = "parameters of which only some are sharded" if is_mixed else "shards"
+                log.info("%s: %s has no effect on %s", type(optimizer).__name__, name, which)

@@ -107,10 +107,7 @@ OPTIMIZERS = MappingProxyType(  # -> the parameters of each
         "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
         "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         "Lion": ("lr", "betas", "weight_decay"),
-        "Muon": (
-            *("lr", "muon_lr", "adam_lr", "betas", "eps", "weight_decay"),
-            *("momentum", "nesterov", "ns_steps"),
-        ),
+        "Muon": (*_ADAM[:-1], "muon_lr", "adam_lr", "momentum", "nesterov", "ns_steps"),
     }
 )
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")

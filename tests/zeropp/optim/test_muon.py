@@ -234,7 +234,7 @@ def test_work_is_dealt_out_evenly_and_each_row_once():
         ([{"params": [torch.nn.Parameter(torch.ones(3))], "use_muon": True}], "shape \\[3\\]"),
         ([{"params": [torch.nn.Parameter(torch.ones(3, 3))]}], "no use_muon"),
         ([], "no parameters"),
-        (nn.Linear(3, 3), "nn.ModuleList"),
+        (nn.Embedding(3, 3), "no trained matrix"),
     ],
 )
 def test_what_muon_cannot_take_is_named(groups, message):

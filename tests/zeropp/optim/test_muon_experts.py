@@ -20,7 +20,7 @@ from tests.zeropp.deepspeed.expert_parallel.mixtures import (
     run,
 )
 from tests.zeropp.deepspeed.small_engine import logged
-from zeropp import ZeroConfig
+from zeropp import Engine, ZeroConfig
 from zeropp.deepspeed.utils import safe_get_full_fp32_param
 from zeropp.optim.muon.groups import groups_of, stacks_of
 from zeropp.optim.muon.matrix_step import MuonOptions
@@ -87,20 +87,36 @@ def train_alone(model: nn.Module, family: str, world: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "experts", "stage", "size"),
+    ("family", "experts", "first", "second"),  # ZeRO stages, and ranks that split experts
     [
-        ("qwen3_moe", 6, 0, 1),
-        ("qwen3_moe", 6, 3, 2),  # three experts of two ranks, which are cut
-        ("gpt_oss", 6, 2, 1),  # three ranks have experts
-        ("gpt_oss", 4, 0, 2),
-        ("mixtral", 4, 1, 4),
+        ("qwen3_moe", 6, (0, 1), (3, 2)),  # of two ranks three experts, which are cut
+        ("gpt_oss", 6, (2, 1), (1, 2)),  # three ranks have experts
+        ("gpt_oss", 4, (0, 2), (2, 4)),
+        ("mixtral", 4, (1, 4), (0, 2)),
     ],
 )
 @ranks(4)
-def test_each_expert_is_a_matrix_by_itself(family, experts, stage, size):
-    """Iterations multiply the smallest singular values, and rounding errors beside them, by a."""
-    model = model_of(family, experts)
-    expected = train_alone(copy.deepcopy(model), family, dist.get_world_size())
+def test_each_expert_is_a_matrix_by_itself(family, experts, first, second, tmp_path):
+    """A checkpoint goes on at another stage and with other ranks that split experts.
+
+    Iterations multiply the smallest singular values, and rounding errors beside them, by a.
+    """
+    alone = model_of(family, experts)
+    expected = train_alone(copy.deepcopy(alone), family, dist.get_world_size())
+    for step, (stage, size) in enumerate((first, second)):
+        engine = engine_of(copy.deepcopy(alone), stage, size)
+        if step:
+            engine.load_checkpoint(tmp_path)
+        run(engine, 1, step)
+        engine.save_checkpoint(tmp_path)
+    tolerance = STEPS * LR * 2**0.5 * 3.4445**5 * 2**-22
+    for name, parameter in engine.module.named_parameters():
+        weight = safe_get_full_fp32_param(parameter)
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=tolerance, msg=name)
+
+
+def engine_of(model: PreTrainedModel, stage: int, size: int) -> Engine:
+    """An engine with Muon, whose products are in fp32, of whole matrices."""
     config = config_of(size, stage) | {"optimizer": {}}
 
     def optimizer(parameters: list[Tensor]) -> Muon:
@@ -110,12 +126,7 @@ def test_each_expert_is_a_matrix_by_itself(family, experts, stage, size):
             options=options, config=ZeroConfig.from_json(config), parts=stacks_of(model),
         )  # fmt: skip
 
-    engine, *_ = zeropp.initialize(model=model, optimizer=optimizer, config=config)
-    run(engine, STEPS)
-    tolerance = STEPS * LR * 2**0.5 * 3.4445**5 * 2**-22
-    for name, parameter in engine.module.named_parameters():
-        weight = safe_get_full_fp32_param(parameter)
-        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=tolerance, msg=name)
+    return zeropp.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 @ranks(2)

@@ -57,13 +57,13 @@ def _muon(zero: ZeroConfig, parameters: list[Any], model: nn.Module) -> Muon:
         settings["adam_eps"] = settings.pop("eps")
     lr = settings["lr"]
     rates = {True: settings.pop("muon_lr", lr), False: settings.pop("adam_lr", lr)}
-    groups = groups_of(model, parameters, anywhere=True)
+    groups = groups_of(model, parameters)
     for group in groups:
         group.setdefault("lr", rates[group["use_muon"]])
         name = "Muon" if group["use_muon"] else "AdamW"
         log.info("%s: %d parameters at lr %g", name, len(group["params"]), group["lr"])
-    parts = stacks_of(model)
-    return Muon(groups, config=zero, options=MuonOptions.of(zero), parts=parts, **settings)
+    settings |= {"options": MuonOptions.of(zero), "parts": stacks_of(model)}
+    return Muon(groups, config=zero, **settings)
 
 
 def parameters_in(parameters_or_groups: Iterable[Any]) -> list[Any]:

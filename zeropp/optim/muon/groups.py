@@ -116,54 +116,50 @@ def _with_scale(group: Mapping[str, Any]) -> Group:
     return own
 
 
-def groups_of(
-    model: nn.Module, chosen: Iterable[Any] = (), *, anywhere: bool = False
-) -> list[Group]:
+def groups_of(model: nn.Module, chosen: Iterable[Any] = ()) -> list[Group]:
     """Return parameters of a model in groups that say `use_muon`; see `matrices_of`.
 
-    A line names those of three or more dims that AdamW updates. `chosen`: parameters, or groups,
-    each of which becomes two unless it says `use_muon`; by default all that are trained. Raises
+    `chosen`: parameters, or groups, each of which becomes two unless it says `use_muon`; by default
+    all that are trained. A line names those of three or more dims that AdamW updates. Raises
     InputError if there is no matrix.
     """
     trained = {each: name for name, each in model.named_parameters() if each.requires_grad}
-    of_muon, items = matrices_of(model, anywhere=anywhere), [*chosen] or [*trained]
+    of_muon, items = matrices_of(model), [*chosen] or [*trained]
     groups = [each for each in items if isinstance(each, Mapping)]
-    groups.insert(0, {"params": [each for each in items if not isinstance(each, Mapping)]})
     if of_muon.isdisjoint(trained) and not any("use_muon" in group for group in groups):
         raise InputError(
-            "Muon: no trained matrix inside an nn.ModuleList: give groups of parameters with "
+            "Muon: no trained matrix in the model but embeddings: give groups of parameters with "
             "use_muon, as [{'params': matrices, 'use_muon': True}, {'params': others, "
             "'use_muon': False}]"
         )
     if others := [name for each, name in trained.items() if each.ndim > 2 and each not in of_muon]:
         log.info("Muon: AdamW updates %s, which are no matrices", first_few(others))
-    result: list[Group] = []
-    for group in listed(groups):
-        kinds = [group] if "use_muon" in group else [{"use_muon": True}, {"use_muon": False}]
-        for kind in kinds:
-            own = [
-                each
-                for each in tensors_in(group)
-                if kind is group or (each in of_muon) == kind["use_muon"]
-            ]
-            result.append({**group, **kind, "params": own})
-    return [group for group in result if group["params"]]
+    groups.insert(0, {"params": [each for each in items if not isinstance(each, Mapping)]})
+    return [
+        {**group, "params": own, "use_muon": use_muon}
+        for group in listed(groups)
+        for use_muon in (True, False)
+        if (
+            own := [x for x in tensors_in(group) if group.get("use_muon", x in of_muon) == use_muon]
+        )
+    ]
 
 
-def matrices_of(model: nn.Module, *, anywhere: bool = False) -> set[Tensor]:
-    """Return the parameters inside `nn.ModuleList`s of a model, or `anywhere`, that are Muon's.
+def matrices_of(model: nn.Module) -> set[Tensor]:
+    """Return the parameters inside `nn.ModuleList`s of a model, if it has any, that are Muon's.
 
-    These are matrices, also in stacks of experts, but no embeddings nor what is called so.
+    These are matrices, also in stacks of experts, but neither embeddings nor output layers.
     """
     lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
-    inside = tuple(name and f"{name}." for name in lists) or ("",) * anywhere
+    inside = tuple(name and f"{name}." for name in lists) or ("",)
     stacks, found = stacks_of(model), set()
     for name, each in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
-        are_vectors = not stacks.keys().isdisjoint(module.parameters(recurse=False))  # of experts
         is_end = isinstance(module, nn.Embedding) or "embed" in name.lower() or "lm_head" in name
-        if each in stacks or (each.ndim == 2 and not are_vectors and not is_end):
-            found |= {each} if name.startswith(inside) else set()
+        has_stacks = not stacks.keys().isdisjoint(module.parameters(recurse=False))
+        is_matrix = each in stacks if has_stacks else each.ndim == 2 and not is_end
+        if is_matrix and name.startswith(inside):
+            found.add(each)
     return found
 
 

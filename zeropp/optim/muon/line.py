@@ -95,17 +95,18 @@ def matrix_of(parameter: Tensor, *, is_transposed: bool = False) -> Matrix:
         shape[dim] //= parameter.device_mesh.size(axis)
     if parameter.ndim == 2:
         return Matrix.of(tuple(shape), tuple(parameter.shape))
-    (axis, dim), *_ = [*_axes(parameter, of_model=False), (None, 0)]
-    num_ranks = 1 if axis is None else parameter.device_mesh.size(axis)
+    sizes = (
+        (parameter.device_mesh.size(axis), dim) for axis, dim in _axes(parameter, of_model=False)
+    )
+    num_ranks, dim = next(sizes, (1, 0))
     number, *sides = shape
     pieces = num_ranks if dim == 1 else 1
     rows, padded = sides[0] // pieces, -(-number * pieces // num_ranks) * num_ranks
-    parts = []
-    for index in range(number):
-        firsts = range(index * rows, number * pieces * rows, number * rows)
-        runs = tuple((first, first + rows) for first in firsts)
-        parts.append(Part(runs=runs, shape=tuple(reversed(sides) if is_transposed else sides)))
-    return Matrix(shape=(padded * rows, sides[1]), parts=tuple(parts), is_apart=True)
+    scaled_as = tuple(reversed(sides) if is_transposed else sides)
+    firsts = (range(i * rows, number * pieces * rows, number * rows) for i in range(number))
+    runs = (tuple((first, first + rows) for first in each) for each in firsts)
+    parts = tuple(Part(runs=each, shape=scaled_as) for each in runs)
+    return Matrix(shape=(padded * rows, sides[1]), parts=parts, is_apart=True)
 
 
 def require_rows(parameter: Tensor, matrix: Matrix, line: Line) -> None:
