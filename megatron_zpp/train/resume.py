@@ -249,9 +249,10 @@ def _log_other_samples(config: Config, state: TrainingState) -> None:
             f"--global-batch-size {saved} continues as before"
         )
     current = json.loads(json.dumps(run_settings(config)))  # tuples become lists, as when saved
+    keeps_order = state.sample_sizes or names_examples(config.data)
     lines = [
         f"{name} is {current[section][name]} now, {saved[name]} in the checkpoint"
-        for section, names in (*SAMPLE_ORDER, *(() if state.sample_sizes else (LENGTH,)))
+        for section, names in (*SAMPLE_ORDER, *(() if keeps_order else (LENGTH,)))
         for saved in (state.configuration.get(section, {}),)
         for name in names
         if name in saved and current[section][name] != saved[name]
