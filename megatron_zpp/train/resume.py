@@ -267,7 +267,8 @@ def _log_other_settings(config: Config, state: TrainingState) -> None:
             f"the global batch has {batch} samples, but {saved} in the checkpoint: "
             f"--global-batch-size {saved} continues as before"
         )
-    of_samples = (*SAMPLE_ORDER, *(() if state.sample_sizes else (LENGTH,)))
+    keeps_order = state.sample_sizes or names_examples(config.data)
+    of_samples = (*SAMPLE_ORDER, *(() if keeps_order else (LENGTH,)))
     lines = setting_changes(config, state.configuration, of_samples)
     lines += [
         f"{path} has {now} bytes now, {state.data_bytes[path]} in the checkpoint"

@@ -1,6 +1,7 @@
 """Pretraining on several ranks: all stages agree, and a resumed run prints the same losses."""
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint.training_state import TrainingState, run_settings
 from megatron_zpp.data.indexed_dataset import write_dataset
+from megatron_zpp.settings.arguments import parse
+from megatron_zpp.train.resume import _log_other_samples
 from tests.megatron_zpp.train.training_runs import field, log_of, loss_values, losses, run
 from tests.ranks import ranks
 from zeropp import InputError
@@ -197,6 +201,30 @@ def test_a_longer_run_goes_on_with_the_order_of_the_checkpoint(tmp_path):
     write_dataset(tmp_path / "text", 257, documents * 2)
     fourth = run(1, flags + "--train-iters 5 --lr-decay-iters 2", tmp_path)
     assert f"text.bin has 528 bytes now, 264 in the checkpoint: this changes {said}" in fourth
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("text", ["train_iters is 3 now, 2 in the checkpoint"]),
+        ("q.jsonl", ["the checkpoint's version read special tokens in texts as ordinary text"]),
+    ],
+)
+def test_a_checkpoint_of_an_older_version(data, expected, caplog):
+    """It has neither sizes of datasets, nor the flag of special tokens."""
+    flags = f"--data-path {data} --tokenizer-type HFTokenizer --tokenizer-model x --num-layers 1 "
+    flags += "--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
+    before, now = (parse((flags + f"--train-iters {n}").split(), 1) for n in (2, 3))
+    configuration = json.loads(json.dumps(run_settings(before)))
+    del configuration["tokenizer"]["tokenizer_hf_no_include_special_tokens"]
+    state = TrainingState(
+        iteration=2, consumed_samples=2, consumed_tokens=16, seed=1234, world_size=1, stage=0,
+        tokenizer="", configuration=configuration,
+    )  # fmt: skip
+    caplog.set_level(logging.INFO, "megatron_zpp")
+    _log_other_samples(now, state)
+    said = ": this changes which samples come next"
+    assert [line.removesuffix(said) for line in caplog.messages if said in line] == expected
 
 
 def test_reset_iteration_keeps_the_loss_scale(tmp_path):
