@@ -115,17 +115,19 @@ class ElasticSteps(LocalSteps):
     def _average_gradients(self) -> None:
         own = [(each.weights.gradients(), each.weights.have_gradients()) for each in self.fragments]
 
-        def work(round_: Round) -> tuple[list[Draft], list[list[float]]]:
+        def work(round_: Round) -> tuple[list[Draft], list[list[float]], list[Tensor]]:
             drafts, counts = self._drafts(round_), []
             for draft, (gradients, have_gradients) in zip(drafts, own, strict=True):
                 draft.values = draft.mean.run(gradients)
                 counts.append(round_.group.sum(*have_gradients))
-            return drafts, counts
+            return drafts, counts, self._exchange_buffers(round_)
 
         before = self.group.members
-        for draft, counts in zip(*self.group.hold(work), strict=True):
+        drafts, counts_of, buffers = self.group.hold(work)
+        for draft, counts in zip(drafts, counts_of, strict=True):
             draft.keep()
             draft.fragment.weights.write_gradients(draft.values, list(map(bool, counts)))
+        self._keep_buffers(buffers)
         self._report(before)
 
     @torch.no_grad()
@@ -145,18 +147,19 @@ class ElasticSteps(LocalSteps):
                 for agreed, now in pairs
             ]
 
-        def work(round_: Round) -> tuple[list[Draft], News]:
+        def work(round_: Round) -> tuple[list[Draft], News, list[Tensor]]:
             drafts, num_terms = self._drafts(round_), len(round_.members.with_weights)
             news = self._pass_on(round_, due)
             for draft in drafts:
                 number = draft.fragment.number
                 if number in news.due:
                     draft.run(differences[number], num_terms)
-            return drafts, news
+            return drafts, news, self._exchange_buffers(round_)
 
-        drafts, news = self.group.hold(work, admits=True)
+        drafts, news, buffers = self.group.hold(work, admits=True)
         for draft in drafts:
             self._keep(draft, news)
+        self._keep_buffers(buffers)
         self.is_alike = len(news.due) == self.schedule.fragments
         if news.progress is not None:
             self.progress.load(news.progress)
@@ -173,6 +176,17 @@ class ElasticSteps(LocalSteps):
                 agreed -= update.to(agreed.device)
         if news.agreed or fragment.number in news.due:
             fragment.merge(0.0)
+
+    def _exchange_buffers(self, round_: Round) -> list[Tensor]:
+        """Return the buffers of nodes that have weights, as `AveragedBuffers` sends them."""
+        if not self.buffers.agreed:
+            return []
+        messages = round_.group.exchange([self.buffers.message()] * round_.group.size)
+        return [messages[place] for place in round_.members.with_weights]
+
+    def _keep_buffers(self, messages: Sequence[Tensor]) -> None:
+        self.buffers.take(messages)
+        self.buffers.merge(0.0)
 
     def _drafts(self, round_: Round) -> list[Draft]:
         """Return the fragments as they are for those who take part in a round."""
