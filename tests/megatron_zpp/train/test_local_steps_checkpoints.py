@@ -1,7 +1,6 @@
 """Checkpoints of nodes that step alone, on other nodes, with parts missing, and read by tools."""
 
 import json
-import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,6 @@ from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights
 from megatron_zpp.checkpoint.iteration_folders import POINTER, complete_iterations
 from megatron_zpp.checkpoint.manifest import read_manifest, write_manifest
 from megatron_zpp.checkpoint.training_state import STATE
-from megatron_zpp.train.loop import train
 from megatron_zpp.train.run import Run
 from tests.megatron_zpp.train.training_runs import (
     RELATIVE,
@@ -29,7 +27,7 @@ from tests.megatron_zpp.train.training_runs import (
     shared_folder,
 )
 from tests.ranks import ranks
-from tests.worlds import elastic_nodes, wait_for_joiners, worlds
+from tests.worlds import elastic_nodes, worlds
 from zeropp import InputError
 from zeropp.checkpoint.checksums import file_entry
 
@@ -266,37 +264,3 @@ def require_same_beginning(folder: Path) -> None:
         assert built.trainer.counters.iteration == 3
         values = outer.gather([each.sum().item() for each in weights_of(built).values()])
         assert values[0] == values[1]
-
-
-@ranks(2)
-def test_a_node_that_joins_goes_on_as_the_one_that_has_loaded(saved: Path, tmp_path: Path) -> None:
-    """With its weights, buffers, rates, counters and losses, none of which are those of its flags.
-
-    The first node has a checkpoint with a rate of 1e-2, which it keeps, and the other one has none.
-    """
-    folder = shared_folder(str(tmp_path))
-    flags = flags_of(
-        folder / f"{dist.get_rank()}.json",
-        elastic={"sync_store": "localhost:1", "sync_nodes": 1, "sync_every": 2},
-    ).replace("--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler")
-    flags += "--lr 1e-4 --dataloader-type cyclic --train-iters 9 "
-    flags += f"--load {saved / 'run'} --ckpt-step 6"
-    with elastic_nodes(folder, 6, 1) as outer, built_run(flags, outer) as built:
-        joins = outer.joins
-        assert built.trainer.schedules.learning_rate.max_lr == (1e-4 if joins else 1e-2)
-        wait_for_joiners(outer, 1)
-        train(built)
-        trainer = built.trainer
-        steps, values = trainer.local_steps, [*weights_of(built).values()]
-        own = [
-            *(each.numpy().tobytes() for each in values),
-            trainer.schedules,
-            trainer.optimizer.param_groups[0]["lr"],
-            trainer.counters.state() | {"saved_iteration": 0},
-            built.metrics.history.first_loss,
-        ]
-        assert trainer.schedules.learning_rate.max_lr == 1e-2
-        (folder / f"{outer.number}.pickle").write_bytes(pickle.dumps(own))
-        assert steps.sum(lambda place, size: [1.0]) == [2.0]
-        other = pickle.loads((folder / f"{1 - outer.number}.pickle").read_bytes())
-        assert own == other
