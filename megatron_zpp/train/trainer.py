@@ -174,11 +174,11 @@ class Trainer:
 
     def _sum_over_nodes(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of fp64 values over nodes, where they take the next step together."""
-        steps, step = self.local_steps, self.counters.iteration + 1
-        if steps is None or not steps.schedule.averages_gradients(step):
-            return values
-        own = values.flatten().tolist()
-        return values.new_tensor(steps.sum(lambda *_: own)).view_as(values)
+        steps = self.local_steps
+        if steps and steps.schedule.averages_gradients(self.counters.iteration + 1):
+            total = steps.sum(lambda *_: values.flatten().tolist())
+            return values.new_tensor(total).view_as(values)
+        return values
 
     @property
     def meets(self) -> bool:

@@ -100,7 +100,7 @@ def _go_on_with_mean(local_steps: LocalSteps) -> None:
     group = local_steps.group
     mean = OuterMean([len(each) for each in weights], group, FP32, weights[0].device)
     local_steps.weights.write(group.start(lambda: mean.run(weights)).result())
-    local_steps.average_buffers()
+    local_steps.buffers.average()
     group.traffic.take()  # of no step
     local_steps.restart()
 

@@ -46,12 +46,16 @@ class AveragedBuffers:
     def take(self, messages: Sequence[Tensor]) -> None:
         """Let the agreed buffers be the means of those in the messages of several nodes."""
         sizes = [each.nbytes for each in self.agreed.values()]
-        rows = zip(*(message.split(sizes) for message in messages), strict=True) if sizes else ()
+        rows = zip(*(message.split(sizes) for message in messages if sizes), strict=True)
         for agreed, row in zip(self.agreed.values(), rows, strict=True):
             first, *others = (each.clone().view(agreed.dtype).view(agreed.shape) for each in row)
             if agreed.is_floating_point():
                 first = sum((each.double() for each in others), first.double()) / len(row)
             agreed.copy_(first)
+
+    def average(self) -> None:
+        self.start(0)
+        self.merge(0.0)
 
     def agree(self) -> None:
         self.agreed = {name: each.clone() for name, each in self._buffers().items()}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeropp.optim.local_steps.elastic_group import ElasticGroup, Round
+from zeropp.optim.local_steps.elastic_group import ElasticGroup, Result, Round
 from zeropp.optim.local_steps.fragment import HOST, Fragment
 from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.local_steps.outer_mean import OuterMean
@@ -115,19 +115,17 @@ class ElasticSteps(LocalSteps):
     def _average_gradients(self) -> None:
         own = [(each.weights.gradients(), each.weights.have_gradients()) for each in self.fragments]
 
-        def work(round_: Round) -> tuple[list[Draft], list[list[float]], list[Tensor]]:
+        def work(round_: Round) -> tuple[list[Draft], list[list[float]]]:
             drafts, counts = self._drafts(round_), []
             for draft, (gradients, have_gradients) in zip(drafts, own, strict=True):
                 draft.values = draft.mean.run(gradients)
                 counts.append(round_.group.sum(*have_gradients))
-            return drafts, counts, self._exchange_buffers(round_)
+            return drafts, counts
 
         before = self.group.members
-        drafts, counts_of, buffers = self.group.hold(work)
-        for draft, counts in zip(drafts, counts_of, strict=True):
+        for draft, counts in zip(*self._with_buffers(work), strict=True):
             draft.keep()
             draft.fragment.weights.write_gradients(draft.values, list(map(bool, counts)))
-        self._keep_buffers(buffers)
         self._report(before)
 
     @torch.no_grad()
@@ -147,19 +145,18 @@ class ElasticSteps(LocalSteps):
                 for agreed, now in pairs
             ]
 
-        def work(round_: Round) -> tuple[list[Draft], News, list[Tensor]]:
+        def work(round_: Round) -> tuple[list[Draft], News]:
             drafts, num_terms = self._drafts(round_), len(round_.members.with_weights)
             news = self._pass_on(round_, due)
             for draft in drafts:
                 number = draft.fragment.number
                 if number in news.due:
                     draft.run(differences[number], num_terms)
-            return drafts, news, self._exchange_buffers(round_)
+            return drafts, news
 
-        drafts, news, buffers = self.group.hold(work, admits=True)
+        drafts, news = self._with_buffers(work, admits=True)
         for draft in drafts:
             self._keep(draft, news)
-        self._keep_buffers(buffers)
         self.is_alike = len(news.due) == self.schedule.fragments
         if news.progress is not None:
             self.progress.load(news.progress)
@@ -177,16 +174,19 @@ class ElasticSteps(LocalSteps):
         if news.agreed or fragment.number in news.due:
             fragment.merge(0.0)
 
-    def _exchange_buffers(self, round_: Round) -> list[Tensor]:
-        """Return the buffers of nodes that have weights, as `AveragedBuffers` sends them."""
-        if not self.buffers.agreed:
-            return []
-        messages = round_.group.exchange([self.buffers.message()] * round_.group.size)
-        return [messages[place] for place in round_.members.with_weights]
+    def _with_buffers(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
+        """Return the result of `work` in a round; give all nodes the means of their buffers too."""
 
-    def _keep_buffers(self, messages: Sequence[Tensor]) -> None:
+        def both(round_: Round) -> tuple[Result, list[Tensor]]:
+            result, group = work(round_), round_.group
+            own = [self.buffers.message()] * group.size
+            messages = group.exchange(own) if self.buffers.agreed else own
+            return result, [messages[place] for place in round_.members.with_weights]
+
+        result, messages = self.group.hold(both, admits=admits)
         self.buffers.take(messages)
         self.buffers.merge(0.0)
+        return result
 
     def _drafts(self, round_: Round) -> list[Draft]:
         """Return the fragments as they are for those who take part in a round."""

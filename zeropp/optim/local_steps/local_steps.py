@@ -176,12 +176,7 @@ class LocalSteps:
     def _average_gradients(self) -> None:
         for each in self.fragments:
             each.average_gradients()
-        self.average_buffers()
-
-    def average_buffers(self) -> None:
-        """Let all nodes have the means of their buffers now."""
-        self.buffers.start(0)
-        self.buffers.merge(0.0)
+        self.buffers.average()
 
     def _exchange(self, due: Sequence[int], step: int, delay: int) -> None:
         """Merge the exchanges that end after a step, and begin those of the fragments `due`.
