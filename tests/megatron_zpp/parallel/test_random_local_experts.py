@@ -188,34 +188,36 @@ def test_nodes_that_join_have_what_an_own_formula_says(seed: int, tmp_path: Path
     drawn = Biased(6000 + seed, OF_TWO[:1])
     draw, nodes = drawn.draw, drawn.draw.randint(1, 2)
     rate, momentum = draw.choice([0.7, 1.0]), draw.choice([0.0, 0.5])
-    elastic = {"sync_store": "localhost:1", "sync_nodes": nodes, "sync_every": 50}
+    every = draw.choice([50, {"0": 1, "1": 50}])  # with a first step that they take together
+    elastic = {"sync_store": "localhost:1", "sync_nodes": nodes, "sync_every": every}
     elastic |= {"sync_bits": 32, "outer_lr": rate, "outer_momentum": momentum}
     zero = {"stage": draw.randint(0, 3)}
     path = folder / f"{dist.get_rank()}.json"
     path.write_text(json.dumps({"zero_optimization": zero, "zeropp": elastic}))
     flags = f"{drawn.model} --global-batch-size {4 * nodes} --deepspeed_config {path} "
     flags += "--dataloader-type cyclic --train-iters 5 "
-    before, steps = folder / "before", draw.randint(1, 3)
+    steps = draw.randint(2, 3)
     with elastic_nodes(folder, 0, nodes) as outer, built_run(flags, outer) as run:
-        trainer, fresh = run.trainer, tensors_of(run)
+        trainer, begun = run.trainer, tensors_of(run)
         joins, local = outer.joins, trainer.local_steps
         trainer.join_other_nodes(run.metrics.history)
         if not joins:
             with run.batches.loader(TRAIN, 0) as batches:
                 for _ in range(steps):
                     trainer.step(batches)
-            number = f"before{outer.node}"
-            before.with_name(number).write_bytes(pickle.dumps(tensors_of(run)))
+                    begun = tensors_of(run) if local.is_alike else begun
+            content = pickle.dumps((begun, tensors_of(run)))
+            (folder / f"node{outer.node}").write_bytes(content)
             wait_for_joiners(outer, 3 - nodes)
             local.synchronize(steps)
         assert trainer.counters.iteration == steps, flags
-        of_nodes = [
-            pickle.loads(before.with_name(f"before{node}").read_bytes()) for node in range(nodes)
-        ]
+        of_nodes = [pickle.loads((folder / f"node{node}").read_bytes()) for node in range(nodes)]
         for name, now in tensors_of(run).items():
-            mean = sum(each[name].double() for each in of_nodes) / nodes
+            agreed, *others = (each[name] for each, _ in of_nodes)
+            assert all(torch.equal(each, agreed) for each in others)
+            mean = sum(each[name].double() for _, each in of_nodes) / nodes
             if not name.endswith("expert_bias"):
-                mean = fresh[name] - rate * (1 + momentum) * (fresh[name] - mean)
+                mean = agreed - rate * (1 + momentum) * (agreed - mean)
             torch.testing.assert_close(now, mean.to(now.dtype), rtol=1e-5, atol=1e-6)
         train(run)
         values = [each.double().sum().item() for each in tensors_of(run).values()]
