@@ -23,19 +23,13 @@ def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
     and takes its shape and its tokenizer. The sequence length and how the load of experts is
     balanced stay as the flags set them; the path of the checkpoint that was opened is recorded.
     Raises InputError for a model that cannot be opened, for sequences longer than its positions,
-    without data to tokenize for it, and for a run that would save into the same folder.
+    and without data to tokenize for it.
     """
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
     folder = config.lora.pretrained_checkpoint
     if folder is None:
         return config, None
-    save = config.checkpoint.save
-    if save is not None and Path(save).resolve() == Path(folder).resolve():
-        raise InputError(
-            f"--save {save} is the folder of --pretrained-checkpoint, where a newer checkpoint "
-            "would replace the pretrained one: save to another folder"
-        )
     if Path(folder).suffix == SUFFIX:
         raise InputError(
             f"--pretrained-checkpoint {folder}: import it first, once for all ranks: "

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from megatron_zpp.settings import defaults
@@ -95,7 +96,13 @@ def check(config: Config, num_replicas: int) -> None:
             "--no-load-lr-state and --use-checkpoint-opt_param-scheduler contradict: leave one out"
         )
     Schedules.of(config).batch_size.check(num_replicas)
-    is_elsewhere = config.checkpoint.use_checkpoint_args or config.lora.pretrained_checkpoint
+    save, pretrained = config.checkpoint.save, config.lora.pretrained_checkpoint
+    if save and pretrained and Path(save).resolve() == Path(pretrained).resolve():
+        raise InputError(
+            f"--save {save} is the folder of --pretrained-checkpoint, where a newer checkpoint "
+            "would replace the pretrained one: save to another folder"
+        )
+    is_elsewhere = config.checkpoint.use_checkpoint_args or pretrained
     if not is_elsewhere:
         require_divisible(config, num_replicas)
 

@@ -36,6 +36,7 @@ from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trainer import Trainer
 from megatron_zpp.train.worlds.rows import local_steps_rows, log_without_effect
+from megatron_zpp.train.worlds.saved_run import saved_run, with_source
 from zeropp import LossScaler, Sharding, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
@@ -62,13 +63,16 @@ def build_run(
     and the data determine. Raises InputError for what does not fit together or cannot be read.
     """
     check_nodes(requested, ranks)
+    requested = with_source(requested, source := saved_run(requested.checkpoint, ranks), ranks)
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
     apex, fill = find_apex(ranks.device), pretrained and pretrained.fill
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
-    local_steps = build_local_steps(config, ranks, sharding, optimizer)
-    beginning = load(config, ranks, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps)
+    local = build_local_steps(config, ranks, sharding, optimizer)
+    beginning = load(
+        config, ranks, source, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps=local
+    )
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, beginning)
     trainer = Trainer(
@@ -80,8 +84,8 @@ def build_run(
         scaler=scaler,
         schedules=beginning.schedules,
         counters=beginning.counters,
-        communication=CommunicationMeter(config, sharding, ranks, optimizer, local_steps),
-        local_steps=local_steps,
+        communication=CommunicationMeter(config, sharding, ranks, optimizer, local),
+        local_steps=local,
     )
     saver = Saver(
         trainer=trainer,

@@ -29,6 +29,7 @@ from zeropp import InputError
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.checkpoint.shared_folder import hold_folder
 from zeropp.errors import NetworkError
+from zeropp.optim.local_steps.outer_group import OuterError
 from zeropp.ranks.coordination import report_on_each_machine, report_once
 from zeropp.ranks.process_group import OTHER_RANK_FAILED, refuse_to_start
 from zeropp.ranks.topology import Environment
@@ -216,7 +217,7 @@ def _pretrain_and_report(
         if failure is None:
             if heartbeat:
                 heartbeat.publish_own_failure(f"{type(error).__name__}: {error}")
-            if isinstance(error, WaitError):
+            if isinstance(error, WaitError | OuterError):
                 console.notice(logging.ERROR, str(error))
                 return FAILED
             raise

@@ -21,7 +21,7 @@ from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
 from megatron_zpp.train.worlds.continuation import continue_local_steps
-from megatron_zpp.train.worlds.saved_run import SavedRun, saved_run
+from megatron_zpp.train.worlds.saved_run import SavedRun
 from zeropp import InputError, LossScaler, Sharding
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
@@ -141,23 +141,25 @@ class Saver:
 def load(
     config: Config,
     ranks: Ranks,
+    source: SavedRun | None,
     sharding: Sharding,
     optimizer: torch.optim.Optimizer,
     scaler: LossScaler | None,
     tokenizer_fingerprint: str,
+    *,
     local_steps: LocalSteps | None = None,
 ) -> StartingPoint:
-    """Load weights, optimizer and loss scaler from the newest checkpoint in `--load`, if any.
+    """Load weights, optimizer and loss scaler from what `--load` names, if any: `source`.
 
     All ranks call it. Where nodes step alone, each loads its own; those that as many nodes as now
     have not saved are averaged. Raises InputError for a checkpoint that does not fit the run.
     """
     options, schedules = config.checkpoint, Schedules.of(config)
     beginning = StartingPoint(counters=Counters(), schedules=schedules, history={})
-    if options.load is None:
-        return beginning
-    source = saved_run(options, ranks)
     if source is None:
+        is_needed = options.exit_on_missing_checkpoint or options.ckpt_step is not None
+        if options.load and is_needed and not ranks.elastic.joins:
+            raise no_checkpoint_error(options.load, "--ckpt-step or --exit-on-missing-checkpoint")
         return beginning
     reads_agreed = ranks.elastic is not None  # nodes that may end form no mean of their weights
     without = options.finetune or (options.no_load_optim and not reads_agreed)

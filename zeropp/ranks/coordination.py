@@ -150,8 +150,9 @@ def report_once(environment: Environment, report: Callable[[], None]) -> bool:
 
     For an error that all ranks meet before they have joined, such as a bad command line: a launcher
     ends all ranks when one has ended, so that no rank may end before rank 0 has reported it. The
-    ranks meet at the launcher's store. A rank that does not hear of rank 0's report within
-    `REPORT_TIMEOUT` calls `report` itself, as then the error may be its own: returns whether it is.
+    ranks meet at the launcher's store, or at rank 0's, who then ends last. A rank that does not
+    hear of rank 0's report within `REPORT_TIMEOUT` calls `report` itself, as then the error may be
+    its own: returns whether it is.
     """
     if environment.rank == 0:
         report()
@@ -161,8 +162,12 @@ def report_once(environment: Environment, report: Callable[[], None]) -> bool:
         store = dist.PrefixStore("report", open_store(environment, REPORT_TIMEOUT))
         if environment.rank == 0:
             store.set("reported", "")
+            if not environment.launcher_has_store:  # what it has opened ends with this rank
+                store.wait(["heard"])
             return False
         store.wait(["reported"])
+        if store.add("hearing", 1) == environment.world_size - 1:
+            store.set("heard", "")
     except (RuntimeError, ValueError):  # a timeout, or no store at the launcher's address
         if environment.rank != 0:
             report()

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.iteration_folders import (
 )
 from megatron_zpp.checkpoint.training_state import STATE, read_state
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.config import CheckpointConfig
+from megatron_zpp.settings.config import CheckpointConfig, Config
 from zeropp import Sharding
 from zeropp.errors import InputError
 from zeropp.optim.local_steps.averaged_buffers import AveragedBuffers
@@ -84,12 +84,13 @@ class SavedRun:
 def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     """Return what to load of `--load`; all ranks of all worlds call it.
 
-    None for a node that begins or joins without a checkpoint, where nodes come and go. Raises
-    InputError if no iteration is there of all worlds that have saved it, or if a world sees none of
-    it.
+    None without `--load`, and for a node that begins or joins without a checkpoint, where nodes
+    come and go. Raises InputError if no iteration is there of all worlds that have saved it, or if
+    a world sees none of it.
     """
-    own = Path(options.load)
-    first = own.parent if ranks.outer and ranks.outer.number else own
+    if options.load is None:
+        return None
+    own, first = Path(options.load), _folder_of_first(options, ranks)
     if ranks.elastic and options.finetune:
         return _common_run(options, first, _saved_worlds(first, options.ckpt_step))
     if ranks.elastic:
@@ -107,6 +108,20 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
         what = f"checkpoint in {first}, which all nodes read if another number of nodes saved it"
         _require_all([each == num_worlds for _, each in views], what)
     return _common_run(options, first, num_worlds)
+
+
+def with_source(config: Config, source: SavedRun | None, ranks: Ranks) -> Config:
+    """Return the configuration with the folder that is loaded, or else that of the first world."""
+    options = config.checkpoint
+    if options.load is None:
+        return config
+    folder = source.folder if source else _folder_of_first(options, ranks)
+    return replace(config, checkpoint=replace(options, load=str(folder)))
+
+
+def _folder_of_first(options: CheckpointConfig, ranks: Ranks) -> Path:
+    own = Path(options.load)
+    return own.parent if ranks.outer and ranks.outer.number else own
 
 
 def _common_run(options: CheckpointConfig, first: Path, num_worlds: int | None) -> SavedRun:

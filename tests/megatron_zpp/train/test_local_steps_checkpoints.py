@@ -36,6 +36,7 @@ MODEL += "--attention-dropout 0 --override-opt_param-scheduler --num-experts 4 "
 MODEL += "--moe-ffn-hidden-size 12 --moe-router-score-function sigmoid "
 MODEL += "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.03 "
 MIDDLE, LAST = "iter_0000006", "iter_0000007"
+OTHER_SHAPE = "--use-checkpoint-args --num-layers 3 "
 
 
 def flags_of(
@@ -168,7 +169,7 @@ def test_nodes_that_come_and_go_begin_alike_without_moments(
     folder = shared_folder(str(tmp_path))
     elastic = {"sync_store": "localhost:1", "sync_nodes": 2}
     flags = flags_of(folder / f"{dist.get_rank()}.json", elastic=elastic)
-    flags += f"--load {saved / 'run'} --ckpt-step 6 {flag}"
+    flags += f"--load {saved / 'run'} --ckpt-step 6 {OTHER_SHAPE} {flag}"
     iteration = 0 if flag == "--finetune" else 6
     with elastic_nodes(folder, iteration) as outer, built_run(flags, outer) as built:
         assert built.trainer.counters.iteration == iteration
@@ -180,6 +181,22 @@ def test_nodes_that_come_and_go_begin_alike_without_moments(
         for each in steps.fragments:
             assert all(map(torch.equal, each.agreed, each.weights.read()))
             assert not each.momentum.any()
+
+
+@ranks(2)
+def test_nodes_that_come_without_a_checkpoint_know_the_shape(saved: Path, tmp_path: Path) -> None:
+    folder = shared_folder(str(tmp_path))
+    elastic = {"sync_store": "localhost:1", "sync_nodes": 2}
+    flags = flags_of(folder / f"{dist.get_rank()}.json", elastic=elastic) + OTHER_SHAPE
+    if dist.get_rank() == 0:
+        shutil.copytree(saved / "run", folder / "run", ignore=shutil.ignore_patterns("node_1"))
+    dist.barrier()
+    flags += f" --load {folder / 'run'}"
+    with elastic_nodes(folder, 0) as outer:
+        with built_run(flags, outer) as built:
+            assert built.config.model.num_layers == 2
+        with pytest.raises(InputError, match="--ckpt-step or --exit-on-missing-checkpoint needs"):
+            log_of(f"{flags} --exit-on-missing-checkpoint", outer=outer)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -259,8 +276,10 @@ def test_one_node_s_checkpoint_is_the_beginning_of_several(tmp_path: Path) -> No
 
 @ranks(2)
 def require_same_beginning(folder: Path) -> None:
-    flags = flags_of(folder / f"{dist.get_rank()}.json") + f"--load {folder / 'one'}"
-    with worlds(1, folder) as outer, built_run(flags, outer) as built:
-        assert built.trainer.counters.iteration == 3
-        values = outer.gather([each.sum().item() for each in weights_of(built).values()])
-        assert values[0] == values[1]
+    flags = flags_of(folder / f"{dist.get_rank()}.json") + f"--load {folder / 'one'} {OTHER_SHAPE}"
+    with worlds(1, folder) as outer:
+        for more, iteration in ((" --ckpt-step 3", 3), (" --finetune", 0)):
+            with built_run(flags + more, outer) as built:
+                assert built.trainer.counters.iteration == iteration
+                values = outer.gather([each.sum().item() for each in weights_of(built).values()])
+                assert values[0] == values[1]

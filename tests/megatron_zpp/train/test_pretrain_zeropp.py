@@ -14,6 +14,7 @@ from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.inputs import VALIDATION
 from megatron_zpp.train.resume import load
 from megatron_zpp.train.run import Run
+from megatron_zpp.train.worlds.saved_run import saved_run
 from tests.megatron_zpp.train.training_runs import (
     built_run,
     field,
@@ -225,7 +226,8 @@ def test_weights_loaded_in_place_are_the_ones_that_are_evaluated(tmp_path):
         config = replace(run.config, checkpoint=from_folder)
         trainer, fingerprint = run.trainer, run.tokenizer.fingerprint
         sharding, optimizer = trainer.sharding, trainer.optimizer
-        load(config, run.ranks, sharding, optimizer, trainer.scaler, fingerprint)
+        source = saved_run(from_folder, run.ranks)
+        load(config, run.ranks, source, sharding, optimizer, trainer.scaler, fingerprint)
         assert validation_loss(run) == fresh != untrained
 
 

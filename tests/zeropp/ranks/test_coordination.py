@@ -1,8 +1,10 @@
 """What ranks do together; collectives are also exercised by the tests of those that call them."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -117,3 +119,23 @@ def test_an_error_before_the_ranks_have_joined_is_reported_once(scenario, report
     lines = [f"reported by rank {rank}" for rank in reporters]
     assert sorted(finished.stdout.splitlines()) == lines, finished.stderr
     assert finished.returncode == 7
+
+
+@ranks(2)
+def test_ranks_without_a_launcher_hear_of_the_report_though_they_come_later():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = broadcast_object(server.getsockname()[1])
+    place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2", "LOCAL_RANK": str(dist.get_rank())}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with mock.patch.dict(os.environ, place):
+        environment, reports = Environment.read(), []
+
+        def report():
+            reports.append("error")
+            dist.barrier()  # which the other rank comes from
+
+        if environment.rank == 1:
+            dist.barrier()
+            time.sleep(0.1)  # in which a store would have ended that nobody holds
+        assert not report_once(environment, report)
+        assert len(reports) == (environment.rank == 0)

@@ -1,7 +1,7 @@
 """Local steps under any trainer: what an optimizer calls before and after each of its steps."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zeropp.errors import InputError, first_few
+from zeropp.optim.local_steps.fragment import OUTER
 from zeropp.optim.local_steps.held_model import OfModule
 from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.local_steps.outer_group import OuterGroup
@@ -25,6 +26,7 @@ from zeropp.ranks.groups import store_of, time_limit
 from zeropp.settings.zero_config import ZeroConfig
 
 CALLER = "zeropp.local_steps"
+AGREED = ".agreed"
 NO_LIMIT = timedelta(minutes=30)  # of PyTorch's gloo, where the default group's backend has none
 
 
@@ -43,7 +45,8 @@ def local_steps(
     Args:
         model: This node's model: sharded over the node's ranks by `fully_shard` or `zeropp.shard`,
             the same on all of them, or on one rank.
-        optimizer: That of the model's parameters, whose steps are counted.
+        optimizer: That of the model's parameters, whose steps are counted. Parameters that are
+            unfrozen, or added to both, later are exchanged from then on.
         config: A `ZeroConfig`, or DeepSpeed's JSON as a file, a text or a mapping. Only
             `zeropp.sync_every` and the other keys of local steps have an effect.
         mesh: Its first axis is that of the nodes, and its second one, if it has one, that of the
@@ -54,7 +57,8 @@ def local_steps(
 
     Raises:
         InputError: For one node, a mesh of more axes, a model that is sharded or averages gradients
-            over several nodes, and nodes that begin with other weights or settings.
+            over several nodes, an optimizer of parameters that the model lacks, and nodes that
+            begin with other weights or settings.
 
     Example:
         ```python
@@ -78,7 +82,7 @@ def local_steps(
     if mesh is not None and mesh.ndim == 2 and mesh.size(1) > 1:
         group = mesh.get_group(1)
     weights = TrainedWeights(model=OfModule(model, group), optimizer=optimizer)
-    local = LocalSteps.of(config.zeropp, weights, _connect(nodes))
+    local = LocalSteps.of(config.zeropp, _of_all(optimizer, weights), _connect(nodes))
     _require_same_start(local)
     return NodeSteps(local, optimizer)
 
@@ -94,6 +98,7 @@ class NodeSteps:
     local: LocalSteps
     optimizer: torch.optim.Optimizer
     count: int = field(init=False, default=0)
+    averaged: int = field(init=False, default=0)
     hooks: list[RemovableHandle] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +113,7 @@ class NodeSteps:
         Nodes count alike then, although only some of them skip the step. Raises InputError for a
         step whose gradients they average, as the others would wait for those of this node.
         """
-        if self.local.schedule.averages_gradients(self.count + 1):
+        if self._averages:
             raise InputError(
                 f"skip_step of {CALLER}: zeropp.sync_every = 1 in step {self.count + 1} averages "
                 "gradients, and all nodes take it: call optimizer.step(), or begin with a "
@@ -116,6 +121,19 @@ class NodeSteps:
             )
         self.count += 1
         self.local.after_update(self.count)
+
+    def average_gradients(self) -> None:
+        """Average the gradients of the next step over nodes, if `sync_every` is 1 in it.
+
+        For what comes before `optimizer.step()`, which does it otherwise: with it, the norm for
+        clipping is that of the mean, as in data parallelism, and without it each node's own. All
+        ranks call it, or none.
+        """
+        if self.averaged == self.count + 1:
+            return
+        self.averaged = self.count + 1
+        self._exchange_new()
+        self.local.before_update(self.averaged)
 
     def sync(self) -> None:
         """Let all nodes have the same weights, as at the end of training; all ranks call it.
@@ -129,20 +147,34 @@ class NodeSteps:
 
         Waits for exchanges that run. All ranks of a node call it.
         """
-        return {"count": self.count, **self.local.state()}
+        group = self.local.group
+        return {"count": self.count, "node": group.node, "nodes": group.size, **self.local.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, after the model's weights have been loaded.
 
-        Steps are then those of a node that was not stopped, to the last digit. Raises InputError
-        for a state of another model or of other settings.
+        All nodes call it. Steps are then those of a node that was not stopped, to the last digit.
+        What is frozen here and was trained before is exchanged as it was. Raises InputError on all
+        nodes for a state of another node, of other parameters or settings, or of other steps.
         """
-        if missing := sorted(self.state_dict().keys() - state.keys()):
-            raise InputError(
-                f"load_state_dict of {CALLER}: the state lacks {first_few(missing)}: it is of "
-                "another model, or of another zeropp.sync_bits or sync_feedback"
-            )
-        self.count = state["count"]
+        named = (key.removeprefix(OUTER) for key in state if key.endswith(AGREED))
+        self._exchange_new({name.removesuffix(AGREED) for name in named})
+        own, given, gather = _facts(self.state_dict()), _facts(state), self.local.group.gather
+        own["count"] = gather(given.get("count"))[0]
+        problems = [
+            f"{name} is {given.get(name, 'absent')} instead of {own.get(name, 'absent')}"
+            for name in {**own, **given}
+            if given.get(name) != own.get(name)
+        ]
+        for node, found in enumerate(gather(problems)):
+            if found:
+                raise InputError(
+                    f"load_state_dict of {CALLER} on node {node}: the state is of another node or "
+                    "model, of other trained parameters, or of another zeropp.sync_bits or "
+                    f"sync_feedback: {first_few(found)}. Give each node its own, of the same step; "
+                    "without one the outer momentum starts anew"
+                )
+        self.count, self.averaged = state["count"], 0
         self.local.load(state)
 
     def close(self) -> None:
@@ -151,14 +183,32 @@ class NodeSteps:
             each.remove()
         self.local.group.close()
 
+    @property
+    def _averages(self) -> bool:
+        return self.local.schedule.averages_gradients(self.count + 1)
+
+    def _exchange_new(self, names: Collection[str] = ()) -> None:
+        """Exchange what the optimizer trains since the last step, too, and what has these names."""
+        weights = self.local.weights
+        if {*names} - {*weights.named} or _not_exchanged(self.optimizer, weights):
+            model = replace(weights.model, known={*weights.named, *names})
+            self.local.exchange_also(_of_all(self.optimizer, replace(weights, model=model)))
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple:
         """Average the gradients if that is due; as this node multiplies them, for clipping."""
+        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
+        if self._averages and (has_closure or getattr(optimizer, "found_inf", None) is not None):
+            raise InputError(
+                f"{CALLER}: zeropp.sync_every = 1 in step {self.count + 1} averages gradients "
+                "before it, and a closure forms them in it, while a GradScaler has a scale of "
+                "each node's own: leave these out, or begin with a longer interval"
+            )
         factor = kwargs.get("factor")
-        is_clipped = factor is not None and self.local.schedule.averages_gradients(self.count + 1)
+        is_clipped = factor is not None and self._averages and self.averaged != self.count + 1
         if is_clipped:
             for _, part in own_gradients(optimizer):
                 part.mul_(factor)
-        self.local.before_update(self.count + 1)
+        self.average_gradients()
         if is_clipped:  # by now; a node whose factor is not finite lets all skip the step
             firsts = [part.view(-1)[0] for _, part in own_gradients(optimizer)]
             kwargs = {**kwargs, "factor": torch.ones_like(factor) + 0 * sum(firsts)}
@@ -221,18 +271,40 @@ def _connect(nodes: dist.ProcessGroup) -> OuterGroup:
 
 def _require_same_start(local: LocalSteps) -> None:
     """Raise InputError unless nodes have the same weights and settings."""
-    sums = {name: _sums(each) for name, each in local.weights.named.items()}
-    own = {"settings": (local.schedule, local.options), **sums}
+    own: dict[str, Any] = {"settings": (local.schedule, local.options)}
+    for each in local.fragments:
+        own |= each.beginning
     for node, others in enumerate(local.group.gather(own)):
         if differing := [name for name in own if others.get(name) != own[name]]:
             raise InputError(
                 f"{CALLER}: nodes {local.group.node} and {node} differ in {first_few(differing)}: "
-                "give all nodes the same settings and weights, as from one seed or one file"
+                "give all nodes the same settings and weights, as from one seed or one file, and "
+                "load each node's own checkpoint after this call"
             )
 
 
-def _sums(parameter: Tensor) -> tuple[float, float]:
-    """Return the sum of this rank's part of a weight, and that of its squares, in fp64."""
-    part = parameter.detach()
-    part = (part.to_local() if isinstance(part, DTensor) else part).double()
-    return part.sum().item(), part.square().sum().item()
+def _not_exchanged(optimizer: torch.optim.Optimizer, weights: TrainedWeights) -> list[nn.Parameter]:
+    """Return what an optimizer trains that is none of these weights, or of their fp32 ones."""
+    known = weights.named.values()
+    held = {id(each) for each in (*known, *map(weights.masters.get, known))}
+    groups = (group["params"] for group in optimizer.param_groups)
+    return [
+        each for group in groups for each in group if each.requires_grad and id(each) not in held
+    ]
+
+
+def _of_all(optimizer: torch.optim.Optimizer, weights: TrainedWeights) -> TrainedWeights:
+    """Return the weights; raise InputError unless they are of all that the optimizer trains."""
+    if others := _not_exchanged(optimizer, weights):
+        raise InputError(
+            f"{CALLER}: the optimizer trains parameters that the model lacks, of the shapes "
+            f"{first_few([str(tuple(each.shape)) for each in others])}: give a model that has all, "
+            "as nn.ModuleList([model, loss]), and make the optimizer after sharding"
+        )
+    return weights
+
+
+def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a state, and the shapes of its tensors."""
+    tensors = {name: tuple(each.shape) for name, each in state.items() if isinstance(each, Tensor)}
+    return {**state, **tensors}

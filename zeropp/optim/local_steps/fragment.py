@@ -7,6 +7,8 @@ et al. 2025, arXiv:2501.18512), algorithm 2, for fragments, the delay and the mi
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
 from itertools import accumulate
 from typing import TypeVar
 
@@ -99,9 +101,16 @@ class Fragment:
         where = HOST if self.options.on_host else device
         self.agreed = [each.to(where, copy=True) for each in weights]
 
+    @cached_property
+    def beginning(self) -> dict[str, int]:
+        """Checksums by name, in any order of summing, of the agreed weights of the first use."""
+        sums = [each.view(torch.int32).sum(dtype=torch.int64) for each in self.agreed]
+        return dict(zip(self._names, torch.stack(sums).tolist(), strict=True))
+
     def average_gradients(self) -> None:
         """Average the gradients over nodes; one that a node lacks counts as zeros."""
         gradients, own = self.weights.gradients(), self.weights.have_gradients()
+        self.mean.content = self._content(0)
         averaged = self._start(lambda: self.mean.run(gradients)).result()
         self.weights.write_gradients(averaged, list(map(bool, self.group.sum(*own))))
 
@@ -126,6 +135,7 @@ class Fragment:
         differences = [
             agreed.to(each.device) - each for agreed, each in zip(self.agreed, own, strict=True)
         ]
+        self.mean.content = self._content(merges_at)
         self.running = self._start(lambda: self.mean.run(differences, self._nesterov))
         self.merges_at = merges_at
 
@@ -193,6 +203,11 @@ class Fragment:
     @property
     def _names(self) -> list[str]:
         return [*self.weights.named]
+
+    def _content(self, merges_at: int) -> int:
+        """Return what identifies an exchange, in 56 bits."""
+        text = repr((self.number, merges_at, self.beginning))
+        return int.from_bytes(sha256(text.encode()).digest()[:7], "big")
 
     def _nesterov(self, mean: Tensor) -> Tensor:
         self.momentum, step = self.options.nesterov(self.momentum, mean)

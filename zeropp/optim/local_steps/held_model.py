@@ -1,6 +1,6 @@
 """A node's model, by whatever it is sharded over the ranks of the node."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -36,9 +36,10 @@ class HeldModel(Protocol):
         """Return the values of all ranks that may hold a parameter of the same name."""
 
 
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters of a model by their names."""
-    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+def trained_parameters(model: nn.Module, others: Collection[str] = ()) -> dict[str, nn.Parameter]:
+    """Return the trained parameters of a model, and those of other names, by their names."""
+    named = model.named_parameters()
+    return {name: each for name, each in named if each.requires_grad or name in others}
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,19 @@ class OfSharding:
 class OfModule:
     """A module that others have sharded over `group`, or have left whole.
 
-    All ranks of the node have the same names, and what has been gathered of the weights is not used
+    `known` names parameters that count though they are frozen. All ranks of the node have the same
+    names, and what has been gathered of the weights is not used
     after they have changed: writing raises the versions of tensors, which `zeropp.attach` and
     `zeropp.shard` look at.
     """
 
     model: nn.Module
     group: dist.ProcessGroup | None
+    known: Collection[str] = ()
 
     @cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        return trained_parameters(self.model)
+        return trained_parameters(self.model, self.known)
 
     def is_shard(self, parameter: nn.Parameter) -> bool:
         return isinstance(parameter, DTensor) and not all(

@@ -43,6 +43,10 @@ class LocalSteps:
     has_stepped_alone: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
+        self._cut()
+
+    def _cut(self) -> None:
+        """Begin to exchange the weights and the buffers that the model has."""
         self.fragments = [
             Fragment(
                 number=number,
@@ -147,6 +151,19 @@ class LocalSteps:
         for each in self.parts:
             each.load(state)
         self.is_alike, self.has_stepped_alone = bool(state[ALIKE]), bool(state[ALONE])
+
+    def exchange_also(self, weights: TrainedWeights) -> None:
+        """Exchange these weights from now on, of which some may be new; others keep their state.
+
+        Waits for exchanges that run. All nodes call it between the same exchanges.
+        """
+        known, state = self.weights.named, self.state()
+        new = (name for name, each in weights.named.items() if known.get(name) is not each)
+        begins = tuple(f"{OUTER}{name}." for name in new)
+        self.weights = weights
+        self._cut()
+        kept = {name: each for name, each in state.items() if not name.startswith(begins)}
+        self.load(self.state() | kept)
 
     def end_delay(self) -> None:
         """Merge now what would be merged after a later step, as where steps are counted anew."""

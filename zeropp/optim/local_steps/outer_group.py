@@ -108,18 +108,26 @@ class OuterGroup:
         """Run `work`, which may call `exchange`, on the thread, after what was started before."""
         return self._thread.submit(work)
 
-    def exchange(self, messages: Sequence[Tensor]) -> list[Tensor]:
+    def exchange(self, messages: Sequence[Tensor], content: int = 0) -> list[Tensor]:
         """Send `messages[i]`, uint8 of any length, to node i; return what each node sent to this.
 
-        That for this node itself is returned as it is. To be called in `start`.
+        That for this node itself is returned as it is. To be called in `start`. Raises InputError
+        if another node has another `content`, a number that tells what messages are of.
         """
         if self.size == 1:
             return list(messages)
-        lengths = torch.tensor([len(each) for each in messages])
-        lengths[self.node] = 0
+        lengths = torch.tensor([(len(each), content) for each in messages])
+        lengths[self.node, 0] = 0
         coming = torch.empty_like(lengths)
         self._all_to_all(coming, lengths, [1] * self.size, [1] * self.size)
-        sizes, rooms = lengths.tolist(), coming.tolist()
+        sizes, rooms = lengths[:, 0].tolist(), coming[:, 0].tolist()
+        others = coming[:, 1].tolist()
+        if differing := [node for node, each in enumerate(others) if each != content]:
+            raise InputError(
+                f"nodes {self.node} and {differing[0]} exchange other parameters, other values or "
+                "after other steps: begin with the same weights on all nodes, add and unfreeze "
+                "parameters between the same exchanges, and take as many steps"
+            )
         sent = [each for node, each in enumerate(messages) if node != self.node]
         received = torch.empty(sum(rooms), dtype=torch.uint8)
         self._all_to_all(received, torch.cat(sent), rooms, sizes)

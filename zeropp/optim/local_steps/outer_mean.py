@@ -42,6 +42,7 @@ class OuterMean:
         feeds: bool | None = None,
     ) -> None:
         self.group, self.sizes, self._bits = group, tuple(sizes), bits
+        self.content = 0  # what nodes have alike in an exchange, as in `OuterGroup.exchange`
         self.feeds = bits <= FEEDBACK if feeds is None else feeds
         self.error = torch.zeros(self._codecs[group.node].elements, device=device)
         self.unsent = [self.error.new_zeros(each.elements) for each in self._codecs if self.feeds]
@@ -90,7 +91,7 @@ class OuterMean:
         wanted = update(self.sum(tensors) / (num_terms or self.group.size)) + self.error
         node = self.group.node
         message = self._message(wanted, node)
-        arrived = self.group.exchange([message] * self.group.size)
+        arrived = self.group.exchange([message] * self.group.size, self.content)
         values = [self._row(each, owner, owner) for owner, each in enumerate(arrived)]
         self.error = self._lost(wanted - values[node], node)
         return self.joined(values)
@@ -100,7 +101,7 @@ class OuterMean:
         node, own = self.group.node, self.own(tensors)
         messages = [self._to_owner(tensors, owner) for owner in range(self.group.size)]
         total = torch.zeros_like(own)
-        for sender, message in enumerate(self.group.exchange(messages)):
+        for sender, message in enumerate(self.group.exchange(messages, self.content)):
             total += own if sender == node else self._row(message, node, sender)
         return self._with_empty_padding(total, node)
 

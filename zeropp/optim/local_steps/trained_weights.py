@@ -50,7 +50,7 @@ class TrainedWeights:
             whole.copy_(self._joined(parameter, value, whole.numel()).view(whole.shape))
         for holder, copy in getattr(self.optimizer, "copies", {}).items():
             copy.copy_(local_part(holder))
-        if self._masters:
+        if self.masters:
             self.optimizer.loaded(behind=False)
         self.model.changed()
 
@@ -77,7 +77,7 @@ class TrainedWeights:
             joined = self._joined(parameter, value, whole.numel())
             if not is_wanted:
                 continue
-            owner = self._masters.get(parameter, parameter)
+            owner = self.masters.get(parameter, parameter)
             if owner.grad is None:
                 owner.grad = torch.zeros_like(owner)
             local_part(owner.grad).copy_(joined.view(whole.shape))
@@ -100,17 +100,17 @@ class TrainedWeights:
 
     def _wholes(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter, and this rank's part of its fp32 weights."""
-        masters = self._masters
+        masters = self.masters
         for parameter in self.named.values():
             yield parameter, local_part(masters.get(parameter, parameter).detach())
 
     @property
-    def _masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
+    def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """The fp32 weights of an offloaded optimizer, after its last update."""
         return getattr(self.optimizer, "masters", {})
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        return self._masters.get(parameter, parameter).grad
+        return self.masters.get(parameter, parameter).grad
 
     @property
     def _num_ranks(self) -> int:

@@ -6,7 +6,6 @@ Set RANDOM_LOCAL_STEPS to draw more runs than the suite does.
 import os
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,123 +13,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zeropp
 from tests.ranks import ranks
 from tests.zeropp.optim.local_steps.diloco import Recipe, diloco
+from tests.zeropp.optim.local_steps.trained_node import (
+    CLOSE,
+    STEPS,
+    Node,
+    adamw,
+    count_tokens,
+    fused,
+    model_with_buffers,
+    muon,
+    sgd,
+)
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
-from zeropp.optim.muon.matrix_step import MuonOptions
 
 RUNS = int(os.environ.get("RANDOM_LOCAL_STEPS", "6"))
-STEPS = 8
-# Of 8 steps: what a sum of some hundred terms of fp32, 1e-7 each, changes in a gradient of 1e-2
-# becomes in AdamW, with this epsilon, 1e-7 of a step of 1e-2.
-AdamW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-2)
-CLOSE = 1e-6
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **AdamW)
-
-
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return zeropp.FusedAdam(model.parameters(), **AdamW)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def muon(model: nn.Module) -> torch.optim.Optimizer:
-    options = MuonOptions(dtype=torch.float32)
-    return zeropp.optim.Muon(model, lr=1e-2, adam_eps=1e-2, options=options)
-
-
-class Node:
-    """This rank's part of a node's model, optimizer and local steps, and how to train it."""
-
-    def __init__(
-        self, kind: str, build: Callable, zeropp_section: dict, mesh: DeviceMesh | None
-    ) -> None:
-        self.model, self.mesh = model_with_buffers(), mesh
-        self.micro_step = nullcontext
-        inner = mesh["shard"] if mesh else None
-        if kind.startswith("stage"):
-            config = zeropp.ZeroConfig.from_json({"zero_optimization": {"stage": int(kind[-1])}})
-            self.sharding = zeropp.shard(self.model, inner, config)
-            self.micro_step = lambda: self.sharding.micro_step(last=True)
-        elif kind != "alone":
-            for module in (*self.model.blocks, self.model):
-                fully_shard(module, mesh=inner, reshard_after_forward=kind != "kept")
-        if kind == "attached":
-            zero = {"stage": 3, "zero_hpz_partition_size": 2}
-            zeropp.attach(self.model, {"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}})
-        self.optimizer = build(self.model)
-        self.steps = zeropp.local_steps(
-            self.model, self.optimizer, {"zeropp": zeropp_section}, mesh
-        )
-
-    @property
-    def number(self) -> int:
-        return self.steps.local.group.node
-
-    def train(self, first: int, last: int) -> None:
-        """Take the steps from the first to the last one."""
-        nodes, place = self.steps.local.group.size, self.mesh.get_local_rank(1) if self.mesh else 0
-        for step in range(first, last + 1):
-            own = tokens_of(step).chunk(nodes)[self.number]
-            own = own.chunk(self.mesh.size(1))[place] if self.mesh else own
-            count_tokens(self.model, own)
-            with self.micro_step():
-                loss_of(self.model, own).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """This node's whole weights."""
-        return {
-            name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
-            for name, each in self.model.named_parameters()
-        }
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """This node's whole weights, and this rank's buffers."""
-        return self.weights() | {name: each.clone() for name, each in self.model.named_buffers()}
-
-    def save(self) -> dict:
-        """What a checkpoint holds of this rank."""
-        return {
-            "model": {name: each.clone() for name, each in self.model.state_dict().items()},
-            "optimizer": _cloned(self.optimizer.state_dict()),
-            "steps": _cloned(self.steps.state_dict()),
-        }
-
-    def load(self, saved: dict) -> None:
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.steps.load_state_dict(saved["steps"])
-
-
-def model_with_buffers() -> nn.Module:
-    """Return a model with statistics of the tokens that it has seen."""
-    model = small_model()
-    model.register_buffer("usual", torch.zeros(6))
-    model.register_buffer("passes", torch.zeros((), dtype=torch.int64))
-    return model
-
-
-def count_tokens(model: nn.Module, tokens: torch.Tensor) -> None:
-    """Update the statistics by tokens [samples, 6]."""
-    model.usual.mul_(0.5).add_(tokens.float().mean(0))
-    model.passes += 1
-
-
-def _cloned(state: object) -> object:
-    if isinstance(state, dict):
-        return {key: _cloned(each) for key, each in state.items()}
-    return state.clone() if isinstance(state, torch.Tensor) else state
 
 
 def drawn(seed: int) -> tuple[str, Callable, Recipe, DeviceMesh | None]:
@@ -297,6 +198,31 @@ def test_nodes_that_clip_by_their_own_norms_average_what_is_clipped(build: Calla
 
 
 @ranks(2)
+def test_gradients_that_are_averaged_first_are_clipped_as_in_data_parallelism() -> None:
+    node = Node("alone", sgd, {"sync_every": {"0": 1, "9": 2}, "sync_bits": 32}, None)
+    alone = small_model()
+    optimizer = sgd(alone)
+    for step in range(1, 4):
+        loss_of(node.model, tokens_of(step).chunk(2)[node.number]).backward()
+        loss_of(alone, tokens_of(step)).backward()
+        for _ in range(2):  # a second call does nothing
+            node.steps.average_gradients()
+        for model, each in ((node.model, node.optimizer), (alone, optimizer)):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            each.step()
+            each.zero_grad()
+    for own, expected in zip(node.model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(own, expected, rtol=0, atol=CLOSE)
+    with pytest.raises(zeropp.InputError, match="a closure forms them in it"):
+        node.optimizer.step(lambda: loss_of(node.model, tokens_of(4)))
+    node.optimizer.found_inf = torch.zeros(())  # as GradScaler sets it for fused optimizers
+    with pytest.raises(zeropp.InputError, match="GradScaler has a scale of each"):
+        node.train(4, 4)
+    for _ in range(2):
+        node.steps.close()
+
+
+@ranks(2)
 def test_a_gradient_that_a_node_lacks_counts_as_zeros() -> None:
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
@@ -336,13 +262,3 @@ def test_models_over_several_nodes_are_refused_by_name() -> None:
     assert "3 axes" in error_of(small_model(), init_device_mesh("cpu", (2, 2, 1)))
     torch.manual_seed(dist.get_rank())
     assert "differ in weight, bias" in error_of(nn.Linear(2, 2), None)
-
-
-@ranks(2)
-def test_a_state_of_other_settings_is_refused() -> None:
-    node = Node("alone", sgd, Recipe().zeropp(4), None)
-    other = Node("alone", sgd, Recipe().zeropp(2), None)
-    with pytest.raises(zeropp.InputError, match="another zeropp.sync_bits"):
-        other.steps.load_state_dict(node.steps.state_dict())
-    for each in (node, other):
-        each.steps.close()
