@@ -32,21 +32,29 @@ def worlds(size: int, folder: Path) -> Iterator[OuterGroup]:
 
 
 @contextmanager
-def elastic_nodes(folder: Path, iteration: int) -> Iterator[ElasticGroup]:
-    """Let each rank be a node of those that come and go, with a checkpoint of an iteration."""
+def elastic_nodes(
+    folder: Path, iteration: int, num_nodes: int | None = None
+) -> Iterator[ElasticGroup]:
+    """Let each rank be a node of those that come and go, with a checkpoint of an iteration.
+
+    The run begins with `num_nodes`, by default all; others come when these have begun.
+    """
     with _own_world(1, folder) as (store, environment, world):
-        server = None
+        num_nodes, server = num_nodes or environment.world_size, None
         if environment.rank == 0:
             server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
             store.set("port", str(server.port))
         options = ElasticOptions(
             address=f"localhost:{store.get('port').decode()}",
-            num_nodes=environment.world_size,
+            num_nodes=num_nodes,
             settings={},
             advice="",
             saved_by=lambda number: Saved(iteration),
         )
+        while environment.rank >= num_nodes and int(store.add("begun", 0)) < num_nodes:
+            time.sleep(0.01)
         outer = join_elastic_group(options, world, LIMIT)
+        store.add("begun", 1)
         yield outer
         outer.close()
         store.add("ended", 1)
@@ -74,3 +82,9 @@ def _own_world(size: int, folder: Path) -> Iterator[tuple[dist.Store, Environmen
     yield store, environment, world
     dist.destroy_process_group()
     forget_meshes()
+
+
+def wait_for_joiners(outer: ElasticGroup, count: int) -> None:
+    """Return when so many nodes are ready to join the next exchange."""
+    while not outer.joins and not outer.rounds._store.check([f"joins/{count - 1}"]):
+        time.sleep(0.01)

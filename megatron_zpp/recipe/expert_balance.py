@@ -5,7 +5,7 @@ other stages, so that every rank has a vector of the same length.
 L layers with experts, E experts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,10 +62,16 @@ class ExpertBalance:
         return RoutingStep(num_micro_batches, scale * self.groups.context_size, self.groups)
 
     @torch.no_grad()
-    def end(self, step: RoutingStep, model: nn.Module) -> Mapping[str, Tensor]:
+    def end(
+        self,
+        step: RoutingStep,
+        model: nn.Module,
+        sum_over_nodes: Callable[[Tensor], Tensor] = lambda counts: counts,
+    ) -> Mapping[str, Tensor]:
         """Return 0-d numbers of a step whose passes have ended, and move the bias of experts.
 
-        The numbers are fp64 on the device, by their names. A collective of all ranks.
+        The numbers are fp64 on the device, by their names. A collective of all ranks, and of all
+        nodes over which `sum_over_nodes` adds up what the bias follows.
         """
         num_layers, num_kinds = len(self.layers), len(self.kinds)
         num_experts, device = self.config.model.num_experts, self.ranks.device
@@ -84,7 +90,8 @@ class ExpertBalance:
         counts, losses, rows = (
             each.view_as(part) for each, part in zip(total.split(sizes), parts, strict=True)
         )
-        self._move_bias(model, counts)
+        if self.config.model.moe_router_enable_expert_bias and not self.config.lora.lora_rank:
+            self._move_bias(model, sum_over_nodes(counts))
         return dict(self._numbers(counts, losses, rows))
 
     def _losses(self, records: Sequence[RoutingRecord], layer: int) -> Tensor:
@@ -114,10 +121,8 @@ class ExpertBalance:
     def _move_bias(self, model: nn.Module, counts: Tensor) -> None:
         """Raise the bias of experts with fewer tokens than the mean, and lower that of others.
 
-        Not beside adapters, whose model must stay as it is.
+        Adapters are trained without it, as their model must stay as it is.
         """
-        if self.config.lora.lora_rank:
-            return
         rate = self.config.model.moe_router_bias_update_rate
         places = {layer: place for place, layer in enumerate(self.layers)}
         for module in model.modules():

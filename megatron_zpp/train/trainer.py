@@ -13,6 +13,7 @@ from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.model.tensor_parallel import sum_partial_gradients
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.memory import read_memory
+from megatron_zpp.monitor.metrics import History
 from megatron_zpp.monitor.optimizer_norms import optimizer_norms
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.expert_balance import ExpertBalance
@@ -79,7 +80,7 @@ STATE_COUNTERS = tuple(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Trainer:
     """What steps change: weights, the optimizer's state, the loss scale, the progress.
 
@@ -119,7 +120,7 @@ class Trainer:
         losses = self.forward_backward(batches, global_batch_size, loss_scale)
         numbers = {}
         if losses.routing is not None:
-            numbers = self.experts.end(losses.routing, self.sharding.model)
+            numbers = self.experts.end(losses.routing, self.sharding.model, self._sum_over_nodes)
         backward_ended = self._timer_now()
         if self.local_steps:
             self.local_steps.before_update(counters.iteration + 1)
@@ -151,18 +152,33 @@ class Trainer:
             iteration, last = self.counters.iteration, self.schedules.length.iterations
             self.local_steps.after_update(iteration, is_last=iteration == last)
 
-    def join_other_nodes(self) -> bool:
-        """Let nodes that join get weights and counters; get them if this node is one of them.
+    def join_other_nodes(self, history: History) -> bool:
+        """Let nodes that join get the run's state; get it if this node is one of them.
 
-        Returns whether it is.
+        Returns whether it is. `history`: the losses up to now.
         """
         joins = False
         if isinstance(self.local_steps, ElasticSteps):
-            self.local_steps.follow(RunProgress(scaler=self.scaler, counters=self.counters))
+            progress = RunProgress(
+                scaler=self.scaler,
+                counters=self.counters,
+                schedules=self.schedules,
+                history=history,
+            )
+            self.local_steps.follow(progress)
             joins = self.local_steps.group.joins
             if joins:
                 self.local_steps.join()
+                self.schedules = progress.schedules
         return joins
+
+    def _sum_over_nodes(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of fp64 values over nodes, where they take the next step together."""
+        steps = self.local_steps
+        if steps and steps.schedule.averages_gradients(self.counters.iteration + 1):
+            total = steps.sum(lambda *_: values.flatten().tolist())
+            return values.new_tensor(total).view_as(values)
+        return values
 
     @property
     def meets(self) -> bool:

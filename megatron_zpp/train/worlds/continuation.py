@@ -95,11 +95,12 @@ def _continue_alone(
 
 
 def _go_on_with_mean(local_steps: LocalSteps) -> None:
-    """Let all nodes have the mean of their weights, formed in fp32."""
+    """Let all nodes have the means of their weights, formed in fp32, and of their buffers."""
     weights = local_steps.weights.read()
     group = local_steps.group
     mean = OuterMean([len(each) for each in weights], group, FP32, weights[0].device)
     local_steps.weights.write(group.start(lambda: mean.run(weights)).result())
+    local_steps.buffers.average()
     group.traffic.take()  # of no step
     local_steps.restart()
 

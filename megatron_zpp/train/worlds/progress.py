@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_zpp.monitor.metrics import History
+from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp import LossScaler
 
 
@@ -16,18 +18,30 @@ class Counted(Protocol):
 
 @dataclass(kw_only=True)
 class RunProgress:
-    """The counters of a run, which its trainer changes, and the loss scaler of fp16."""
+    """What determines the next steps beside weights, and the losses up to now.
+
+    schedules: those of the run, which flags or a checkpoint may have given.
+    """
 
     scaler: LossScaler | None
     counters: Counted
+    schedules: Schedules
+    history: History
 
     def state(self) -> dict[str, Any]:
         """Return what `load` takes, on another node."""
         scaler = self.scaler.state_dict() if self.scaler else {}
-        return {"counters": self.counters.state(), "scaler": scaler}
+        return {
+            "counters": self.counters.state(),
+            "scaler": scaler,
+            "schedules": self.schedules,
+            "history": self.history.state_dict(),
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on where another node is."""
         self.counters.load(state["counters"])
+        self.schedules = state["schedules"]
+        self.history.load_state_dict(state["history"])
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])

@@ -20,6 +20,7 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from zeropp import Sharding
 from zeropp.errors import InputError
+from zeropp.optim.local_steps.averaged_buffers import AveragedBuffers
 from zeropp.optim.local_steps.held_model import OfSharding
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
 from zeropp.ranks.coordination import broadcast_object, fail_together, rank
@@ -56,8 +57,11 @@ class SavedRun:
         *,
         verify: bool,
     ) -> None:
-        """Let the weights, which are those of the first world, be the mean of all."""
-        weights = TrainedWeights(model=OfSharding(sharding), optimizer=optimizer)
+        """Let weights and buffers, which are those of the first world, be the means of all."""
+        model = OfSharding(sharding)
+        weights = TrainedWeights(model=model, optimizer=optimizer)
+        buffers = AveragedBuffers(model=model)
+        messages = [buffers.message()]
         total = [each.double() for each in weights.read()]
         for node in range(1, self.num_worlds):
             path = folder_of_node(self.folder, node) / checkpoint_name(iteration)
@@ -67,7 +71,10 @@ class SavedRun:
             checkpoint.load_weights(path, sharding.model, optimizer)
             for each, term in zip(total, weights.read(), strict=True):
                 each += term
+            messages.append(buffers.message())
         weights.write([(each / self.num_worlds).float() for each in total])
+        buffers.take(messages)
+        buffers.merge(0.0)
         log.info(
             f"{self.num_worlds} nodes that stepped alone have saved {self.folder}: this run goes "
             "on with the mean of their weights, and the moments of the optimizer start anew"

@@ -8,6 +8,7 @@ than the suite does.
 import json
 import os
 import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,9 +32,11 @@ RUNS = int(os.environ.get("RANDOM_EXPERTS", "2"))
 class Drawn:
     """The flags of a model, and of the ranks that train it."""
 
-    def __init__(self, seed: int) -> None:
+    scores = ("softmax", "softmax", "sigmoid", "sqrtsoftplus")
+
+    def __init__(self, seed: int, sizes: Sequence[tuple[int, int, int]] = SIZES) -> None:
         self.draw = draw = random.Random(seed)
-        self.tensor, self.context, self.pipe = draw.choice(SIZES)
+        self.tensor, self.context, self.pipe = draw.choice(sizes)
         self.experts = draw.choice([4, 8, 8, 12])
         layers = self.pipe * draw.randint(1, 2)
         marks = [1] + [draw.randint(0, 1) for _ in range(layers - 1)]
@@ -56,13 +59,12 @@ class Drawn:
             words.append(f"--moe-shared-expert-intermediate-size {8 * draw.randint(1, 3)}")
             words.append(draw.choice(["", "--moe-shared-expert-gate"]))
         if draw.random() < 0.3 and not self.splits_tokens:
-            words.append(f"--moe-expert-capacity-factor {draw.choice([0.5, 1.0, 1.5])}")
-            words.append(f"--moe-token-drop-policy {draw.choice(['probs', 'position'])}")
+            words += self.capacity()
         self.model = " ".join(words) + " "
 
     def router(self) -> list[str]:
         draw, k = self.draw, self.draw.randint(1, 3)
-        score = draw.choice(["softmax", "softmax", "sigmoid", "sqrtsoftplus"])
+        score = draw.choice(self.scores)
         words = [f"--moe-router-topk {k} --moe-router-score-function {score}"]
         if score == "softmax":
             words.append("--moe-router-pre-softmax" if k == 1 or draw.random() < 0.5 else "")
@@ -75,6 +77,11 @@ class Drawn:
         if draw.random() < 0.3:
             words.append("--moe-router-topk-scaling-factor 1.7")
         return words
+
+    def capacity(self) -> list[str]:
+        factor = self.draw.choice([0.5, 1.0, 1.5])
+        policy = self.draw.choice(["probs", "position"])
+        return [f"--moe-expert-capacity-factor {factor} --moe-token-drop-policy {policy}"]
 
     def balance(self) -> list[str]:
         draw = self.draw
@@ -104,7 +111,11 @@ class Drawn:
         zeropp = {"ranks_per_node": per_node, "reduce_gradients_once": draw.random() < 0.4}
         path = folder / "zeropp.json"
         path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
-        stage_ranks = 4 // self.pipe
+        return f"{self.axes(4)} --deepspeed_config {path}"
+
+    def axes(self, num_ranks: int) -> str:
+        """The flags of the axes of the ranks that have a replica together."""
+        draw, stage_ranks = self.draw, num_ranks // self.pipe
         sizes = [
             size
             for size in (1, 2, 4)
@@ -113,7 +124,7 @@ class Drawn:
         ]
         size = draw.choice(sizes)
         words = [
-            f"--tensor-model-parallel-size {self.tensor} --deepspeed_config {path}",
+            f"--tensor-model-parallel-size {self.tensor}",
             f"--context-parallel-size {self.context} --pipeline-model-parallel-size {self.pipe}",
             f"--expert-model-parallel-size {size}",
             draw.choice(["", "--recompute-granularity full", "--recompute-granularity selective"]),

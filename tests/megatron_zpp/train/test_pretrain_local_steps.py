@@ -38,6 +38,9 @@ class Drawn:
         ]
         if self.has_experts:
             words.append("--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 12")
+            # Buffers that training moves: each node its own between outer steps.
+            words.append("--moe-router-score-function sigmoid --moe-router-enable-expert-bias")
+            words.append("--moe-router-bias-update-rate 0.03")
         self.model = " ".join(words) + " "
         self.axes = (
             f"--tensor-model-parallel-size {tensor} --context-parallel-size {context} "

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeropp.optim.local_steps.elastic_group import ElasticGroup, Round
+from zeropp.optim.local_steps.elastic_group import ElasticGroup, Result, Round
 from zeropp.optim.local_steps.fragment import HOST, Fragment
 from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.local_steps.outer_mean import OuterMean
@@ -123,7 +123,7 @@ class ElasticSteps(LocalSteps):
             return drafts, counts
 
         before = self.group.members
-        for draft, counts in zip(*self.group.hold(work), strict=True):
+        for draft, counts in zip(*self._with_buffers(work), strict=True):
             draft.keep()
             draft.fragment.weights.write_gradients(draft.values, list(map(bool, counts)))
         self._report(before)
@@ -154,7 +154,7 @@ class ElasticSteps(LocalSteps):
                     draft.run(differences[number], num_terms)
             return drafts, news
 
-        drafts, news = self.group.hold(work, admits=True)
+        drafts, news = self._with_buffers(work, admits=True)
         for draft in drafts:
             self._keep(draft, news)
         self.is_alike = len(news.due) == self.schedule.fragments
@@ -173,6 +173,20 @@ class ElasticSteps(LocalSteps):
                 agreed -= update.to(agreed.device)
         if news.agreed or fragment.number in news.due:
             fragment.merge(0.0)
+
+    def _with_buffers(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
+        """Return the result of `work` in a round; give all nodes the means of their buffers too."""
+
+        def both(round_: Round) -> tuple[Result, list[Tensor]]:
+            result, group = work(round_), round_.group
+            own = [self.buffers.message()] * group.size
+            messages = group.exchange(own) if self.buffers.agreed else own
+            return result, [messages[place] for place in round_.members.with_weights]
+
+        result, messages = self.group.hold(both, admits=admits)
+        self.buffers.take(messages)
+        self.buffers.merge(0.0)
+        return result
 
     def _drafts(self, round_: Round) -> list[Draft]:
         """Return the fragments as they are for those who take part in a round."""

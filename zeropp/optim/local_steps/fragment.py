@@ -15,12 +15,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from zeropp.optim.local_steps.averaged_buffers import OUTER
 from zeropp.optim.local_steps.held_model import HeldModel
 from zeropp.optim.local_steps.outer_group import OuterGroup
 from zeropp.optim.local_steps.outer_mean import OuterMean
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
 
-OUTER = "outer."  # what its names in checkpoints begin with
 HOST = torch.device("cpu")
 Result = TypeVar("Result")
 

@@ -22,6 +22,7 @@ class HeldModel(Protocol):
     ranks of `group`.
     """
 
+    model: nn.Module
     trained: Mapping[str, nn.Parameter]
     group: dist.ProcessGroup | None
 
@@ -47,9 +48,13 @@ class OfSharding:
 
     sharding: Sharding
 
+    @property
+    def model(self) -> nn.Module:
+        return self.sharding.model
+
     @cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        return trained_parameters(self.sharding.model)
+        return trained_parameters(self.model)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -9,14 +9,15 @@ moment need be one at which all weights of all nodes are equal; agreed weights a
 Sources: Local SGD (Stich 2019); those of `fragment.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from zeropp.errors import InputError
-from zeropp.optim.local_steps.fragment import OUTER, Fragment, OuterOptions, fragments_of
+from zeropp.optim.local_steps.averaged_buffers import OUTER, AveragedBuffers
+from zeropp.optim.local_steps.fragment import Fragment, OuterOptions, fragments_of
 from zeropp.optim.local_steps.outer_group import OuterGroup
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
 from zeropp.settings.sections import Zeropp
@@ -37,14 +38,16 @@ class LocalSteps:
     schedule: SyncSchedule
     options: OuterOptions = OuterOptions()
     fragments: list[Fragment] = field(init=False)
+    buffers: AveragedBuffers = field(init=False)
     is_alike: bool = field(init=False, default=True)
     has_stepped_alone: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.fragments = self._cut()
+        self._cut()
 
-    def _cut(self) -> list[Fragment]:
-        return [
+    def _cut(self) -> None:
+        """Begin to exchange the weights and the buffers that the model has."""
+        self.fragments = [
             Fragment(
                 number=number,
                 weights=self.weights.only(names),
@@ -56,6 +59,14 @@ class LocalSteps:
             )
             if names
         ]
+        self.buffers = AveragedBuffers(
+            model=self.weights.model, group=self.group, number=self.schedule.fragments - 1
+        )
+
+    @property
+    def parts(self) -> list[Fragment | AveragedBuffers]:
+        """What this rank exchanges."""
+        return [*self.fragments, self.buffers]
 
     @classmethod
     def of(cls, settings: Zeropp, weights: TrainedWeights, group: OuterGroup) -> "LocalSteps":
@@ -77,7 +88,7 @@ class LocalSteps:
         )
 
     def before_update(self, step: int) -> None:
-        """Average the gradients of a step over nodes where they do not step alone.
+        """Average the gradients of a step, and buffers, over nodes where they do not step alone.
 
         Raises InputError if they have done so before.
         """
@@ -97,6 +108,7 @@ class LocalSteps:
         """
         schedule = self.schedule
         if schedule.averages_gradients(step):
+            self.buffers.agree()
             for each in self.fragments:
                 each.agree()
                 if not schedule.averages_gradients(step + 1):
@@ -113,6 +125,10 @@ class LocalSteps:
         if not self.is_alike:
             self._exchange(range(self.schedule.fragments), step, 0)
 
+    def sum(self, values_of: Callable[[int, int], Sequence[float]]) -> list[float]:
+        """Return sums over all nodes, which call it, of `values_of(place, number of nodes)`."""
+        return self.group.sum(*values_of(self.group.node, self.group.size))
+
     def meets(self, step: int) -> bool:
         """Whether all nodes are at the same place after a step."""
         return self.schedule.meets(step)
@@ -126,13 +142,13 @@ class LocalSteps:
             ALIKE: torch.tensor(self.is_alike),
             ALONE: torch.tensor(self.has_stepped_alone),
         }
-        for each in self.fragments:
+        for each in self.parts:
             state |= each.state()
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` has returned, read from a checkpoint of as many nodes."""
-        for each in self.fragments:
+        for each in self.parts:
             each.load(state)
         self.is_alike, self.has_stepped_alone = bool(state[ALIKE]), bool(state[ALONE])
 
@@ -145,44 +161,47 @@ class LocalSteps:
         new = (name for name, each in weights.named.items() if known.get(name) is not each)
         begins = tuple(f"{OUTER}{name}." for name in new)
         self.weights = weights
-        self.fragments = self._cut()
+        self._cut()
         kept = {name: each for name, each in state.items() if not name.startswith(begins)}
         self.load(self.state() | kept)
 
     def end_delay(self) -> None:
         """Merge now what would be merged after a later step, as where steps are counted anew."""
-        for each in self.fragments:
+        for each in self.parts:
             if each.merges_at:
                 each.merge(self.options.mixing)
 
     def restart(self) -> None:
         """Go on from the weights as they are, which are the same on all nodes, without moments."""
+        self.buffers.agree()
         for each in self.fragments:
             each.restart()
         self.is_alike, self.has_stepped_alone = True, False
 
     def restart_from_agreed(self) -> None:
         """Go on from the weights that all nodes have agreed on."""
-        for each in self.fragments:
+        for each in self.parts:
             each.merge(0.0)
         self.restart()
 
     def expected_traffic(self, step: int) -> Mapping[tuple[str, str], float]:
         """Return the bytes, before coding, that this rank sends per step, by (purpose, hop)."""
         size = sum(each.mean.message_bytes for each in self.fragments)
+        size += len(self.buffers.message()) * (self.group.size - 1)
         return {("outer", "across_nodes"): size / self.schedule.interval(step)}
 
     def _average_gradients(self) -> None:
         for each in self.fragments:
             each.average_gradients()
+        self.buffers.average()
 
     def _exchange(self, due: Sequence[int], step: int, delay: int) -> None:
         """Merge the exchanges that end after a step, and begin those of the fragments `due`.
 
         On this rank, some of these may have no weights.
         """
-        here = [each for each in self.fragments if each.number in due]
-        for each in self.fragments:
+        here = [each for each in self.parts if each.number in due]
+        for each in self.parts:
             if each.merges_at and (each.merges_at == step or each in here):
                 each.merge(self.options.mixing)
         for each in here:

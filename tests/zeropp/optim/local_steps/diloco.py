@@ -39,8 +39,13 @@ def diloco(
     recipe: Recipe,
     cut: Sequence[Sequence[str]],
 ) -> None:
-    """Train one model of each node; `train(node, step)` takes an inner step, `cut` has names."""
+    """Train one model of each node; `train(node, step)` takes an inner step, `cut` has names.
+
+    Buffers are exchanged with the last part of the weights: floats are averaged without an outer
+    optimizer; of integers all take those of the first node, unless they are mixed.
+    """
     weights = [dict(model.named_parameters()) for model in models]
+    buffers = [dict(model.named_buffers()) for model in models]
     agreed = {name: each.clone() for name, each in weights[0].items()}
     velocity = {name: torch.zeros_like(each) for name, each in agreed.items()}
     coming: dict[int, list[str]] = {}  # by the step after which they come
@@ -57,7 +62,15 @@ def diloco(
                 velocity[name] = recipe.momentum * velocity[name] + mean
                 agreed[name] = agreed[name] - recipe.lr * (mean + recipe.momentum * velocity[name])
             coming.setdefault(step + recipe.delay, []).extend(names)
+            if number == len(cut) - 1:
+                for name, first in buffers[0].items():
+                    agreed[name] = first.clone()
+                    if first.is_floating_point():
+                        agreed[name] = sum(each[name] for each in buffers) / len(models)
+                    coming[step + recipe.delay].append(name)
         mixing = recipe.mixing if recipe.delay else 0.0
         for name in coming.pop(step, ()):
-            for each in weights:
+            if mixing and not agreed[name].is_floating_point():
+                continue
+            for each in buffers if name in buffers[0] else weights:
                 each[name].copy_(mixing * each[name] + (1 - mixing) * agreed[name])

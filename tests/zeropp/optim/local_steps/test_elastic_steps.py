@@ -111,11 +111,16 @@ class Run:
             progress.count += 1
             for each in model.parameters():
                 each.grad = torch.randn(each.shape, generator=generator)
+            model.moved += torch.randn(3, generator=generator)
             steps.before_update(progress.count)
             optimizer.step()
             steps.after_update(progress.count, is_last=progress.count == LAST)
+            agreed = [each for part in steps.fragments for each in part.agreed]
+            agreed += steps.buffers.agreed.values()
+            if steps.has_peers:
+                agreed += [*model.parameters(), *model.buffers()]
             self.agreed[own.name, progress.count] = b"".join(
-                each.numpy().tobytes() for part in steps.fragments for each in part.agreed
+                each.detach().numpy().tobytes() for each in agreed
             )
             self._count_nodes(own, steps, progress.count)
             time.sleep(0.002)
@@ -127,9 +132,11 @@ class Run:
 
 
 def small_model(seed: int) -> nn.Module:
-    """Return a model of several thousand weights."""
+    """Return a model of several thousand weights, and a buffer."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
+    model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
+    model.register_buffer("moved", torch.full((3,), float(seed)))
+    return model
 
 
 @pytest.mark.parametrize("seed", range(RUNS))

@@ -48,7 +48,7 @@ class Node:
         mesh: DeviceMesh | None,
         prepare: Callable = lambda *_: None,
     ) -> None:
-        self.model, self.mesh, self.prepare = small_model(), mesh, prepare
+        self.model, self.mesh, self.prepare = model_with_buffers(), mesh, prepare
         self.micro_step = nullcontext
         inner = mesh["shard"] if mesh else None
         if kind.startswith("stage"):
@@ -77,10 +77,10 @@ class Node:
         for step in range(first, last + 1):
             self.prepare(self.model, self.optimizer, step)
             own = tokens_of(step).chunk(nodes)[self.number]
+            own = own.chunk(self.mesh.size(1))[place] if self.mesh else own
+            count_tokens(self.model, own)
             with self.micro_step():
-                loss_of(
-                    self.model, own.chunk(self.mesh.size(1))[place] if self.mesh else own
-                ).backward()
+                loss_of(self.model, own).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -90,6 +90,10 @@ class Node:
             name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
             for name, each in self.model.named_parameters()
         }
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """This node's whole weights, and this rank's buffers."""
+        return self.weights() | {name: each.clone() for name, each in self.model.named_buffers()}
 
     def save(self) -> dict:
         """What a checkpoint holds of this rank."""
@@ -103,6 +107,20 @@ class Node:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.steps.load_state_dict(saved["steps"])
+
+
+def model_with_buffers() -> nn.Module:
+    """Return a model with statistics of the tokens that it has seen."""
+    model = small_model()
+    model.register_buffer("usual", torch.zeros(6))
+    model.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+    return model
+
+
+def count_tokens(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Update the statistics by tokens [samples, 6]."""
+    model.usual.mul_(0.5).add_(tokens.float().mean(0))
+    model.passes += 1
 
 
 def _cloned(state: object) -> object:
