@@ -12,6 +12,7 @@ attributes of its parameter groups: FSDP2's methods for that refuse units of sev
 | `FSDPParamGroup.unshard`         | `gathered`                   | what is gathered of is noted   |
 |                                  | `whole_parameters`           | whole parameters are used      |
 | `FSDPParamGroup.post_backward`   | `gradients`                  | all ranks reduce one buffer    |
+| `FSDPParamGroup.reshard`         | `gradients`                  | weights stay for later passes  |
 | `FSDPParam.init_unsharded_param` | `parameters`                 | attributes and hooks stay      |
 | `FSDPParam.reset_sharded_param`  | `whole_parameters`           | whole parameters can be loaded |
 | `FSDPParam.to_sharded_dtensor`   | `gradients`                  | offload gets means unrounded   |
@@ -53,6 +54,7 @@ from zeropp.fsdp_adapter.gathered import (
 )
 from zeropp.fsdp_adapter.gradients import (
     accumulates,
+    adds_gradient,
     before_reduction,
     discard_gradients,
     set_gradient_dtypes,
@@ -63,6 +65,7 @@ from zeropp.fsdp_adapter.param_groups import ParamGroup, Unit, module_of
 from zeropp.fsdp_adapter.parameters import (
     Versions,
     has_accumulation_hooks,
+    hook_gradient,
     inherit,
     share_version,
     versions,
