@@ -13,6 +13,7 @@ attributes of its parameter groups: FSDP2's methods for that refuse units of sev
 |                                  | `whole_parameters`           | whole parameters are used      |
 | `FSDPParamGroup.post_backward`   | `gradients`                  | all ranks reduce one buffer    |
 | `FSDPParamGroup.reshard`         | `gradients`                  | weights stay for later passes  |
+| `FSDPParam._setattr_on_modules`  | `uncalled_units`             | uncalled units are gathered    |
 | `FSDPParam.init_unsharded_param` | `parameters`                 | attributes and hooks stay      |
 | `FSDPParam.reset_sharded_param`  | `whole_parameters`           | whole parameters can be loaded |
 | `FSDPParam.to_sharded_dtensor`   | `gradients`                  | offload gets means unrounded   |
@@ -81,6 +82,7 @@ from zeropp.fsdp_adapter.passes import (
     use_as_pass,
 )
 from zeropp.fsdp_adapter.plain_copies import plain_copy, use_deepcopy
+from zeropp.fsdp_adapter.uncalled_units import UncalledUnits, shard_behind
 from zeropp.fsdp_adapter.units import (
     AHEAD,
     ON_DEVICE,
