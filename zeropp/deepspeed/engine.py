@@ -15,6 +15,7 @@ The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimi
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -22,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
+from zeropp import fsdp_adapter as fsdp
 from zeropp.checkpoint.state_tensors import settle
 from zeropp.deepspeed.engine_files import EngineFiles
 from zeropp.deepspeed.engine_settings import EngineSettings
@@ -112,6 +113,8 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self._losses = torch.zeros((), device=device)  # sum over this step's micro-batches
         self._knows_losses = True
         answer_questions(self)
+        self._gradient_hook = partial(_call_if_alive, WeakMethod(self._take_gradient))
+        self._hook_gradients()
         self.module.register_forward_pre_hook(HookOfEngine(self._before_forward))
         self.module.register_forward_hook(HookOfEngine(self._after_forward), always_call=True)
 
@@ -264,6 +267,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
             self.sharding, self.zero_config, self.optimizer, self.device
         )
         self._state_dicts.include(self.module)
+        self._hook_gradients()
 
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's gradients before clipping; None before a step."""
@@ -291,29 +295,21 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
                 self.sharding.begin_micro_step(last=self.is_gradient_accumulation_boundary())
             self._forwards += 1
 
-    def _after_forward(self, _: nn.Module, __: tuple, output: Any) -> Any:
-        """Take notice of a backward pass that this engine does not make.
-
-        An output may be used by another one, as logits are by their loss. So that a gradient is
-        divided once, the caller gets views, through which only gradients from outside come.
-        """
+    def _after_forward(self, *_: object) -> None:
         self._depth = max(0, self._depth - 1)
-        if self._depth or not (torch.is_grad_enabled() and self.training):
-            return None
-        hook = HookOfEngine(self._take_gradient)
 
-        def watched(each: Any) -> Any:
-            if not isinstance(each, torch.Tensor) or not each.requires_grad:
-                return each
-            view = each.view_as(each) if self.batch.micro_batches > 1 else each
-            view.register_hook(hook)
-            return view
-
-        return pytree.tree_map(watched, output)
+    def _hook_gradients(self) -> None:
+        """Take notice of what backward passes of others add to the model's gradients."""
+        for parameter in self.module.parameters():
+            fsdp.hook_gradient(parameter, self._gradient_hook)
 
     def _take_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Divide what comes from outside of `backward` as that does."""
-        if self._in_backward:
+        """Divide what `loss.backward()` adds to a parameter's gradient, as `backward` does.
+
+        Other gradients, as of inputs or by `torch.autograd.grad`, are what PyTorch computes.
+        """
+        is_others = self._forwards and self.training and not self._in_backward
+        if not is_others or not fsdp.adds_gradient():
             return None
         if self.scaler and not self._is_scaled:
             raise InputError(
@@ -390,3 +386,8 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
                 self.skipped_steps,
                 scale,
             )
+
+
+def _call_if_alive(method: WeakMethod, gradient: torch.Tensor) -> torch.Tensor | None:
+    alive = method()
+    return None if alive is None else alive(gradient)

@@ -99,6 +99,7 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
         if not isinstance(parameter, torch.Tensor):
             kind = type(parameter).__name__
             raise InputError(f"GatheredParameters takes parameters, not {kind}")
+    parameters = [*map(fsdp.shard_behind, parameters)]  # inside a forward pass
     sharded = [each for each in dict.fromkeys(parameters) if isinstance(each, DTensor)]
     plain = (each for each in dict.fromkeys(parameters) if not isinstance(each, DTensor))
     scalars = [each for each in plain if isinstance(each, nn.Parameter) and not each.ndim]

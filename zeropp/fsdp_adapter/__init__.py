@@ -12,6 +12,8 @@ attributes of its parameter groups: FSDP2's methods for that refuse units of sev
 | `FSDPParamGroup.unshard`         | `gathered`                   | what is gathered of is noted   |
 |                                  | `whole_parameters`           | whole parameters are used      |
 | `FSDPParamGroup.post_backward`   | `gradients`                  | all ranks reduce one buffer    |
+| `FSDPParamGroup.reshard`         | `gradients`                  | weights stay for later passes  |
+| `FSDPParam._setattr_on_modules`  | `uncalled_units`             | uncalled units are gathered    |
 | `FSDPParam.init_unsharded_param` | `parameters`                 | attributes and hooks stay      |
 | `FSDPParam.reset_sharded_param`  | `whole_parameters`           | whole parameters can be loaded |
 | `FSDPParam.to_sharded_dtensor`   | `gradients`                  | offload gets means unrounded   |
@@ -53,6 +55,7 @@ from zeropp.fsdp_adapter.gathered import (
 )
 from zeropp.fsdp_adapter.gradients import (
     accumulates,
+    adds_gradient,
     before_reduction,
     discard_gradients,
     set_gradient_dtypes,
@@ -63,6 +66,7 @@ from zeropp.fsdp_adapter.param_groups import ParamGroup, Unit, module_of
 from zeropp.fsdp_adapter.parameters import (
     Versions,
     has_accumulation_hooks,
+    hook_gradient,
     inherit,
     share_version,
     versions,
@@ -78,6 +82,7 @@ from zeropp.fsdp_adapter.passes import (
     use_as_pass,
 )
 from zeropp.fsdp_adapter.plain_copies import plain_copy, use_deepcopy
+from zeropp.fsdp_adapter.uncalled_units import UncalledUnits, shard_behind
 from zeropp.fsdp_adapter.units import (
     AHEAD,
     ON_DEVICE,

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -96,6 +97,7 @@ def before_reduction(
     for group in groups:
         group.zeropp_reducer = _Reducer(state, group, group.post_backward, report)
         group.post_backward = group.zeropp_reducer
+        group.reshard = partial(group.zeropp_reducer.free, group.reshard)
         for module in state._modules:  # a pass may run only some of them
             hooks.append(module.register_forward_pre_hook(group.zeropp_reducer.note_forward))
 
@@ -103,7 +105,7 @@ def before_reduction(
         for hook in hooks:
             hook.remove()
         for group in groups:
-            del group.zeropp_reducer, group.post_backward
+            del group.zeropp_reducer, group.post_backward, group.reshard
 
     return undo
 
@@ -116,14 +118,35 @@ class _Reducer:
     ) -> None:
         self.state, self.group, self.reduce, self.report = state, group, reduce, report
         self.is_due = False  # the unit ran forward, with gradients, since its last reduction
+        self.waits = False  # for a pass's end: some uses of the unit are not calls of its module
+        self.keeps = False  # the weights: a graph of gradients, yet to be differentiated, has them
+        self.note_pass = partial(_note_pass, ref(self))
 
     def note_forward(self, *_: object) -> None:
         self.is_due = self.is_due or torch.is_grad_enabled()
 
+    def free(self, reshard: Callable[[], None]) -> None:
+        """Free the gathered weights, unless a pass to come needs them."""
+        state = self.group._training_state
+        self.keeps = self.keeps and state != TrainingState.IDLE  # else they may have changed
+        if not self.keeps and not (self.waits and state == TrainingState.FORWARD):
+            reshard()
+
     def __call__(self, *arguments: object) -> None:
+        if not self.waits or torch._C._current_autograd_node() is None:
+            self.run(*arguments)
+
+    def run(self, *arguments: object) -> None:
+        group = self.group
+        if not _adds_gradients(self.state._state_ctx):
+            group._training_state = TrainingState.POST_BACKWARD
+            if torch.is_grad_enabled():
+                self.await_gradients()
+            elif group.reshard_after_backward and not self.waits:
+                group.reshard()
+            return
         if self.state._is_root:
             self.reduce_others()
-        group = self.group
         if group.reduce_grads and (self.is_due or group._training_state != TrainingState.IDLE):
             self.is_due = False
             fills = self.report is not None
@@ -132,6 +155,16 @@ class _Reducer:
                 self.report(with_gradient, reduced)
         if group.reduce_grads or all(map(_was_gathered, group.fsdp_params)):
             self.reduce(*arguments)  # else FSDP2 would fail, and there is nothing to add up
+
+    def await_gradients(self) -> None:
+        """Keep the weights for passes through the graph of this one's gradients, and reduce then.
+
+        Such a pass may run past all outputs, where FSDP2 takes note of others.
+        """
+        self.keeps = True
+        for parameter in filter(_was_gathered, self.group.fsdp_params):
+            if parameter._unsharded_param.requires_grad:
+                parameters.hook_gradient(parameter._unsharded_param, self.note_pass)
 
     def reduce_others(self) -> None:
         """Reduce the units inside the root whose input needs no gradient before the root itself.
@@ -142,7 +175,38 @@ class _Reducer:
             for group in reversed(groups_of_state(state)):
                 reducer = getattr(group, "zeropp_reducer", self)
                 if reducer.state is not self.state and reducer.is_due and group.reduce_grads:
-                    reducer()
+                    reducer.run()
+
+
+def _note_pass(reducer: ref[_Reducer], _: torch.Tensor) -> None:
+    if (alive := reducer()) is not None:
+        alive.is_due = True
+        alive.state._register_root_post_backward_final_callback()
+
+
+def adds_gradient(leaf: torch.autograd.graph.Node | None = None) -> bool:
+    """Whether the running backward pass adds to a leaf's gradient: by default that whose hook runs.
+
+    Those that `torch.autograd.grad` returns are not added, and PyTorch refuses to tell of them.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf or torch._C._current_autograd_node())
+    except RuntimeError:
+        return False
+
+
+def _adds_gradients(context: object) -> bool:
+    """Whether the running pass adds to the gradient of any weight of a root; `torch.func` never."""
+    if torch._C._are_functorch_transforms_active():
+        return False
+    number = torch._C._current_graph_task_id()
+    if getattr(context, "zeropp_pass", (None,))[0] != number:
+        groups = (group for state in context.all_states for group in groups_of_state(state))
+        gathered = (each for group in groups for each in group.fsdp_params if _was_gathered(each))
+        trained = (each._unsharded_param for each in gathered if each.sharded_param.requires_grad)
+        leaves = (get_gradient_edge(each).node for each in trained)
+        context.zeropp_pass = number, number == -1 or any(map(adds_gradient, leaves))
+    return context.zeropp_pass[1]
 
 
 def _was_gathered(parameter: FSDPParam) -> bool:

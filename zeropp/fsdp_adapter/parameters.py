@@ -3,6 +3,7 @@
 Private names of `FSDPParam` and of tensors are used here, for torch 2.11 to 2.14.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,6 +53,16 @@ def share_version(detached: Any, parameter: torch.Tensor) -> None:
 def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
     """Whether `register_post_accumulate_grad_hook` was called on the parameter."""
     return bool(parameter._post_accumulate_grad_hooks)
+
+
+def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Register a hook of a parameter's gradient once, although it may be frozen now."""
+    if hook not in (parameter._backward_hooks or {}).values():
+        if parameter.requires_grad:
+            parameter.register_hook(hook)
+        else:
+            parameter.requires_grad_(True).register_hook(hook)
+            parameter.requires_grad_(False)
 
 
 def inherit_when_gathered(parameter: Any) -> None:

@@ -267,7 +267,7 @@ def _walk(
 ) -> Iterator[Place]:
     if module in units:
         user = unit = module
-    elif _is_called(module):
+    elif is_called(module):
         user = module
     for name, parameter in module.named_parameters(recurse=False):
         yield Place(prefix + name, parameter, module, user, unit)
@@ -275,7 +275,7 @@ def _walk(
         yield from _walk(child, units, user=user, unit=unit, prefix=f"{prefix}{name}.")
 
 
-def _is_called(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
     """Whether a module's forward is called: not so for containers, nor for the output projection
     of `nn.MultiheadAttention`, whose weight is read without calling it."""
     has_forward = type(module).forward is not nn.Module.forward

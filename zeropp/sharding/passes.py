@@ -59,6 +59,7 @@ class Passes:
         self._units: list[fsdp.FSDPModule] = []
         self._incomplete = False
         self._depth = 0  # of calls of the model within its own forward
+        self._uncalled = fsdp.UncalledUnits(model)
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)  # after FSDP2's
         if hasattr(model, "generate") and _is_wrapper(model):
@@ -67,6 +68,9 @@ class Passes:
     def add(self, units: Units) -> None:
         """Include units of the model, between two passes."""
         self._units += units
+        self._uncalled.add(units)
+        if self._model in units:
+            fsdp.before_use(self._model, self._uncalled.gather_again)
         for unit in units:
             fsdp.before_use(unit, partial(fsdp.show_gathered, unit))
             fsdp.use_whole_parameters(unit)
@@ -112,26 +116,24 @@ class Passes:
             self.recover()
             if torch.is_grad_enabled():
                 self.require_complete()
+        self._uncalled.watch(True)
 
-    def _leave(self, *_: object) -> None:
+    def _leave(self, *_: object, shows_shards: bool = False) -> None:
         self._depth = max(0, self._depth - 1)  # a hook before `_enter` may have raised
-        if self._depth == 0 and not torch.is_grad_enabled():
-            self._show_shards()
+        if self._depth == 0:
+            self._uncalled.watch(False)
+            for unit in self._units if shows_shards or not torch.is_grad_enabled() else ():
+                fsdp.show_shards(unit)
 
     @contextmanager
     def _pass(self) -> Iterator[None]:
         """Enclose a pass that needs no gradients."""
         self._depth += 1
+        self._uncalled.watch(True)
         try:
             yield
         finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._show_shards()
-
-    def _show_shards(self) -> None:
-        for unit in self._units:
-            fsdp.show_shards(unit)
+            self._leave(shows_shards=True)
 
     def _has_gradients(self, unit: fsdp.FSDPModule) -> bool:
         """Whether a unit has gradients, maybe of micro-batches that succeeded."""

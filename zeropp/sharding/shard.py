@@ -37,7 +37,7 @@ from zeropp.sharding.checks import (
     require_same_model,
     require_shardable,
 )
-from zeropp.sharding.cut import cut, offload_policy, places_of, plan_units, split_experts
+from zeropp.sharding.cut import cut, is_called, offload_policy, places_of, plan_units, split_experts
 from zeropp.sharding.grid import (
     Grid,
     data_axis,
@@ -171,16 +171,17 @@ def store_frozen(
     return replace(sharding, plan=sharding.plan.with_specs_of(sharding.units))
 
 
-def outermost_blocks(module: nn.Module) -> Sequence[nn.Module]:
+def outermost_blocks(module: nn.Module, *, in_list: bool = False) -> Sequence[nn.Module]:
     """Return the entries of the outermost `nn.ModuleList`s that have parameters, in order.
 
-    A block that is listed several times, as in models that share layers, is returned once. Lists
-    of lists count as one list.
+    A block that is listed several times, as in models that share layers, is returned once. Entries
+    without a forward pass, such as lists and dicts, count as what is in them.
     """
     blocks: dict[nn.Module, None] = {}
+    in_list = in_list or isinstance(module, nn.ModuleList)
     for child in module.children():
-        is_block = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
-        for block in [child] if is_block else outermost_blocks(child):
+        is_block = in_list and is_called(child) and not isinstance(child, nn.ModuleList)
+        for block in [child] if is_block else outermost_blocks(child, in_list=in_list):
             if any(True for _ in block.parameters()):
                 blocks[block] = None
     return list(blocks)

@@ -1,0 +1,214 @@
+"""Models that use a block without calling it: holders, methods, weights; they train as one process.
+
+The plain reference adds fp32 terms in another order: at most a hundred of them, each rounded to
+2^-24 of values of about 1, so 1e-5.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import ranks
+from tests.zeropp.deepspeed.small_engine import engine_of, gathered_parameters, logged
+from tests.zeropp.prescribed_gradients import ALL_THREE
+
+WIDTH, LR, NEAR = 8, 0.1, 1e-5
+SGD = {"type": "SGD", "params": {"lr": LR}}
+
+
+class Block(nn.Module):
+    """Has a second method beside `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x)).tanh()
+
+    half = forward
+
+
+class Linear(torch.autograd.Function):
+    """As fused kernels take weights."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+def holder() -> nn.Module:
+    each = nn.Module()
+    each.norm, each.linear = nn.LayerNorm(WIDTH), nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+    each.scale = nn.Parameter(torch.ones(WIDTH))
+    each.scales = nn.ParameterList([torch.ones(WIDTH)])
+    return each
+
+
+def in_dict() -> nn.Module:
+    return nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "linear": nn.Linear(WIDTH, WIDTH)})
+
+
+def attended(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer.forward(x, x, x, need_weights=False)[0]
+
+
+def clamped(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    layer.linear.weight.data.clamp_(-0.2, 0.2)
+    return layer(x)
+
+
+# What makes a block, and how the model uses it.
+USES = {
+    "holder": (
+        holder,
+        lambda layer, x: layer.linear[0](layer.norm(x)) * layer.scale * layer.scales[0],
+    ),
+    "dict": (in_dict, lambda layer, x: layer["linear"](layer["norm"](x))),
+    "forward": (Block, lambda layer, x: layer.forward(x)),
+    "method": (Block, lambda layer, x: layer.half(x)),
+    "inner": (Block, lambda layer, x: layer.linear(x)),
+    "weights": (
+        Block,
+        lambda layer, x: F.linear(x, layer.linear.weight) + x @ layer.linear.weight.T,
+    ),
+    "detached": (Block, lambda layer, x: F.linear(x, layer.linear.weight.detach())),
+    "data": (Block, lambda layer, x: x * layer.norm.weight.data + layer.linear(x)),
+    "clamped": (Block, clamped),
+    "called, and not": (Block, lambda layer, x: layer(x) + layer.forward(x)),
+    "not, and called": (Block, lambda layer, x: layer.half(x) + layer(x) + layer(2 * x)),
+    "twice": (Block, lambda layer, x: layer.forward(layer.forward(x))),
+    "recomputed": (
+        Block,
+        lambda layer, x: checkpoint(layer.forward, x, use_reentrant=False),
+    ),
+    "reentrant": (Block, lambda layer, x: checkpoint(layer.half, x, use_reentrant=True)),
+    "functional": (
+        Block,
+        lambda layer, x: functional_call(
+            layer.linear, {name: 2 * each for name, each in layer.linear.named_parameters()}, x
+        ),
+    ),
+    "Function": (Block, lambda layer, x: Linear.apply(x, layer.linear.weight)),
+    "slice": (
+        lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        lambda layer, x: layer[1:](layer[0](x)),
+    ),
+    "attention": (lambda: nn.MultiheadAttention(WIDTH, 2), attended),
+    "LSTM": (lambda: nn.LSTM(WIDTH, WIDTH), lambda layer, x: layer.forward(x)[0]),
+    "evaluated by call": (
+        Block,
+        lambda layer, x: layer.forward(x) if torch.is_grad_enabled() else layer(x),
+    ),
+    "only metadata": (
+        Block,
+        lambda layer, x: x if layer.linear.weight.dtype == x.dtype else layer.forward(x),
+    ),
+}
+
+
+class Net(nn.Module):
+    """Uses one block in each way, and never the last one; returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(make() for make, _ in USES.values())
+        self.layers.append(Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer, (_, use) in zip(self.layers, USES.values(), strict=False):
+            x = x + use(layer, x) / len(USES)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@ranks(2)
+def test_they_train_as_in_one_process(stage, tmp_path):
+    plain, rank = Net(), dist.get_rank()
+    settings = dict(stage=stage, micro_batches=2, optimizer=SGD, gradient_clipping=0.0)
+    engine = engine_of(Net(), **settings)
+    with logged() as lines:
+        for step in range(3):
+            xs = torch.randn(4, 4, WIDTH, generator=torch.Generator().manual_seed(step))
+            engine.eval()
+            with torch.no_grad():
+                near(engine(xs[0]), plain(xs[0]), "loss in evaluation")
+            engine.train()
+            for x in xs.chunk(2)[rank]:
+                loss = engine(x)
+                near(loss, plain(x), "loss")
+                engine.backward(loss)
+                engine.step()
+            (sum(map(plain, xs)) / len(xs)).backward()
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    if parameter.grad is not None:
+                        parameter -= LR * parameter.grad
+            plain.zero_grad()
+            if step == 1:
+                engine.save_checkpoint(tmp_path)
+                engine = engine_of(Net(), **settings)
+                engine.load_checkpoint(tmp_path)
+    for name, weight in gathered_parameters(engine.module).items():
+        near(weight, plain.get_parameter(name), name)
+    said = [line for line in lines if "without calling these modules" in line]
+    names = {name for line in said for name in re.findall(r"layers\.\d+", line)}
+    indices = {name: f"layers.{index}" for index, name in enumerate(USES)}
+    called = {"holder", "dict", "only metadata", "clamped"}
+    if stage < 3:
+        called.add("called, and not")  # and gathered from then on
+    uncalled = {*USES} - called
+    assert names == {indices[name] for name in uncalled}
+
+
+class Stack(nn.Module):
+    """Blocks that are called, or not."""
+
+    def __init__(self, *, calls: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.calls, self.layers = calls, nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + (layer(x) if self.calls else layer.half(x))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@ranks(2)
+def test_quantized_and_in_16_bit_they_give_the_same_digits_as_called_blocks(ranks_per_node):
+    zero = {"zero_optimization": ALL_THREE, "zeropp": {"ranks_per_node": ranks_per_node}}
+
+    def losses(*, calls: bool) -> list[float]:
+        engine = engine_of(Stack(calls=calls), bf16={"enabled": True}, micro_batches=2, **zero)
+        found = []
+        for number in range(6):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(calls=False) == losses(calls=True)
+
+
+def near(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+    difference = (actual - expected).abs().max().item()
+    assert difference <= NEAR, f"{where}: {difference}"
