@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron_zpp.checkpoint.checkpoint import choose
 from megatron_zpp.checkpoint.training_state import read_state, with_tuples
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import Config, ModelConfig
 from zeropp.errors import InputError
 
 log = logging.getLogger("megatron_zpp")
@@ -28,8 +28,11 @@ def with_checkpoint_model(config: Config) -> Config:
     if num_positions is not None:
         settings["max_position_embeddings"] = num_positions
     for name, value in settings.items():
-        if value != getattr(config.model, name):
-            log.info("--use-checkpoint-args: %s is %s", name, value)
+        own = getattr(config.model, name)
+        is_set = name in config.given or own != getattr(ModelConfig(), name)
+        if value != own:
+            given = f", and {config.given.get(name, f'{name} = {own}')} has no effect"
+            log.info("--use-checkpoint-args: %s is %s%s", name, value, given if is_set else "")
     config = replace(config, model=replace(config.model, **settings))
     config.model.check()
     return config
