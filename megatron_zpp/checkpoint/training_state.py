@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_zpp.settings.config import SECTIONS, Config, ModelConfig
 from megatron_zpp.settings.gpt.experts import OF_TRAINING, MoeConfig
+from megatron_zpp.settings.gpt.latent_attention import LatentAttentionConfig
 from megatron_zpp.settings.gpt.positions import PositionConfig
 from zeropp.errors import InputError, first_lines
 
@@ -45,24 +46,7 @@ ROPE_SCALING = (
     "rope_scaling_high_freq_factor",
     "rope_scaling_original_positions",
 )
-MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-LATER_FIELDS = (
-    "softmax_type",
-    "quick_geglu",
-    "glu_linear_offset",
-    "activation_func_clamp_value",
-)
-LATENT_ATTENTION = (
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "mscale",
-    "mscale_all_dim",
-)
-
+LATENT_ATTENTION = (*LatentAttentionConfig.__annotations__, "mscale", "mscale_all_dim")
 
 log = logging.getLogger("megatron_zpp")
 
@@ -121,11 +105,7 @@ def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         for item in dataclasses.fields(model)
         if item.name not in NOT_ARCHITECTURE
     }
-    # Older checkpoints do not have these.
     unused = [] if model.use_rope_scaling else [*ROPE_SCALING]
-    unused += [name for name in MULTIPLIERS if getattr(model, name) == 1]
-    defaults = ModelConfig()
-    unused += [name for name in LATER_FIELDS if values[name] == getattr(defaults, name)]
     unused += [] if model.multi_latent_attention else LATENT_ATTENTION
     unused += [] if model.has_experts else [item.name for item in dataclasses.fields(MoeConfig)]
     values = {name: value for name, value in values.items() if name not in unused}

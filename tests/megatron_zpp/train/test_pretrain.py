@@ -143,13 +143,15 @@ def test_the_shape_of_the_checkpoint(tmp_path):
     flags = f"{BATCH} --load {tmp_path} "
     run(1, flags + f"--save {tmp_path} --train-iters 2 --swiglu --exit-interval 1", tmp_path)
     other = "--num-layers 7 --kv-channels 8 --normalization LayerNorm --num-attention-heads 4 "
-    log = run(1, flags + other + "--train-iters 2 --use-checkpoint-args --geglu", tmp_path)
+    other += "--use-rope-scaling --geglu "
+    log = run(1, flags + other + "--train-iters 2 --use-checkpoint-args", tmp_path)
     lines = [line for line in log.splitlines() if line.startswith("--use-checkpoint-args: ")]
     assert sorted(line.removeprefix("--use-checkpoint-args: ") for line in lines) == [
         "geglu is False, and --geglu has no effect",
         "kv_channels is None, and --kv-channels 8 has no effect",
         "num_layers is 2, and --num-layers 7 has no effect",
         "swiglu is True",
+        "use_rope_scaling is False, and --use-rope-scaling has no effect",
     ]
     assert len(losses(log)) == 1
 
