@@ -53,7 +53,7 @@ FINETUNE_MOE := \
     --pretrained-checkpoint runs/finetune-moe/mixture --lora-rank 4 \
     --lora-target-modules qkv attention.output experts.gate experts.input experts.output \
     --data-path runs/finetune/docstrings.jsonl --split 95,5,0 --seq-length 192 \
-    --micro-batch-size 1 --global-batch-size 4 --train-iters 20 --bf16 \
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 20 \
     --deepspeed_config examples/ds_mixz_config.json \
     --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 4 --weight-decay 0 \
     --log-interval 1 --eval-interval 1000 --eval-iters 8 --eval-at-start --num-workers 0 \
@@ -99,8 +99,9 @@ finetune: runs/finetune/docstrings.jsonl $(SMOLLM2) ## fine-tune SmolLM2 on docs
 	.venv/bin/zeropp --num_ranks $(RANKS) finetune_gpt.py $(FINETUNE) \
 	    --sample-prompt "$$(printf '$(QUESTION)')" $(ARGS)
 
-finetune-moe: runs/finetune/docstrings.jsonl runs/finetune-moe/mixture/latest_checkpointed_iteration.txt ## fine-tune a small mixture of experts, with adapters on the experts: what crosses nodes, in each line of the log
-	.venv/bin/zeropp --num_ranks $(RANKS) finetune_gpt.py $(FINETUNE_MOE) $(ARGS)
+finetune-moe: runs/finetune/docstrings.jsonl runs/pretrain/precision runs/finetune-moe/mixture/latest_checkpointed_iteration.txt ## fine-tune a small mixture of experts, with adapters on the experts: what crosses nodes, in each line of the log
+	.venv/bin/zeropp --num_ranks $(RANKS) finetune_gpt.py $(FINETUNE_MOE) \
+	    $$(cat runs/pretrain/precision) $(ARGS)
 
 runs/finetune-moe/mixture/latest_checkpointed_iteration.txt: | $(DONE)
 	.venv/bin/zeropp --num_ranks $(RANKS) pretrain_gpt.py $(MIXTURE)

@@ -156,6 +156,7 @@ def load(
     tokenizer: str | None = None,
     verify: bool = True,
     iteration: int | None = None,
+    fine_tunes: bool = False,
     others: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> TrainingState | None:
     """Read the newest complete checkpoint into model and optimizer, in place; return its state.
@@ -163,7 +164,8 @@ def load(
     None if there is no checkpoint in `folder`. A damaged one is named in a warning and the one
     before it is used; with an `iteration`, only that one. `others` are further tensors to
     read, those that are there. Raises InputError if none is usable, or if the checkpoint is of
-    another program, architecture or tokenizer (with every size and setting that differs).
+    another program, architecture or tokenizer (with every size and setting that differs; one that
+    `fine_tunes` may change what no weight depends on).
     """
     path = choose(folder, verify=verify, iteration=iteration)
     if path is None:
@@ -174,7 +176,7 @@ def load(
             state = read_state(path)
 
         def check(shape_differences: list[str]) -> None:
-            check_architecture(path, state, architecture, shape_differences)
+            check_architecture(path, state, architecture, shape_differences, fine_tunes=fine_tunes)
             check_tokenizer(path, state, tokenizer)
             if load_optimizer:
                 check_optimizer_saved(path, state)

@@ -4,8 +4,8 @@ import logging
 from dataclasses import replace
 
 from megatron_zpp.checkpoint.checkpoint import choose
-from megatron_zpp.checkpoint.training_state import read_state, with_tuples
-from megatron_zpp.settings.config import Config
+from megatron_zpp.checkpoint.training_state import NOT_ARCHITECTURE, read_state, with_tuples
+from megatron_zpp.settings.config import Config, ModelConfig
 from zeropp.errors import InputError
 
 log = logging.getLogger("megatron_zpp")
@@ -22,14 +22,19 @@ def with_checkpoint_model(config: Config) -> Config:
     )
     if path is None:
         raise no_checkpoint_error(config.checkpoint.load, "--use-checkpoint-args")
-    settings = with_tuples(read_state(path).architecture)
+    defaults = vars(ModelConfig())
+    settings = {name: defaults[name] for name in defaults if name not in NOT_ARCHITECTURE}
+    settings |= with_tuples(read_state(path).architecture)
     settings.pop("vocab_size")
     num_positions = settings.pop("num_positions", None)
     if num_positions is not None:
         settings["max_position_embeddings"] = num_positions
     for name, value in settings.items():
-        if value != getattr(config.model, name):
-            log.info("--use-checkpoint-args: %s is %s", name, value)
+        own = getattr(config.model, name)
+        if value != own:
+            given = config.given.get(name) or (own != defaults[name] and f"{name} = {own}")
+            but = f", and {given} has no effect" if given else ""
+            log.info("--use-checkpoint-args: %s is %s%s", name, value, but)
     config = replace(config, model=replace(config.model, **settings))
     config.model.check()
     return config

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.settings.config import Config, ModelConfig
+from megatron_zpp.settings.config import SECTIONS, Config, ModelConfig
 from megatron_zpp.settings.gpt.experts import OF_TRAINING, MoeConfig
+from megatron_zpp.settings.gpt.latent_attention import LatentAttentionConfig
+from megatron_zpp.settings.gpt.positions import PositionConfig
 from zeropp.errors import InputError, first_lines
 
 STATE = "state.json"
@@ -26,6 +29,16 @@ NOT_ARCHITECTURE = (
     "moe_router_dtype",
     *OF_TRAINING,
 )
+# Of the others, those that neither shapes nor the layout of weights depend on: another task, such
+# as longer texts, may change them.
+OF_FINE_TUNING = {
+    *(PositionConfig.__annotations__.keys() - {"position_embedding_type", "rotary_interleaved"}),
+    *("window_size", "window_attn_skip_freq", "layernorm_epsilon", "query_pre_attn_scalar"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "activation_func_clamp_value"),
+    *("softmax_type", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("scale_embeddings", "bias_gelu_fusion", "moe_router_topk", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_best"),
+}
 ROPE_SCALING = (
     "use_rope_scaling",
     "rope_scaling_factor",
@@ -33,23 +46,9 @@ ROPE_SCALING = (
     "rope_scaling_high_freq_factor",
     "rope_scaling_original_positions",
 )
-MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-LATER_FIELDS = (
-    "softmax_type",
-    "quick_geglu",
-    "glu_linear_offset",
-    "activation_func_clamp_value",
-)
-LATENT_ATTENTION = (
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "mscale",
-    "mscale_all_dim",
-)
+LATENT_ATTENTION = (*LatentAttentionConfig.__annotations__, "mscale", "mscale_all_dim")
+
+log = logging.getLogger("megatron_zpp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +109,7 @@ def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         for item in dataclasses.fields(model)
         if item.name not in NOT_ARCHITECTURE
     }
-    # Older checkpoints do not have these.
     unused = [] if model.use_rope_scaling else [*ROPE_SCALING]
-    unused += [name for name in MULTIPLIERS if getattr(model, name) == 1]
-    defaults = ModelConfig()
-    unused += [name for name in LATER_FIELDS if values[name] == getattr(defaults, name)]
     unused += [] if model.multi_latent_attention else LATENT_ATTENTION
     unused += [] if model.has_experts else [item.name for item in dataclasses.fields(MoeConfig)]
     values = {name: value for name, value in values.items() if name not in unused}
@@ -132,9 +127,8 @@ def with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_settings(config: Config) -> dict[str, Any]:
     """All settings of a run by section, as plain values that JSON can hold."""
-    sections = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-    zero = sections.pop("zero").to_dict()
-    return {"zero": zero, **{name: asdict(section) for name, section in sections.items()}}
+    sections = {name: asdict(getattr(config, name)) for name in SECTIONS}
+    return {"zero": config.zero.to_dict(), **sections}
 
 
 def check_architecture(
@@ -142,27 +136,33 @@ def check_architecture(
     state: TrainingState,
     model_architecture: Mapping[str, Any] | None,
     shape_differences: list[str],
+    *,
+    fine_tunes: bool = False,
 ) -> None:
     """Raise InputError with every difference between the checkpoint's architecture and the model's.
 
     `model_architecture` is None if unknown; `shape_differences` are those of the model's tensors.
+    With `fine_tunes`, settings that no weight depends on may differ, and are logged.
     """
-    lines = list(shape_differences)
+    lines, differing = list(shape_differences), []
     if model_architecture is not None:
         defaults = asdict(ModelConfig())  # of settings that older checkpoints do not have
         saved = {**defaults, **state.architecture}
         own = {**defaults, **json.loads(json.dumps(dict(model_architecture)))}  # with lists
-        names = [*own, *(name for name in saved if name not in own)]
+        differing = [name for name in {**own, **saved} if saved.get(name) != own.get(name)]
         lines[:0] = [
             f"{name} is {saved.get(name)} in the checkpoint, {own.get(name)} in the model"
-            for name in names
-            if saved.get(name) != own.get(name)
+            for name in differing
         ]
-    if lines:
+    may_change = not shape_differences and OF_FINE_TUNING.issuperset(differing)
+    if lines and not (may_change and fine_tunes):
+        hint = ", or --finetune, which takes the model's and trains anew" if may_change else ""
         raise InputError(
             f"the checkpoint {checkpoint} is of another architecture:\n  {first_lines(lines)}\n"
-            "Give the settings it was trained with, or load another checkpoint."
+            f"Give the settings it was trained with, or load another checkpoint{hint}."
         )
+    for line in lines:
+        log.info("--finetune: %s", line)
 
 
 def check_tokenizer(checkpoint: Path, state: TrainingState, tokenizer: str | None) -> None:

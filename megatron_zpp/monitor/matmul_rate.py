@@ -5,6 +5,7 @@ Model FLOPs utilization (MFU) is a share of the data sheet's peak (Chowdhery et 
 2204.02311, appendix B).
 """
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ SMALLEST, LARGEST = 256, 8192  # rows and columns
 ENOUGH_SECONDS = 2e-3  # a product that takes so long is large enough
 TOO_LONG_SECONDS = 2e-2  # to be repeated
 REPETITIONS = 10
+
+log = logging.getLogger("megatron_zpp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,22 @@ def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
         if seconds >= ENOUGH_SECONDS or size == LARGEST:
             return best
         size *= 2
+
+
+def warn_if_float32_is_faster(device: torch.device, dtype: torch.dtype) -> None:
+    """Log a warning where a processor multiplies float32 much faster; takes less than 0.2 s."""
+    if device.type != "cpu" or dtype == torch.float32:
+        return
+    own, float32 = (
+        2 * SMALLEST**3 / 1e9 / _seconds(torch.ones(SMALLEST, SMALLEST, dtype=each))
+        for each in (dtype, torch.float32)
+    )
+    if 3 * own < float32:  # without instructions for it, 20 to 100 times
+        log.warning(
+            f"this processor multiplies {str(dtype).removeprefix('torch.')} at {own:.1f} GFLOP/s, "
+            f"and float32 at {float32:.1f}: leave out --bf16, --fp16 or --dtype, and bf16.enabled "
+            "or fp16.enabled in the JSON, to be faster"
+        )
 
 
 def _seconds(matrix: torch.Tensor) -> float:

@@ -57,7 +57,9 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     if alone and file.values.get("zeropp.sync_store"):  # each node is a launch of its own
         num_replicas *= file.values.get("zeropp.sync_nodes") or 1
     completed = defaults.complete(values, accumulation, num_replicas)
-    config = Config(**{name: _section(kind, completed) for name, kind in SECTIONS.items()})
+    given = {name: str(assignment) for name, assignment in typed.items()}
+    sections = {name: _section(kind, completed) for name, kind in SECTIONS.items()}
+    config = Config(**sections, given=given)
     check(config, num_replicas)
     _check_accumulation(config, file, num_replicas)
     config = replace(config, zero=_zero(file, completed, config.batch, num_replicas))

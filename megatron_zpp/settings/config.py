@@ -29,7 +29,10 @@ from zeropp.settings.zero_config import ZeroConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a run; `arguments.parse` builds a consistent one."""
+    """All settings of a run; `arguments.parse` builds a consistent one.
+
+    `given`: the flags that were typed, with their values, by setting.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -48,9 +51,11 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    given: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
+NO_FLAGS = ("zero", "given")
 # The sections whose fields are flags, by field of `Config`.
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
-    {entry.name: entry.default_factory for entry in fields(Config) if entry.name != "zero"}
+    {each.name: each.default_factory for each in fields(Config) if each.name not in NO_FLAGS}
 )

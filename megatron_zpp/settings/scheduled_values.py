@@ -288,6 +288,8 @@ class Schedules:
                 "--override-opt_param-scheduler takes the new one, "
                 "--use-checkpoint-opt_param-scheduler the saved one"
             )
+        for line in differing:
+            log.info("%s (--use-checkpoint-opt_param-scheduler: the second is used)", line)
         ends = saved["ends_learning_rate"]
         return replace(
             self,

@@ -21,6 +21,7 @@ import torch
 from megatron_zpp.checkpoint.safetensors_files import DTYPES
 from megatron_zpp.interchange.open_model import OpenedModel, open_model
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.monitor.matmul_rate import warn_if_float32_is_faster
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.config import ParallelConfig, TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
@@ -174,6 +175,7 @@ def open_text_model(
     if config.load is None:
         raise InputError("--load is missing: name the folder of the model")
     chosen = None if tokenizer == TokenizerConfig() else tokenizer
+    warn_if_float32_is_faster(pick_device(environment), DTYPES[config.dtype])
     if environment.world_size == 1:
         if config.deepspeed_config is not None:
             log.info("--deepspeed-config has no effect on one rank: nothing is sharded")

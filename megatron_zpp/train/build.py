@@ -15,7 +15,7 @@ from megatron_zpp.monitor.communication import COUNTS, CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
-from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
+from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate, warn_if_float32_is_faster
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.monitor.writers import open_writers
@@ -60,6 +60,7 @@ def build_run(
     check_nodes(requested, ranks)
     requested = with_source(requested, source := saved_run(requested.checkpoint, ranks), ranks)
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
+    warn_if_float32_is_faster(ranks.device, getattr(torch, config.precision.format))
     apex, fill = find_apex(ranks.device), pretrained and pretrained.fill
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)

@@ -251,6 +251,7 @@ def _read(
         tokenizer=tokenizer_fingerprint,
         verify=not options.no_verify_checkpoint and not source.is_verified,
         iteration=source.iteration,
+        fine_tunes=options.finetune,
         others=others,
     )
     if state is not None and source.is_averaged:

@@ -61,7 +61,7 @@ def init_distributed(
 
     Args:
         dist_backend: "gloo" or "nccl"; by default what fits the device.
-        auto_mpi_discovery: No effect.
+        auto_mpi_discovery: No effect. Tasks of srun and mpirun always get torchrun's variables.
         distributed_port: No other than DeepSpeed's default: the launcher chooses the port.
         verbose: No effect.
         timeout: Of a collective.

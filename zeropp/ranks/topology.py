@@ -1,14 +1,15 @@
 """The place of this process among the ranks, as the launcher describes it in the environment.
 
-Launchers (torchrun, `zeropp`, Slurm through torchrun) describe each process by environment
-variables; without them there is one rank. A *node* is a set of ranks with fast links to each
-other. No other module reads the environment.
+Launchers (torchrun, `zeropp`, `srun`, `mpirun`) describe each process by environment variables;
+without them there is one rank. A *node* is a set of ranks with fast links to each other. No other
+module reads the environment.
 """
 
 import os
 from dataclasses import dataclass, replace
 
 from zeropp.errors import InputError
+from zeropp.ranks.other_launchers import torchrun_variables
 
 # Of the variables that libraries read, those that mean the same on every machine.
 SENT_PREFIXES = ("GLOO_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "TORCH_", "UCX_")
@@ -39,8 +40,12 @@ class Environment:
     def read(cls) -> "Environment":
         """Return the environment that the launcher set; a single rank without a launcher.
 
-        Raises InputError if a variable is not a number, or RANK is not below WORLD_SIZE.
+        torchrun's variables are set if srun or mpirun is the launcher, also for other libraries.
+        Raises InputError if a variable is not a number, if RANK is not below WORLD_SIZE, or if the
+        processes of srun or mpirun cannot be ranks.
         """
+        for name, value in torchrun_variables(os.environ).items():
+            os.environ.setdefault(name, value)
         if "WORLD_SIZE" not in os.environ:
             return cls()
         world_size = _number("WORLD_SIZE")

@@ -1,5 +1,7 @@
 """Checkpoints: equal to the last bit at other numbers of ranks and stages; others are refused."""
 
+import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -221,11 +223,23 @@ def test_smaller_model_names_what_is_left_over(two_checkpoints: Path) -> None:
         checkpoint.load(two_checkpoints, model, None)
 
 
-def test_equal_shapes_with_other_settings_are_refused(two_checkpoints: Path) -> None:
+def test_equal_shapes_with_other_settings_are_refused_or_fine_tuned(
+    two_checkpoints: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, _ = build(0, seed=2)
-    with pytest.raises(InputError, match=r"rotary_base is 10000\.0 in the checkpoint, 500 in"):
-        other = ARCHITECTURE | {"rotary_base": 500}
+    other = ARCHITECTURE | {"rotary_base": 500, "window_size": "4,0"}
+    differs = "rotary_base is 10000.0 in the checkpoint, 500 in the model"
+    with pytest.raises(InputError, match=f"(?s){re.escape(differs)}.*, or --finetune, which"):
         checkpoint.load(two_checkpoints, model, None, architecture=other)
+    with caplog.at_level(logging.INFO, "megatron_zpp"):
+        checkpoint.load(two_checkpoints, model, None, architecture=other, fine_tunes=True)
+    window = "window_size is None in the checkpoint, 4,0 in the model"
+    assert caplog.messages == [f"--finetune: {differs}", f"--finetune: {window}"]
+    for setting in ({"swiglu": True}, {"rotary_interleaved": True}):
+        with pytest.raises(InputError, match=f"{[*setting][0]} is False(?s:(?!finetune).)*$"):
+            checkpoint.load(
+                two_checkpoints, model, None, architecture=other | setting, fine_tunes=True
+            )
 
 
 def test_settings_that_a_checkpoint_is_too_old_for_have_their_defaults(

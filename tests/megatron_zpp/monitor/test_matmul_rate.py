@@ -29,6 +29,24 @@ def test_a_product_that_takes_long_is_not_repeated(monkeypatch):
     assert asked == [1, 1]
 
 
+@ranks(1)
+def test_a_processor_without_the_format_is_named_with_both_rates():
+    def log_with(seconds: float, flags: str) -> str:
+        def timed(matrix: torch.Tensor, times: int) -> float:
+            return 2e-3 if matrix.dtype == torch.float32 else seconds
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(matmul_rate, "_timed", timed)
+            return log_of(f"--train-iters 1 {flags}")
+
+    operations = 2 * 256**3
+    own, float32 = f"{operations / 1e8:.1f} GFLOP/s", f"{operations / 2e6:.1f}"
+    for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
+        log = log_with(0.1, flag)
+        assert f"multiplies {name} at {own}, and float32 at {float32}: leave out --bf16" in log
+    assert "leave out" not in log_with(0.1, "") + log_with(1e-3, "--bf16")
+
+
 def test_the_peak_is_that_of_the_format():
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     assert peak_of("NVIDIA H100 80GB HBM3", bf16) == 989.5e12

@@ -309,6 +309,7 @@ def test_resuming_compares_schedules(caplog):
     resumed = new.resumed(old.state(), saved)
     assert resumed.learning_rate == old.learning_rate
     assert resumed.length == new.length
+    assert "opt_param-scheduler: the second is used" in caplog.messages[-1]
 
 
 def test_the_state_is_plain():

@@ -132,11 +132,34 @@ def test_finetune_loads_the_weights_and_starts_at_iteration_0(tmp_path):
     assert "validation loss at the end of training" in only_evaluated
 
 
+def test_finetune_takes_longer_texts_and_another_rotary_base(tmp_path):
+    flags = BATCH + "--position-embedding-type rope --train-iters 1 "
+    run(1, flags + f"--save {tmp_path}/short", tmp_path)
+    longer = f"{flags} --seq-length 32 --rotary-base 500000 --save {tmp_path}/long "
+    log = run(1, f"{longer} --load {tmp_path}/short --finetune", tmp_path)
+    assert "--finetune: rotary_base is 10000.0 in the checkpoint, 500000.0 in the model" in log
+    resumed = run(
+        1,
+        f"{longer} --load {tmp_path}/long --train-iters 2 --override-opt_param-scheduler",
+        tmp_path,
+    )
+    assert len(losses(log)) == len(losses(resumed)) == 1 and "--finetune" not in resumed
+
+
 def test_the_shape_of_the_checkpoint(tmp_path):
     flags = f"{BATCH} --load {tmp_path} "
     run(1, flags + f"--save {tmp_path} --train-iters 2 --swiglu --exit-interval 1", tmp_path)
-    log = run(1, flags + "--train-iters 2 --use-checkpoint-args --num-layers 7", tmp_path)
-    assert "--use-checkpoint-args: num_layers is 2" in log and "swiglu is True" in log
+    other = "--num-layers 7 --kv-channels 8 --normalization LayerNorm --num-attention-heads 4 "
+    other += "--use-rope-scaling --geglu "
+    log = run(1, flags + other + "--train-iters 2 --use-checkpoint-args", tmp_path)
+    lines = [line for line in log.splitlines() if line.startswith("--use-checkpoint-args: ")]
+    assert sorted(line.removeprefix("--use-checkpoint-args: ") for line in lines) == [
+        "geglu is False, and --geglu has no effect",
+        "kv_channels is None, and --kv-channels 8 has no effect",
+        "num_layers is 2, and --num-layers 7 has no effect",
+        "swiglu is True",
+        "use_rope_scaling is False, and --use-rope-scaling has no effect",
+    ]
     assert len(losses(log)) == 1
 
 

@@ -1,5 +1,7 @@
 """`deepspeed.init_distributed`: where ranks meet, with a launcher and without one."""
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,15 @@ def train(rank: int, init_method: str, folder: Path) -> None:
     (folder / str(rank)).write_text(repr(run(engine, steps=2)))
 
 
+def train_as_task(rank: int, port: int, folder: Path) -> None:
+    """The same of one task of two that srun has started."""
+    task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": 2}
+    os.environ |= {name: str(value) for name, value in task.items()} | {"MASTER_PORT": str(port)}
+    deepspeed.init_distributed()
+    assert os.environ["LOCAL_RANK"] == str(rank)
+    (folder / f"task {rank}").write_text(repr(run(engine_of(), steps=2)))
+
+
 @ranks(2)
 def expected_losses(folder: Path) -> None:
     """Write the losses of two ranks that have met as the launcher says."""
@@ -27,12 +38,15 @@ def expected_losses(folder: Path) -> None:
         (folder / "launched").write_text(repr(losses))
 
 
-def test_processes_that_no_launcher_started_meet_at_a_file(tmp_path):
+def test_processes_that_no_launcher_started_meet_at_a_file_or_as_tasks_of_slurm(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     processes = [call(train, rank, f"file://{tmp_path}/meeting", tmp_path) for rank in range(2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    processes += [call(train_as_task, rank, port, tmp_path) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0] * 4
     expected_losses(folder=tmp_path)
-    losses = {(tmp_path / name).read_text() for name in ("0", "1", "launched")}
-    assert len(losses) == 1
+    names = ("0", "1", "task 0", "task 1", "launched")
+    assert len({(tmp_path / name).read_text() for name in names}) == 1
 
 
 @ranks(2)
