@@ -15,9 +15,10 @@ from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.activations import Activations, ActivationTraces, MicroBatch
 from megatron_zpp.planner.node_traffic import mean_of_nodes
+from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, layer_kinds, plan_places
+from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, plan_places
 from megatron_zpp.planner.state_memory import (
     GRADIENTS,
     MOMENTS,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_zpp.model.part import Part
+from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
@@ -391,13 +392,6 @@ def plan_places(
         )
         for _, (first, *rest) in groupby(range(size), kind)
     ]
-
-
-def layer_kinds(config: Config) -> list[tuple[object, ...]]:
-    """Return, for each layer, what its time and memory depend on, and how it is recomputed."""
-    model, group = config.model, config.recompute.recompute_num_layers
-    layers = zip(model.moe_layers, model.windows, model.layers_without_rope, strict=True)
-    return [(*kind, layer % group) for layer, kind in enumerate(layers)]
 
 
 def _stored_bytes(specs: Sequence[ShardSpec]) -> int:
