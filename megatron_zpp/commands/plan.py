@@ -47,6 +47,7 @@ usage: {program} [FLAGS OF THE RUN] --cluster NAME --nodes N [FLAGS]
 Compares the configurations of a training run on a cluster that you do not have: memory, bytes
 between nodes and step time. The flags of the run are those of pretrain_gpt.py."""
 ROUNDING = 0.05  # by how much --batch-tokens may be rounded
+ROWS_OF_A_LINE = 100  # where progress is no terminal's
 USAGE_ERROR, FITS_NOWHERE = 2, 1
 _COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9}
 
@@ -102,11 +103,16 @@ def main(argv: Sequence[str], program: str = "megatron-zpp plan") -> int:
         for path in flags.calibrate or ():
             cluster = calibrate_by_log(cluster, config, vocab_size, path)
         search = Search(config, vocab_size, cluster)
-        with Console(stderr=True).status("comparing configurations") as status:
-            plan = search.run(
-                only_flags=flags.as_given,
-                on_row=lambda count: status.update(f"{count} configurations compared"),
-            )
+        console = Console(stderr=True, highlight=False)
+        with console.status("comparing configurations") as status:
+
+            def show(count: int) -> None:
+                text = f"{count} configurations compared"
+                status.update(text)
+                if not console.is_terminal and count % ROWS_OF_A_LINE == 0:
+                    console.print(text)
+
+            plan = search.run(only_flags=flags.as_given, on_row=show)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR

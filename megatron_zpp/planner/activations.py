@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +27,7 @@ from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.balanced_routing import BalancedRouting, IntegersWithValues
-from megatron_zpp.planner.parts.meta_model import MetaModel, largest_block
+from megatron_zpp.planner.parts.meta_model import META, MetaModel, largest_block
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step_or_skip import local_part
@@ -90,6 +90,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable, types: Sequence, args: tuple = (), kwargs: Mapping | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return _device_of(args[0])  # most of all calls, which need not pass other modes
         result = func(*args, **(kwargs or {}))
         has_new = self._add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         if has_new or func._schema.is_mutable:  # a mutable op may have resized a storage
@@ -119,9 +121,15 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, InFlightTensor):
                 continue  # it wraps a buffer that is counted
             storage = tensor.untyped_storage()
-            if tensor.device.type != "meta" and storage not in self._excluded:
+            device = _device_of(tensor) if isinstance(tensor, FakeTensor) else tensor.device
+            if device.type != "meta" and storage not in self._excluded:
                 self._storages.add(storage)
         return len(self._storages) != num_before
+
+
+def _device_of(tensor: FakeTensor) -> torch.device:
+    """Return the device of a fake tensor, which in a kernel is on the meta device."""
+    return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing
+from megatron_zpp.planner.parts.balanced_stages import stage_flags
 from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
 from megatron_zpp.planner.search import MUCH_FASTER, TIE, Plan, Row, Search
 from megatron_zpp.planner.timing.hardware import GIB
@@ -171,6 +172,8 @@ def describe(row: Row) -> str:
     tensor, pipe, context, chunks = candidate.sizes
     sizes = {"tensor": tensor, "pipeline": pipe, "stages a rank": chunks, "context": context}
     axes = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    uneven = stage_flags(candidate.config.parallel) if pipe > 1 else {}
+    axes += [f"{name} {value}" for name, value in uneven.items()]
     if candidate.expert_ranks is not None:
         axes.append(f"experts over {candidate.expert_ranks}")
     if candidate.interval > 1:

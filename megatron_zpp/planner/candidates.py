@@ -8,6 +8,7 @@ from math import gcd, prod
 from types import MappingProxyType
 from typing import Any
 
+from megatron_zpp.planner.parts.balanced_stages import LayerSeconds, balanced_stages
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
@@ -17,6 +18,9 @@ from zeropp.settings.sync_schedule import SyncSchedule
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.route import Nodes
 
+# Two step times that differ by less are not told apart: the median error of predicted speedups
+# (docs/planning.md).
+TIE = 0.07
 LARGEST_MICRO_BATCH = 64  # samples
 LARGEST_PIPELINE = 16  # ranks
 STAGES_PER_RANK = (1, 2)
@@ -91,33 +95,39 @@ class Candidate:
         return prod(self.sizes) > 1
 
 
-def all_parallel(base: Config, nodes: Nodes) -> Iterator[tuple[ParallelConfig, Nodes]]:
+def all_parallel(
+    base: Config, nodes: Nodes, seconds: LayerSeconds
+) -> Iterator[tuple[ParallelConfig, Nodes]]:
     """Yield how ranks of `nodes` may share the work of `base`, and the nodes of the data axis.
 
     The first is without axes beside the data axis. Tensor ranks stay in a node, with sequence
-    parallelism; context ranks are for long sequences, or where `base` has them.
+    parallelism; context ranks are for long sequences, or where `base` has them. Stages are balanced
+    by the `seconds` of layers.
     """
     length, own_size = base.model.seq_length, base.parallel.context_parallel_size
+    own_pipe, layers = base.parallel.pipeline_model_parallel_size, base.model.num_layers
+    own_chunks = len(base.parallel.stages(layers)) // own_pipe
     contexts = {1, own_size, *(2**i for i in range(1, 7) if length >= 2 ** (i - 1) * LONG_SEQUENCE)}
-    pipes = [each for each in _divisors(base.model.num_layers) if each <= LARGEST_PIPELINE]
+    pipes = sorted({*range(1, min(LARGEST_PIPELINE, layers) + 1), own_pipe})
+    all_chunks = sorted({*STAGES_PER_RANK, own_chunks})
     for tensor, pipe, context, chunks in product(
-        _divisors(nodes.ranks_per_node), pipes, sorted(contexts), STAGES_PER_RANK
+        _divisors(nodes.ranks_per_node), pipes, sorted(contexts), all_chunks
     ):
-        if chunks > 1 and pipe == 1:
+        if chunks > 1 and pipe == 1 or nodes.num_ranks % pipe:
             continue
-        parallel = replace(
+        sized = replace(
             base.parallel,
             tensor_model_parallel_size=tensor,
             sequence_parallel=tensor > 1,
             pipeline_model_parallel_size=pipe,
             num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
             num_layers_per_virtual_pipeline_stage=None,
-            decoder_first_pipeline_num_layers=None,
-            decoder_last_pipeline_num_layers=None,
             context_parallel_size=context,
         )
-        for size in _expert_sizes(base, parallel, nodes):
-            parallel = replace(parallel, expert_model_parallel_size=size)
+        for staged, size in product(
+            balanced_stages(sized, base.parallel, seconds, TIE), _expert_sizes(base, sized, nodes)
+        ):
+            parallel = replace(staged, expert_model_parallel_size=size)
             data_nodes = _data_nodes(base, parallel, nodes)
             if data_nodes is not None:
                 yield parallel, data_nodes
@@ -150,6 +160,7 @@ def _divisors(number: int) -> list[int]:
 
 def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes | None:
     """Return the nodes of the data axis; None for sizes that the trainer would refuse."""
+    base = replace(base, batch=replace(base.batch, micro_batch_size=1))  # others are compared
     try:
         replicas = parallel.num_replicas(nodes.num_ranks)
         Schedules.of(base).batch_size.check(replicas)

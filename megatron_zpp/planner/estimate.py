@@ -15,6 +15,7 @@ from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.activations import Activations, ActivationTraces, MicroBatch
 from megatron_zpp.planner.node_traffic import mean_of_nodes
+from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, plan_places
@@ -130,12 +131,16 @@ def _with_local_steps(result: Estimate, run: PlannedRun, planned: PlannedLocalSt
 def _fullest(places: Places, traces: ActivationTraces) -> tuple[Estimate, PlannedRun]:
     """Return the run that needs most memory, and its estimate.
 
-    Between the ends of a pipeline a rank with as many layers needs less than the first, which holds
-    more micro-batches.
+    Of ranks between the ends of a pipeline with the same kinds of layers, the first holds the most
+    micro-batches.
     """
-    first, *_ = (run for run, _ in places)
-    chosen = [run for run, _ in places if run.num_layers > first.num_layers or run.has_end]
-    estimates = ((estimate_run(run, traces), run) for run in chosen)
+    (first, _), *_ = places
+    kinds = layer_kinds(first.config)
+    chosen: dict[object, PlannedRun] = {}
+    for run, _ in places:
+        layers = tuple(kinds[layer] for stage in run.stages for layer in stage.layers)
+        chosen.setdefault((layers, run.stages[-1].is_last), run)
+    estimates = ((estimate_run(run, traces), run) for run in chosen.values())
     return max(estimates, key=lambda each: each[0].device_bytes + each[0].host_bytes)
 
 

@@ -1,6 +1,7 @@
 """A plan as a person reads it, and as JSON."""
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from megatron_zpp.monitor.expected_step import settings_key
 from megatron_zpp.planner.advice import about_local_steps, advice, loss_of, why_not
 from megatron_zpp.planner.candidates import RECOMPUTED
+from megatron_zpp.planner.parts.balanced_stages import stage_flags
 from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
 from megatron_zpp.planner.search import Plan, Row
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
@@ -73,7 +75,8 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
         best = plan.advised
         settings = best.candidate.settings
         console.print(f"\n{advice(plan)}", soft_wrap=True)
-        console.print(f"flags: {_flags(best)}", soft_wrap=True)
+        words = shlex.join(_flags(best).split())  # a method may have a |
+        console.print(f"flags: {words}", soft_wrap=True)
         if settings.zero:
             console.print(f"JSON: {json.dumps(settings.to_json())}", soft_wrap=True)
 
@@ -259,6 +262,7 @@ def _flags(row: Row) -> str:
         "--tensor-model-parallel-size": tensor if tensor > 1 else None,
         "--pipeline-model-parallel-size": pipe if pipe > 1 else None,
         "--num-virtual-stages-per-pipeline-rank": chunks if chunks > 1 else None,
+        **(stage_flags(parallel) if pipe > 1 else {}),
         "--context-parallel-size": context if context > 1 else None,
         "--expert-model-parallel-size": row.candidate.expert_ranks,
         "--cp-comm-type": parallel.cp_comm_type if context > 1 else None,

@@ -6,9 +6,12 @@ from functools import cached_property
 from math import prod
 from types import MappingProxyType
 
+import torch
+
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.planner.activations import ActivationTraces
 from megatron_zpp.planner.candidates import (
+    TIE,
     Candidate,
     all_parallel,
     candidates_of,
@@ -17,12 +20,14 @@ from megatron_zpp.planner.candidates import (
 )
 from megatron_zpp.planner.estimate import estimate_places
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
+from megatron_zpp.planner.parts.balanced_stages import LayerSeconds
 from megatron_zpp.planner.parts.loss_of_local_steps import compared_intervals
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import Places, plan_places
+from megatron_zpp.planner.timing.computing import layer_seconds
 from megatron_zpp.planner.timing.exchange_time import Exchange
-from megatron_zpp.planner.timing.hardware import GIB, Cluster
+from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
 from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.recipe.expert_ranks import with_expert_ranks
@@ -32,9 +37,6 @@ from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
 from zeropp.wire.route import Nodes
 from zeropp.wire.traffic import HOPS
 
-# Two step times that differ by less are not told apart: the median error of predicted speedups
-# (docs/planning.md).
-TIE = 0.07
 BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit
 # Local steps lose loss, which more computing makes up for: three times as much lowers the loss by
 # 5% (Kaplan et al. 2020, arXiv:2001.08361: C^-0.05), which is more than the published ones lose.
@@ -140,6 +142,13 @@ class Search:
         """The number of the model's parameters."""
         return self._model.whole.num_parameters()
 
+    @cached_property
+    def _layer_seconds(self) -> LayerSeconds:
+        """The seconds of layers with the sizes of the flags."""
+        dtype = getattr(torch, self.base.zero.compute_format)
+        rates = self.cluster.at(TYPICAL, dtype)
+        return layer_seconds(self.base, self.vocab_size, dtype.itemsize, rates)
+
     def run(self, *, only_flags: bool = False, on_row: Callable[[int], None] | None = None) -> Plan:
         """Return the plan; `only_flags` looks at the configuration of the flags alone.
 
@@ -183,7 +192,7 @@ class Search:
 
     def _rows(self) -> Iterator[Row]:
         """Yield all rows of steps that all ranks take together."""
-        for parallel, nodes in all_parallel(self.base, self.nodes):
+        for parallel, nodes in all_parallel(self.base, self.nodes, self._layer_seconds):
             yield from self._rows_with(parallel, nodes, self.cluster.num_ranks)
 
     def _alone(self) -> list[Row]:
@@ -210,8 +219,8 @@ class Search:
         if rest:
             return
         share = replace(self.base, batch=replace(self.base.batch, global_batch_size=samples))
-        fits = False
-        for parallel, nodes in all_parallel(share, Nodes.of(range(size), size)):
+        fits, alone = False, Nodes.of(range(size), size)
+        for parallel, nodes in all_parallel(share, alone, self._layer_seconds):
             if fits and parallel.num_replicas(size) < size:
                 return
             for row in self._rows_with(parallel, nodes, size, interval):
@@ -240,14 +249,22 @@ class Search:
         """Yield rows until micro-batches are too large for each kind of recomputation.
 
         With `skips_recomputed`, none that recompute more than the first that fits: they are slower.
+        If the smallest micro-batch does not fit with all blocks recomputed, only that is yielded:
+        others need more.
         """
+        candidates = list(candidates)
+        least = next((each for each in candidates if each.recomputed == "all"), None)
+        least_row = None if least is None else self.row(least)
+        if least_row is not None and not least_row.fits and _keeps_least(least):
+            yield least_row
+            return
         too_large: set[str] = set()
         fitting: set[int] = set()  # micro-batches
         for candidate in candidates:
             is_slower = skips_recomputed and candidate.micro_batch in fitting
             if candidate.recomputed in too_large or is_slower:
                 continue
-            row = self.row(candidate)
+            row = least_row if candidate is least else self.row(candidate)
             if row.fits:
                 fitting.add(candidate.micro_batch)
             else:
@@ -340,6 +357,12 @@ def _best(rows: Sequence[Row], places: Sequence[int]) -> Row:
 def _simplest_first(row: Row) -> tuple[int, int, float]:
     candidate = row.candidate
     return candidate.settings.inexactness, prod(candidate.sizes), row.time.typical
+
+
+def _keeps_least(candidate: Candidate) -> bool:
+    """Whether recomputing all blocks needs least: of a single one it keeps the input besides."""
+    config = candidate.config
+    return min(map(len, config.parallel.stages(config.model.num_layers))) > 1
 
 
 def _is_same(row: Row, other: Row) -> bool:

@@ -61,6 +61,7 @@ class StepSimulation:
         self.run = run
         self.allocated = initial_bytes(run)
         self.peak = Counter({WEIGHTS: run.construction_bytes})
+        self._most = self.peak.total()
         self._chunks = _chunks(run, activations)
         self._roots = {chunk.root for chunk in self._chunks}
         self._gathered: set[int] = set()  # units with gathered weights
@@ -97,9 +98,9 @@ class StepSimulation:
 
     def _record(self, temporary: Mapping[str, int] = MappingProxyType({})) -> None:
         """Update the peak, with temporary bytes by kind."""
-        current = self.allocated + Counter(temporary)
-        if current.total() > self.peak.total():
-            self.peak = current
+        num_bytes = sum(self.allocated.values()) + sum(temporary.values())
+        if num_bytes > self._most:
+            self._most, self.peak = num_bytes, self.allocated + Counter(temporary)
 
     def _forward(self, chunk: _Chunk) -> None:
         """Simulate a forward pass; what has arrived for it stays until its backward pass."""

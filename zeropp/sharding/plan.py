@@ -7,6 +7,7 @@ and a planner of runs for models on the meta device. See docs/adr/0021.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -128,17 +129,17 @@ class Plan:
     units: tuple[UnitPlan, ...] = ()
     is_plain: bool = False
 
-    @property
+    @cached_property
     def axes(self) -> tuple[DataAxis, ...]:
         """The axes of the units, each once."""
         return tuple(dict.fromkeys(unit.axis for unit in self.units))
 
-    @property
+    @cached_property
     def axis(self) -> DataAxis | None:
         """The data axis, which has the ranks of all others; None where nothing is sharded."""
         return max(self.axes, key=lambda axis: axis.nodes.num_ranks, default=None)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """How many ranks share the units of that axis."""
         return 1 if self.axis is None else self.axis.nodes.num_ranks

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_zpp.model.part import Part
+from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
@@ -114,7 +115,7 @@ class PlannedRun:
     def stage(self) -> int:
         return self.plan.stage
 
-    @property
+    @cached_property
     def uses_engine(self) -> bool:
         """Return whether `zeropp.shard` wraps the model.
 
@@ -124,7 +125,7 @@ class PlannedRun:
         is_single_fp32 = self.num_ranks == 1 and self.compute_dtype.itemsize == FP32_BYTES
         return not is_single_fp32 or self._requires_engine
 
-    @property
+    @cached_property
     def regathers(self) -> bool:
         """Return whether blocks are gathered for each use and freed after it."""
         return self.stage == 3 and (self.num_ranks > 1 or self._requires_engine)
@@ -368,18 +369,22 @@ def plan_places(
     """Return the run at the places of its pipeline that differ: its ends, and between them.
 
     Of the places between the ends, the first holds the activations of the most micro-batches, and
-    those differ whose neighbours are on another node. Takes and raises what `plan_run` does.
+    those differ that have other layers, or neighbours on another node. Takes and raises what
+    `plan_run` does.
     """
     model = MetaModel(config, vocab_size) if model is None else model
     size = config.parallel.pipeline_model_parallel_size
     stride = nodes.num_ranks // size
 
-    def kind(place: int) -> tuple[bool, ...]:
-        """Return what places have in common: which ends they are, of the pipeline and of a node."""
+    stages, layers = config.parallel.stages(config.model.num_layers), layer_kinds(config)
+
+    def kind(place: int) -> tuple[object, ...]:
+        """Return what places have in common: layers, ends of the pipeline, and ends of a node."""
+        own = [layers[each.start : each.stop] for each in stages[place::size]]
         ends = place * stride, (place + 1) * stride
         in_node = stride < nodes.ranks_per_node
         begins, closes = (in_node and end % nodes.ranks_per_node == 0 for end in ends)
-        return place == 0, place == size - 1, begins, closes
+        return place == 0, place == size - 1, begins, closes, own
 
     return [
         (

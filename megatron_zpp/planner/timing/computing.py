@@ -18,6 +18,7 @@ from megatron_zpp.model.flops import (
     projections,
     recomputed_layers,
 )
+from megatron_zpp.planner.parts.balanced_stages import LayerSeconds
 from megatron_zpp.planner.timing.hardware import Rates, hardware_table
 from megatron_zpp.settings.config import Config
 
@@ -86,6 +87,18 @@ def expert_passes(config: Config, place: int, size: int, itemsize: int, rates: R
     streamed = model.moe_router_topk * _mlp_bytes(config) * width
     elementwise = tokens * streamed * itemsize / BYTES_16_BIT / rates.memory
     return _passes(config, place, products, 0.0, elementwise)
+
+
+def layer_seconds(config: Config, vocab_size: int, itemsize: int, rates: Rates) -> LayerSeconds:
+    """Return what a micro-batch takes in each layer, and in the output layer with the loss."""
+    head, layers = head_passes(config, vocab_size, itemsize, rates), []
+    for layer, has_experts in enumerate(config.model.moe_layers):
+        passes = layer_passes(config, layer, 0, itemsize, rates)
+        if has_experts:
+            size = config.parallel.expert_model_parallel_size or 1
+            passes += expert_passes(config, 0, size, itemsize, rates)
+        layers.append(passes.forward + passes.backward)
+    return LayerSeconds(layers=tuple(layers), head=head.forward + head.backward)
 
 
 def _passes(

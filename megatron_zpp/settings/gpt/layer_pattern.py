@@ -6,6 +6,7 @@ of lists, as in [0,0,0,1]*8+[0,1].
 
 import ast
 from collections.abc import Sequence
+from functools import cache
 
 from zeropp.errors import InputError
 
@@ -37,6 +38,7 @@ def window_text(window: int) -> str:
     return f"{window - 1},0"
 
 
+@cache
 def marks_of(text: str, num_layers: int, flag: str, *, nth: bool = True) -> tuple[bool, ...]:
     """Return each layer's mark: its 1 or 0 in a list; for a frequency, `nth` at every N-th layer.
 

@@ -1,0 +1,120 @@
+"""Pipelines whose ranks have unequal numbers of layers: which are compared, and what they take."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megatron_zpp.planner.activations import ActivationTraces
+from megatron_zpp.planner.candidates import TIE, all_parallel, given_candidate
+from megatron_zpp.planner.estimate import estimate_places, estimate_run
+from megatron_zpp.planner.parts.balanced_stages import LayerSeconds, balanced_stages, stage_flags
+from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
+from megatron_zpp.planner.search import Search
+from megatron_zpp.planner.timing.hardware import Description, find_cluster
+from megatron_zpp.settings.arguments import parse
+from zeropp.wire.route import Nodes
+
+FLAGS = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16 --zero-stage 1 "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --global-batch-size 16 "
+    "--hidden-dropout 0 --attention-dropout 0 "
+)
+MOE = "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+PP4 = "--pipeline-model-parallel-size 4 "
+NODES = Nodes.of(range(8), 8)
+VOCABULARY = 256
+
+
+def config_of(num_layers, flags=""):
+    return parse(f"--num-layers {num_layers} {FLAGS}{flags}".split(), 8)
+
+
+def compared(num_layers, flags="", head=0.5, layers=None):
+    """The layers of each rank of the pipelines that are compared without tensor ranks, by size."""
+    config = config_of(num_layers, flags)
+    seconds = LayerSeconds(layers=tuple(layers or [1.0] * num_layers), head=head)
+    result = {}
+    for parallel, _ in all_parallel(config, NODES, seconds):
+        size, words = parallel.pipeline_model_parallel_size, f"--num-layers {num_layers} {FLAGS}"
+        if parallel.tensor_model_parallel_size > 1 or parallel.num_virtual_stages_per_pipeline_rank:
+            continue
+        if size > 1:  # the trainer reads the same from the flags that are printed
+            words += f"--pipeline-model-parallel-size {size} "
+            words += " ".join(f"{name} {value}" for name, value in stage_flags(parallel).items())
+        taken = parse(words.split(), 8).parallel.stages(num_layers)
+        assert taken == parallel.stages(num_layers)
+        result.setdefault(size, []).append(list(map(len, taken)))
+    return result
+
+
+def test_ranks_that_do_not_divide_the_layers_are_compared_with_the_best_balance():
+    by_size = compared(13)
+    assert by_size[2] == [[7, 6]] and by_size[4] == [[3, 4, 4, 2]]  # the head is half a layer
+    assert by_size[8] == [[1, 1, 1, 2, 2, 2, 2, 2]]  # no other way is as short
+    assert compared(12, head=0.0) | {8: []} == {1: [[12]], 2: [[6, 6]], 4: [[3] * 4], 8: []}
+
+
+def test_the_output_layer_counts_where_that_balances_better():
+    assert compared(8, head=3.0)[2] == [[4, 4], [5, 3]]
+    assert compared(8, head=3.0)[4] == [[2, 2, 2, 2], [3, 2, 2, 1]]
+    light = [0.1] * 3 + [1.0] * 5
+    assert compared(8, head=0.0, layers=light)[2] == [[4, 4], [5, 3]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_other_layers_of_the_ends_are_faster(seed):
+    layers = [1.0 + (seed * each) % 3 for each in range(11)]
+    seconds = LayerSeconds(layers=tuple(layers), head=2.0 * seed)
+    parallel = config_of(11, "--decoder-first-pipeline-num-layers 5 " + PP4).parallel
+    other = replace(parallel, pipeline_model_parallel_size=2)
+    chosen = min(max(seconds.of_ranks(way)) for way in balanced_stages(parallel, other, seconds, 0))
+    for middle in range(1, 5):
+        for first in range(1, 11 - 2 * middle):
+            ends = pairwise((0, first, first + middle, first + 2 * middle, 11))
+            by_rank = [sum(layers[begin:end]) for begin, end in ends]
+            by_rank[-1] += seconds.head
+            assert chosen <= max(by_rank)
+
+
+def test_what_flags_say_about_stages_is_taken_as_it_is():
+    flags = PP4 + "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3 "
+    by_size = compared(12, flags)
+    assert by_size[4] == [[1, 4, 4, 3]] and by_size[2] == [[6, 6]]
+    # The micro-batch of the flags, 4, does not divide the batch of 8 replicas, but others do.
+    method = compared(13, PP4 + "--pp-partition-method type:transformer ")
+    assert method == {1: [[13]], 2: [[6, 7]], 4: [[3, 3, 3, 4]], 8: [[1, 1, 1, 2, 2, 2, 2, 2]]}
+
+
+CASES = (
+    "--pp-partition-method type:transformer ",
+    "--decoder-first-pipeline-num-layers 1 ",
+    MOE + "--pp-partition-method type:transformer --moe-layer-freq [0,0,0,1,1,1,1] ",
+)
+
+
+@pytest.mark.parametrize("flags", CASES)
+def test_memory_is_that_of_the_fullest_of_all_ranks(flags):
+    config = config_of(7, PP4 + flags + "--micro-batch-size 2 ")
+    places = plan_places(config, VOCABULARY, NODES, is_cpu=False)
+    by_place = [run.num_layers for run, count in places for _ in range(count)]
+    assert by_place == list(map(len, config.parallel.stages(7)))
+    traces = ActivationTraces()
+    each = [
+        estimate_run(plan_run(config, VOCABULARY, NODES, is_cpu=False, place=place), traces)
+        for place in range(4)
+    ]
+    expected = max(result.device_bytes for result in each)
+    assert estimate_places(places, traces).device_bytes == expected
+
+
+def test_the_slowest_stage_counts():
+    cluster = find_cluster(Description(cluster="dgx-a100", num_nodes=1))
+    times = []
+    for first, last in ((2, 2), (1, 3), (3, 1)):
+        flags = f"--decoder-first-pipeline-num-layers {first} "
+        flags += f"--decoder-last-pipeline-num-layers {last} --pipeline-model-parallel-size 2 "
+        flags += "--hidden-size 2048 --seq-length 2048 --micro-batch-size 1 "
+        searched = Search(config_of(4, flags), VOCABULARY, cluster)
+        times.append(searched.seconds(given_candidate(searched.base)))
+    assert min(times[1:]) > times[0] * (1 + TIE)
