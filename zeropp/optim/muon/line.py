@@ -58,7 +58,7 @@ def _rounds(
 def line_of(parameter: Tensor, config: ZeroConfig) -> Line:
     """Return the line that shards a parameter by its rows; raises InputError for other dims."""
     (axis, dim), *_ = [*_axes(parameter, of_model=False), (None, 0)]
-    if dim != 0 and parameter.ndim == 2:
+    if dim > parameter.ndim - 2:
         raise InputError(
             f"Muon: a matrix of shape {list(parameter.shape)} is sharded in dimension {dim}: "
             "shard rows, as fully_shard does by default, or give it to AdamW (use_muon=False)"
@@ -100,7 +100,7 @@ def matrix_of(parameter: Tensor, *, is_transposed: bool = False) -> Matrix:
     )
     num_ranks, dim = next(sizes, (1, 0))
     number, *sides = shape
-    pieces = num_ranks if dim == 1 else 1
+    pieces = num_ranks if dim == 1 else 1  # of each matrix; rows are in the order of ranks
     rows, padded = sides[0] // pieces, -(-number * pieces // num_ranks) * num_ranks
     scaled_as = tuple(reversed(sides) if is_transposed else sides)
     firsts = (range(i * rows, number * pieces * rows, number * rows) for i in range(number))
