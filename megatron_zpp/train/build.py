@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.train.inputs import TRAIN, data_bytes, open_datasets, open_inputs, sample_sizes
+from megatron_zpp.train.inputs import TRAIN, open_inputs
 from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
@@ -69,9 +69,8 @@ def build_run(
     scaler = build_scaler(config.precision)
     local_steps = build_local_steps(config, ranks, sharding, optimizer)
     beginning = load(config, ranks, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps)
-    if earlier := beginning.earlier_sizes:
-        longer = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer, earlier))
-        batches = replace(batches, datasets=longer)
+    if beginning.earlier_sizes:
+        batches = batches.behind(beginning.earlier_sizes, config, tokenizer)
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, beginning)
     trainer = Trainer(
@@ -93,8 +92,7 @@ def build_run(
         console=console,
         writer=AsyncWriter() if config.checkpoint.save and config.checkpoint.async_save else None,
         lock=save_lock,
-        sample_sizes=[*beginning.earlier_sizes, sample_sizes(config)],
-        data_bytes=data_bytes(config.data),
+        earlier_sizes=beginning.earlier_sizes,
     )
     run = Run(
         config=config,

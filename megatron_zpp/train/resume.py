@@ -64,8 +64,7 @@ class Saver:
     console: Console
     writer: AsyncWriter | None  # with --async-save
     lock: FolderLock | None  # of the folder
-    sample_sizes: list[Sequence[int]]  # of the datasets, first those of the runs before
-    data_bytes: Mapping[str, int]
+    earlier_sizes: Sequence[Sequence[int]]
 
     def save(self) -> None:
         """Save a checkpoint; all ranks call it.
@@ -138,8 +137,8 @@ class Saver:
             num_worlds=trainer.ranks.num_worlds,
             node=trainer.ranks.node,
             launch=trainer.ranks.launch,
-            sample_sizes=self.sample_sizes,
-            data_bytes=self.data_bytes,
+            sample_sizes=[*self.earlier_sizes, sample_sizes(config)],
+            data_bytes=data_bytes(config.data),
             tokenizer=self.tokenizer.fingerprint,
             loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},
             schedule={"scheduled_samples": counters.scheduled_samples, **trainer.schedules.state()},
