@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.train.inputs import TRAIN, Batches, data_bytes, open_datasets, open_inputs
+from megatron_zpp.train.inputs import TRAIN, open_inputs
 from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
@@ -69,7 +69,8 @@ def build_run(
     beginning = load(
         config, ranks, source, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps=local
     )
-    batches = _continued(batches, beginning.earlier_sizes, config, tokenizer, ranks)
+    if beginning.earlier_sizes:
+        batches = batches.behind(beginning.earlier_sizes, config, tokenizer)
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, beginning)
     trainer = Trainer(
@@ -91,7 +92,6 @@ def build_run(
         console=console,
         lock=save_lock,
         earlier_sizes=beginning.earlier_sizes,
-        data_bytes=data_bytes(config.data),
     )
     run = Run(
         config=config,
@@ -108,20 +108,6 @@ def build_run(
     console.table("Megatron-Z++", rows := summary(run))
     metrics.use_facts(partial(run_facts, run, rows))
     return run
-
-
-def _continued(
-    batches: Batches,
-    earlier: Sequence[Sequence[int]],
-    config: Config,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-) -> Batches:
-    """Return the batches, of datasets that go on behind the samples of `earlier` runs."""
-    if not earlier:
-        return batches
-    longer = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer, earlier))
-    return replace(batches, datasets=longer)
 
 
 def passes_of(sharding: Sharding, ranks: Ranks) -> OneStage | Pipeline:

@@ -42,6 +42,13 @@ class Batches:
     ranks: Ranks
     eod: int
 
+    def behind(
+        self, earlier: Sequence[Sequence[int]], config: Config, tokenizer: Tokenizer
+    ) -> "Batches":
+        """The same data in the order of runs of `earlier` sizes, extended; all ranks call it."""
+        opened = self.ranks.rank_zero_first(lambda: open_datasets(config, tokenizer, earlier))
+        return replace(self, datasets=opened)
+
     def loader(self, split: int, consumed_samples: int, skipped: Sequence[range] = ()) -> Loader:
         """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks.
 

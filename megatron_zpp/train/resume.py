@@ -75,8 +75,7 @@ class Saver:
     metrics: Metrics
     console: Console
     lock: FolderLock | None  # of the folder
-    earlier_sizes: Sequence[Sequence[int]]  # of the datasets of the runs before
-    data_bytes: Mapping[str, int]
+    earlier_sizes: Sequence[Sequence[int]]
 
     @cached_property
     def writer(self) -> AsyncWriter | None:
@@ -156,7 +155,7 @@ class Saver:
             node=trainer.ranks.node,
             launch=trainer.ranks.launch,
             sample_sizes=[*self.earlier_sizes, sample_sizes(config)],
-            data_bytes=self.data_bytes,
+            data_bytes=data_bytes(config.data),
             tokenizer=self.tokenizer.fingerprint,
             loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},
             schedule={"scheduled_samples": counters.scheduled_samples, **trainer.schedules.state()},
