@@ -4,7 +4,9 @@ Both directions go tensor by tensor, so memory holds one tensor and not the mode
 """
 
 import logging
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.iteration_folders import candidates
-from megatron_zpp.checkpoint.safetensors_files import DTYPES, SUFFIX, write_safetensors
+from megatron_zpp.checkpoint.safetensors_files import DTYPES, SUFFIX, Item, write_safetensors
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.interchange import gguf
 from megatron_zpp.interchange.adapters.peft_export import write_peft
@@ -127,7 +129,7 @@ def export_model(
     if origin is not None:
         copy_files(origin, output, (GENERATION,))
     has_tokenizer = bool(write_tokenizer(opened.tokenizer_config, opened.tokenizer, output))
-    content |= _dtype_entry(content, {item.dtype for item in items})
+    content |= _dtype_entries(content, items)
     write_json(output / CONFIG, content)
     return paths, has_tokenizer
 
@@ -208,10 +210,11 @@ def _read_origin(folder: Path) -> HuggingFaceConfig:
     return parse_config(read_config(folder), str(folder / CONFIG))
 
 
-def _dtype_entry(content: Mapping[str, Any], dtypes: set[torch.dtype]) -> dict[str, str]:
-    """Return the entry for the dtype of the weights, under the key that `content` has for it."""
-    if len(dtypes) > 1:
-        return {}
-    (dtype,) = dtypes
-    key = next((key for key in DTYPE_KEYS if key in content), DTYPE_KEYS[-1])
-    return {key: str(dtype).removeprefix("torch.")}
+def _dtype_entries(content: Mapping[str, Any], items: Sequence[Item]) -> dict[str, str]:
+    """Return entries for the dtype of most weights, under the keys that `content` has for it."""
+    elements: Counter[torch.dtype] = Counter()
+    for item in items:
+        elements[item.dtype] += math.prod(item.shape)
+    keys = [key for key in DTYPE_KEYS if key in content] or DTYPE_KEYS[-1:]
+    ((dtype, _),) = elements.most_common(1)
+    return dict.fromkeys(keys, str(dtype).removeprefix("torch."))

@@ -53,6 +53,12 @@ class TrainingConfig(Section):
     exit_signal_handler: bool = flag(
         False, "save and stop on SIGTERM", aliases=("exit-signal-handler-for-training",)
     )
+    exit_signal: str = flag(
+        "SIGTERM",
+        "a signal on which --exit-signal-handler saves and stops, beside SIGTERM and SIGINT",
+        choices=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGALRM"),
+        no_effect=needs("--exit-signal-handler", lambda c: c.training.exit_signal_handler),
+    )
     kill_switch_path: str | None = flag(
         None, "save and stop when this file exists", aliases=("kill-switch-file",)
     )

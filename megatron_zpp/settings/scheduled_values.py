@@ -191,7 +191,7 @@ class LearningRate:
     def _share(self, n: float) -> float:
         """The share of the way from the minimum to the maximum, from 1 to 0."""
         if self.style == "WSD":
-            progress = (n - (self.decay - self.wsd_decay)) / self.wsd_decay
+            progress = (n - (self.decay - self.wsd_decay)) / (self.wsd_decay or 1)
             return _shape(self.wsd_style, max(progress, 0.0))
         return _shape(self.style, (n - self.warmup) / (self.decay - self.warmup))
 

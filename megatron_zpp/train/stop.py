@@ -1,8 +1,8 @@
 """Why a run ends before its last iteration: a signal, a file, an iteration, or the clock.
 
-With `--exit-signal-handler`, SIGTERM and SIGINT are only recorded; after each iteration the loop
-asks whether any rank has received one, and all ranks save and stop together. Without it they end
-the process at once.
+With `--exit-signal-handler`, SIGTERM, SIGINT and `--exit-signal` are only recorded; after each
+iteration the loop asks whether any rank has received one, and all ranks save and stop together.
+Without it they end the process at once.
 """
 
 import os
@@ -37,15 +37,17 @@ class Stopping(AbstractContextManager):
         self._received: int | None = None
         self.interruption: Interrupted | None = None  # raised, maybe caught by others
         self._immediate = not config.exit_signal_handler
+        own = () if self._immediate else (signal.Signals[config.exit_signal],)
+        self._signals = tuple({*SIGNALS, *own})
         self._started = time.monotonic()
         self._handlers = []
 
     def __enter__(self) -> "Stopping":
-        self._handlers = [signal.signal(number, self._receive) for number in SIGNALS]
+        self._handlers = [signal.signal(number, self._receive) for number in self._signals]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in zip(SIGNALS, self._handlers, strict=True):
+        for number, handler in zip(self._signals, self._handlers, strict=True):
             signal.signal(number, handler)
 
     def reason(self, iteration: int, ranks: Ranks, *, meets: bool = True) -> str | None:

@@ -53,10 +53,10 @@ class ScheduleConfig(Section):
         "exponential", "shape of WSD's last part", choices=WSD_STYLES, no_effect=_NEEDS_WSD
     )
     lr_wsd_decay_iters: int | None = flag(
-        None, "iterations of WSD's last part", minimum=1, no_effect=_NEEDS_WSD
+        None, "iterations of WSD's last part", minimum=0, no_effect=_NEEDS_WSD
     )
     lr_wsd_decay_samples: int | None = flag(
-        None, "samples of WSD's last part", minimum=1, no_effect=_NEEDS_WSD
+        None, "samples of WSD's last part", minimum=0, no_effect=_NEEDS_WSD
     )
     override_opt_param_scheduler: bool = flag(
         False,
@@ -77,7 +77,7 @@ class ScheduleConfig(Section):
         one_of("lr_wsd_decay_iters", "lr_wsd_decay_samples", message=_ONE_UNIT),
         Rule(
             ("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-            lambda style, *lengths: style == "WSD" and not any(lengths),
+            lambda style, *lengths: style == "WSD" and lengths == (None, None),
             "{} needs --lr-wsd-decay-iters or --lr-wsd-decay-samples: the length of its last part",
         ),
         at_most("lr_warmup_init", "lr", "{} is above {}"),

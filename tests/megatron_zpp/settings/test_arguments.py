@@ -38,6 +38,7 @@ SETTINGS = (
 --exit-duration-in-mins 30            training.exit_duration_in_mins 30
 --exit-signal-handler                 training.exit_signal_handler true
 --exit-signal-handler-for-training    training.exit_signal_handler true
+--exit-signal SIGUSR1                 training.exit_signal "SIGUSR1"
 --manual-gc                           training.manual_gc true
 --manual-gc-interval 7                training.manual_gc_interval 7
 --no-manual-gc-eval                   training.no_manual_gc_eval true

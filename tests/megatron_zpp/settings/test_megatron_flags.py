@@ -296,7 +296,6 @@ def test_reasons_name_flags_that_are_live():
         ("--main-grads-dtype bf16", "kept in fp32; leave it out"),
         ("--recompute-modules moe_act", "--recompute-granularity full"),
         ("--rerun-mode report_stats", "no step is computed twice"),
-        ("--exit-signal SIGUSR1", "SIGTERM and SIGINT"),
         ("--data-parallel-sharding-strategy everything", "expected one of no_shard, optim"),
         ("--hybrid-context-parallel", "--context-parallel-size"),
         ("--load-tag global_step8", "--ckpt-step"),

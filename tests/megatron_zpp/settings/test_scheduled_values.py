@@ -103,6 +103,8 @@ def test_wsd_is_constant_and_then_decays(style, quarter, half):
     assert wsd(900) == pytest.approx(0.1 + 0.9 * half, rel=RELATIVE)
     assert wsd(1000) == pytest.approx(0.1, rel=RELATIVE)
     assert wsd(1001) == 0.1
+    without = rate("WSD", wsd_style=style, wsd_decay=0.0)  # --lr-wsd-decay-samples 0
+    assert [without(n) for n in (850, 1000, 1001)] == [1.0, 1.0, 0.1]
 
 
 @pytest.mark.parametrize("style", (*STYLES, "constant"))

@@ -10,10 +10,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_zpp.commands.pretrain import main
-from megatron_zpp.settings.config import CheckpointConfig
+from megatron_zpp.settings.config import CheckpointConfig, TrainingConfig
 from megatron_zpp.train import pretrain
 from megatron_zpp.train.pretrain import last_checkpoint
-from megatron_zpp.train.stop import Interrupted
+from megatron_zpp.train.stop import Interrupted, Stopping
 from tests.launched import LAUNCH, launching, rank_pid, wait_for
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
@@ -41,6 +41,18 @@ def slow(*arguments, **options):
 FileSystemWriter.write_data = slow
 exit_process(main(sys.argv[1:]))
 """
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_the_signal_that_a_flag_names_is_recorded_beside_sigterm(name):
+    before = signal.getsignal(signal.SIGUSR1)
+    config = TrainingConfig(exit_signal_handler=True, exit_signal="SIGUSR1")
+    ranks = MagicMock(sum_over_worlds=lambda *values: values)
+    with Stopping(config) as stopping:
+        assert stopping.reason(1, ranks) is None
+        os.kill(os.getpid(), signal.Signals[name])
+        assert stopping.reason(1, ranks) == "a signal (--exit-signal-handler)"
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_an_interruption_can_be_sent_to_other_ranks():

@@ -67,6 +67,8 @@ def test_the_bias_of_a_router_stays_in_fp32(tmp_path: Path) -> None:
     for dtype in (None, "bf16"):
         export_model(open_model(tmp_path / "save"), tmp_path / str(dtype), dtype)
         after = tensors_in(tmp_path / str(dtype))
+        config = json.loads((tmp_path / str(dtype) / "config.json").read_text())
+        assert config["dtype"] == "bfloat16"  # of all others
         assert after.keys() == narrow.keys()
         for name, tensor in narrow.items():
             assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name

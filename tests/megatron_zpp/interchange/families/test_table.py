@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.interchange.conversion import export_model, import_model
 from megatron_zpp.interchange.families.table import FAMILIES, why_unsupported
@@ -71,6 +71,8 @@ def test_a_model_of_our_own(name: str, tmp_path: Path) -> None:
     save_own(model, tmp_path / "save")
     opened = open_model(tmp_path / "save")
     export_model(opened, tmp_path / "back")
+    export_model(opened, tmp_path / "narrow", "bf16")
+    assert AutoConfig.from_pretrained(tmp_path / "narrow").dtype == torch.bfloat16
     eager = {"attn_implementation": "eager"} if name == "gemma2" else {}  # for its caps
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", **eager).eval()
     ours, _ = load_model(tmp_path / "save")
