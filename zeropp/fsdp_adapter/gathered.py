@@ -98,4 +98,4 @@ def gathered_names(unit: FSDPModule) -> dict[nn.Parameter, str]:
 def _shows_shards(group: FSDPParamGroup) -> bool:
     first = group.fsdp_params[0]
     held = getattr(first._module_info.module, first._module_info.param_name)
-    return held is first.sharded_param
+    return held is not first._unsharded_param  # but the shard, or a stand-in for it
