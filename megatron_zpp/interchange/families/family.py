@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 from megatron_zpp.interchange.families.names import NameTable
-from megatron_zpp.interchange.families.settings import Choice
+from megatron_zpp.interchange.families.settings import Choice, Number
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.settings.no_effect_tables import read_toml
 
 
 class FamilySetting(Protocol):
@@ -27,12 +29,12 @@ class FamilySetting(Protocol):
 class Family:
     """A `model_type` and the class of its models: what config.json says, and the weights' names.
 
-    `fields` of ModelConfig are the same in all models of the family. `vocab_size` and `is_tied` are
-    the defaults of transformers. `other_class_names` are classes of the same models elsewhere. Of
-    families of one name the first is meant all of whose `marks` have one of the values in
-    config.json, where a missing key is null. `further_layers` is the key that counts layers which
-    predict further tokens (MTP), if there are such models. `packed_weights` are the methods of
-    quantization whose files can be read.
+    `fields` of ModelConfig are the same in all models of the family. Defaults of `settings` are
+    those of transformers where `defaults.toml` has no other. `other_class_names` are classes of the
+    same models elsewhere. Of families of one name the first is meant all of whose `marks` have one
+    of the values in config.json, where a missing key is null. `further_layers` is the key that
+    counts layers which predict further tokens (MTP), if there are such models. `packed_weights` are
+    the methods of quantization whose files can be read.
     """
 
     name: str
@@ -40,8 +42,6 @@ class Family:
     fields: Mapping[str, Any]
     settings: tuple[FamilySetting, ...]
     names: NameTable
-    vocab_size: int
-    is_tied: bool = False
     further_layers: str | None = None
     packed_weights: tuple[str, ...] = ()
     other_class_names: tuple[str, ...] = ()
@@ -57,11 +57,22 @@ class Family:
         return content.get("model_type") == self.name and has_class and has_marks
 
     @property
+    def vocab_size(self) -> int:
+        """The default of transformers."""
+        return _defaults_of(self.name)["vocab_size"]
+
+    @cached_property
     def all_settings(self) -> tuple[FamilySetting, ...]:
-        """The settings, and whether the embedding is the output layer too."""
+        """The settings with their defaults, and whether the embedding is the output layer too."""
         untied = "untie_embeddings_and_output_weights"
-        values = {True: {untied: False}, False: {untied: True}}
-        return (*self.settings, Choice("tie_word_embeddings", self.is_tied, values))
+        tied = Choice("tie_word_embeddings", False, {True: {untied: False}, False: {untied: True}})
+        defaults = _defaults_of(self.name)
+        return tuple(
+            replace(setting, default=defaults[setting.key])
+            if isinstance(setting, (Number, Choice)) and setting.key in defaults
+            else setting
+            for setting in (*self.settings, tied)
+        )
 
     def read_fields(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
         """Return the fields of ModelConfig that a config.json sets."""
@@ -76,3 +87,10 @@ class Family:
         for setting in self.all_settings:
             content |= setting.write(model)
         return content
+
+
+@cache
+def _defaults_of(model_type: str) -> Mapping[str, Any]:
+    """Return the defaults of transformers for some keys of a config.json, by `defaults.toml`."""
+    own = read_toml(__package__, "defaults.toml")[model_type]
+    return {**_defaults_of(own["like"]), **own} if "like" in own else own

@@ -9,7 +9,6 @@ from megatron_zpp.interchange.families.dense.shared import (
     LLAMA_FIELDS,
     LLAMA_NUMBERS,
     SWIGLU,
-    with_defaults,
 )
 from megatron_zpp.interchange.families.experts import (
     FirstDenseLayers,
@@ -45,35 +44,20 @@ MIXTRAL = Family(
     class_name="MixtralForCausalLM",
     fields=LLAMA_FIELDS,
     settings=(
-        *with_defaults(
-            LLAMA_NUMBERS,
-            num_key_value_heads=8,
-            intermediate_size=14336,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-        ),
+        *LLAMA_NUMBERS,
         SWIGLU,
         Rotary(default_base=1000000.0),
         Window(default=None),
         *experts("num_local_experts", 8, 2),
     ),
     names=names.MIXTRAL,
-    vocab_size=32000,
-)
-QWEN_NUMBERS = with_defaults(
-    LLAMA_NUMBERS,
-    num_hidden_layers=24,
-    hidden_size=2048,
-    max_position_embeddings=32768,
 )
 QWEN2_MOE = Family(
     name="qwen2_moe",
     class_name="Qwen2MoeForCausalLM",
     fields={**LLAMA_FIELDS, "moe_shared_expert_gate": True},
     settings=(
-        *with_defaults(
-            QWEN_NUMBERS, num_attention_heads=16, num_key_value_heads=16, intermediate_size=5632
-        ),
+        *LLAMA_NUMBERS,
         SWIGLU,
         switch("qkv_bias", True, "add_qkv_bias"),
         Rotary(),
@@ -85,14 +69,13 @@ QWEN2_MOE = Family(
         SparseLayers(),
     ),
     names=names.QWEN2_MOE,
-    vocab_size=151936,
 )
 QWEN3_MOE = Family(
     name="qwen3_moe",
     class_name="Qwen3MoeForCausalLM",
     fields={**LLAMA_FIELDS, "qk_layernorm": True},
     settings=(
-        *with_defaults(QWEN_NUMBERS, num_key_value_heads=4, intermediate_size=6144),
+        *LLAMA_NUMBERS,
         SWIGLU,
         ATTENTION_BIAS,
         Rotary(),
@@ -103,22 +86,13 @@ QWEN3_MOE = Family(
         SparseLayers(),
     ),
     names=names.QWEN3_MOE,
-    vocab_size=151936,
 )
 OLMOE = Family(
     name="olmoe",
     class_name="OlmoeForCausalLM",
     fields={**LLAMA_FIELDS, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     settings=(
-        *with_defaults(
-            LLAMA_NUMBERS,
-            num_hidden_layers=16,
-            hidden_size=2048,
-            num_attention_heads=16,
-            intermediate_size=2048,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-        ),
+        *LLAMA_NUMBERS,
         SWIGLU,
         ATTENTION_BIAS,
         Absent("clip_qkv"),
@@ -127,7 +101,6 @@ OLMOE = Family(
         NORM_OF_BEST,
     ),
     names=names.OLMOE,
-    vocab_size=50304,
 )
 GRANITE_MOE = Family(
     name="granitemoe",
@@ -142,7 +115,6 @@ GRANITE_MOE = Family(
         *experts("num_local_experts", 8, 2),
     ),
     names=names.GRANITE_MOE,
-    vocab_size=32000,
 )
 LATENT_FIELDS = {
     **LLAMA_FIELDS,
@@ -178,22 +150,13 @@ DEEPSEEK_V2 = Family(
         never("norm_topk_prob"),
     ),
     names=names.DEEPSEEK_V2,
-    vocab_size=102400,
 )
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     class_name="DeepseekV3ForCausalLM",
     fields={**LATENT_FIELDS, "moe_router_enable_expert_bias": True},
     settings=(
-        *with_defaults(
-            LATENT_NUMBERS,
-            num_hidden_layers=61,
-            hidden_size=7168,
-            num_attention_heads=128,
-            num_key_value_heads=128,
-            intermediate_size=18432,
-            max_position_embeddings=4096,
-        ),
+        *LATENT_NUMBERS,
         SWIGLU,
         ATTENTION_BIAS,
         LatentRotary(),
@@ -208,7 +171,6 @@ DEEPSEEK_V3 = Family(
         Choice("norm_topk_prob", True, {True: {}}),
     ),
     names=names.DEEPSEEK_V3,
-    vocab_size=129280,
     further_layers="num_nextn_predict_layers",
 )
 SIGMOID = {"moe_router_dtype": "fp32", "moe_router_score_function": "sigmoid"}
@@ -217,15 +179,7 @@ GLM4_MOE = Family(
     class_name="Glm4MoeForCausalLM",
     fields={**LLAMA_FIELDS, **SIGMOID, "moe_router_enable_expert_bias": True},
     settings=(
-        *with_defaults(
-            LLAMA_NUMBERS,
-            num_hidden_layers=46,
-            num_attention_heads=96,
-            num_key_value_heads=8,
-            intermediate_size=10944,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-        ),
+        *LLAMA_NUMBERS,
         SWIGLU,
         switch("attention_bias", False, "add_qkv_bias"),
         switch("use_qk_norm", False, "qk_layernorm"),
@@ -239,7 +193,6 @@ GLM4_MOE = Family(
         Choice("norm_topk_prob", True, {True: {}}),
     ),
     names=names.GLM4_MOE,
-    vocab_size=151552,
     further_layers="num_nextn_predict_layers",
 )
 MINIMAX_M2 = Family(
@@ -253,22 +206,12 @@ MINIMAX_M2 = Family(
         "qk_layernorm_across_heads": True,
     },
     settings=(
-        *with_defaults(
-            LLAMA_NUMBERS,
-            num_hidden_layers=62,
-            hidden_size=3072,
-            num_attention_heads=48,
-            num_key_value_heads=8,
-            head_dim=128,
-            intermediate_size=1536,
-            max_position_embeddings=196608,
-        ),
+        *LLAMA_NUMBERS,
         SWIGLU,
         Rotary(default_base=5000000.0, is_partial=True, channels="rotary_dim"),
         *experts("num_local_experts", 256, 8),
     ),
     names=names.MINIMAX_M2,
-    vocab_size=200064,
 )
 GPT_OSS = Family(
     name="gpt_oss",
@@ -281,17 +224,7 @@ GPT_OSS = Family(
         "softmax_type": "learnable",
     },
     settings=(
-        *with_defaults(
-            LLAMA_NUMBERS,
-            num_hidden_layers=36,
-            hidden_size=2880,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=64,
-            intermediate_size=2880,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-        ),
+        *LLAMA_NUMBERS,
         Choice("hidden_act", "silu", {"silu": {}}),
         Choice("swiglu_alpha", QUICK_GELU, {QUICK_GELU: {}}),
         Number("swiglu_limit", "activation_func_clamp_value", 7.0),
@@ -311,7 +244,6 @@ GPT_OSS = Family(
         *experts("num_local_experts", 128, 4),
     ),
     names=names.GPT_OSS,
-    vocab_size=201088,
     packed_weights=("mxfp4",),
 )
 KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")  # as its file calls it; the same model

@@ -1,7 +1,8 @@
 """The table of families: a row for each `model_type` of Hugging Face that our GPT can be.
 
 A row composes settings (`settings.py`, `layers.py`, `rope.py`, `experts.py`) and the names of
-weights (`names.py`). A model that several families could be is exported as the first of them.
+weights (`names.py`); defaults of numbers are in `defaults.toml`. A model that several families
+could be is exported as the first of them.
 """
 
 from typing import Any

@@ -22,16 +22,7 @@ COHERE_FIELDS = {
     "parallel_residual_single_norm": True,
 }
 COHERE_SETTINGS = (
-    *llama_numbers(
-        without=(HEAD_WIDTH,),
-        epsilon="layer_norm_eps",
-        num_hidden_layers=40,
-        hidden_size=8192,
-        num_attention_heads=64,
-        intermediate_size=22528,
-        max_position_embeddings=8192,
-        layer_norm_eps=1e-5,
-    ),
+    *llama_numbers(without=(HEAD_WIDTH,), epsilon="layer_norm_eps"),
     Power("logit_scale", "logits_scaling", -1, 0.0625),
     SWIGLU,
     ATTENTION_BIAS,
@@ -49,8 +40,6 @@ COHERE = Family(
         NameRow("blocks.{}.attention.q_norm", (LLAMA_BLOCK + "self_attn.q_norm",), HEADS),
         NameRow("blocks.{}.attention.k_norm", (LLAMA_BLOCK + "self_attn.k_norm",), HEADS),
     ),
-    vocab_size=256000,
-    is_tied=True,
 )
 COHERE2 = Family(
     name="cohere2",
@@ -68,23 +57,13 @@ COHERE2 = Family(
         ),
     ),
     names=LLAMA,
-    vocab_size=256000,
-    is_tied=True,
 )
 STABLELM = Family(
     name="stablelm",
     class_name="StableLmForCausalLM",
     fields=GATED_FIELDS,
     settings=(
-        *llama_numbers(
-            without=(HEAD_WIDTH,),
-            epsilon="layer_norm_eps",
-            hidden_size=2560,
-            num_key_value_heads=32,
-            intermediate_size=6912,
-            max_position_embeddings=4096,
-            layer_norm_eps=1e-5,
-        ),
+        *llama_numbers(without=(HEAD_WIDTH,), epsilon="layer_norm_eps"),
         Number("hidden_dropout", "hidden_dropout", 0.0),
         SWIGLU,
         switch("use_qkv_bias", False, "add_qkv_bias"),
@@ -107,5 +86,4 @@ STABLELM = Family(
             for kind, head in (("q", "head"), ("k", "kv_head"))
         )
     ),
-    vocab_size=50304,
 )

@@ -5,8 +5,6 @@ from megatron_zpp.interchange.families.dense.shared import (
     LLAMA_FIELDS,
     LLAMA_NUMBERS,
     SCORE_SCALAR,
-    llama_numbers,
-    with_defaults,
 )
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import Window
@@ -25,15 +23,7 @@ GEMMA = Family(
     class_name="GemmaForCausalLM",
     fields=GEMMA1_FIELDS,
     settings=(
-        *llama_numbers(
-            num_hidden_layers=28,
-            hidden_size=3072,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            head_dim=256,
-            intermediate_size=24576,
-            max_position_embeddings=8192,
-        ),
+        *LLAMA_NUMBERS,
         ATTENTION_BIAS,
         activation(  # released files say gelu where they mean its tanh form
             "hidden_act",
@@ -44,21 +34,10 @@ GEMMA = Family(
         never("use_bidirectional_attention"),
     ),
     names=LLAMA,
-    vocab_size=256000,
-    is_tied=True,
 )
 GEMMA_FIELDS = {**GEMMA1_FIELDS, "norm_placement": "sandwich"}
 GEMMA_SETTINGS = (
-    *with_defaults(
-        LLAMA_NUMBERS,
-        num_hidden_layers=26,
-        hidden_size=2304,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        intermediate_size=9216,
-        max_position_embeddings=8192,
-    ),
+    *LLAMA_NUMBERS,
     ATTENTION_BIAS,
     activation("hidden_activation", "gelu_pytorch_tanh", GATED_ACTIVATIONS),
     Number("query_pre_attn_scalar", SCORE_SCALAR, 256),
@@ -83,15 +62,13 @@ GEMMA2 = Family(
         Window(default=4096, has_types=True, full_every=2),
     ),
     names=llama_with(*GEMMA2_NORMS),
-    vocab_size=256000,
-    is_tied=True,
 )
 GEMMA3 = Family(
     name="gemma3_text",
     class_name="Gemma3ForCausalLM",
     fields={**GEMMA_FIELDS, "qk_layernorm": True},
     settings=(
-        *with_defaults(GEMMA_SETTINGS, max_position_embeddings=131072),
+        *GEMMA_SETTINGS,
         Number("attn_logit_softcapping", "attn_logit_softcapping", None),
         Number("final_logit_softcapping", "final_logit_softcapping", None),
         RotaryByLayer(
@@ -100,6 +77,4 @@ GEMMA3 = Family(
         Window(default=4096, has_types=True, full_every=6, full_every_key="sliding_window_pattern"),
     ),
     names=llama_with(*GEMMA2_NORMS, *QK_NORMS),
-    vocab_size=262208,
-    is_tied=True,
 )

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_zpp.interchange.families.dense.shared import (
     HEAD_WIDTH,
     LLAMA_FIELDS,
+    LLAMA_NUMBERS,
     MLP_BIAS,
     QKV_BIAS,
     SWIGLU,
@@ -33,14 +34,7 @@ GATE_UP = (
     NameRow("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.gate_up_proj",), SECOND_HALF),
 )
 GLM_SETTINGS = (
-    *llama_numbers(
-        num_hidden_layers=40,
-        num_key_value_heads=2,
-        head_dim=128,
-        intermediate_size=13696,
-        max_position_embeddings=131072,
-        rms_norm_eps=1.5625e-7,
-    ),
+    *LLAMA_NUMBERS,
     SWIGLU,
     switch("attention_bias", True, "add_qkv_bias"),
     Rotary(is_partial=True, default_share=0.5),
@@ -51,7 +45,6 @@ GLM = Family(
     fields=INTERLEAVED_FIELDS,
     settings=GLM_SETTINGS,
     names=llama_with(*GATE_UP),
-    vocab_size=151552,
 )
 GLM4 = Family(
     name="glm4",
@@ -62,7 +55,6 @@ GLM4 = Family(
         *GATE_UP,
         *block_rows({"post_norm1": "post_self_attn_layernorm", "post_norm2": "post_mlp_layernorm"}),
     ),
-    vocab_size=151552,
 )
 
 
@@ -93,16 +85,7 @@ HELIUM = Family(
     class_name="HeliumForCausalLM",
     fields=INTERLEAVED_FIELDS,
     settings=(
-        *llama_numbers(
-            without=(HEAD_WIDTH,),
-            num_hidden_layers=24,
-            hidden_size=2560,
-            num_attention_heads=20,
-            num_key_value_heads=20,
-            intermediate_size=7040,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-8,
-        ),
+        *llama_numbers(without=(HEAD_WIDTH,)),
         SquareOutput(128),
         SWIGLU,
         QKV_BIAS,
@@ -110,29 +93,16 @@ HELIUM = Family(
         Rotary(default_base=100000.0),
     ),
     names=LLAMA,
-    vocab_size=48000,
 )
 ERNIE4_5 = Family(
     name="ernie4_5",
     class_name="Ernie4_5ForCausalLM",
     fields=INTERLEAVED_FIELDS,
     settings=(
-        *llama_numbers(
-            without=("attention_dropout",),
-            num_hidden_layers=18,
-            hidden_size=1024,
-            num_attention_heads=16,
-            num_key_value_heads=2,
-            head_dim=128,
-            intermediate_size=3072,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-        ),
+        *llama_numbers(without=("attention_dropout",)),
         SWIGLU,
         all_biases("use_bias", False),
         Rotary(default_base=500000.0),
     ),
     names=LLAMA,
-    vocab_size=103424,
-    is_tied=True,
 )

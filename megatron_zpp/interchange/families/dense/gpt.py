@@ -55,8 +55,6 @@ GPT2 = Family(
         never("add_cross_attention"),
     ),
     names=GPT2_NAMES,
-    vocab_size=50257,
-    is_tied=True,
 )
 GPT_NEOX_BLOCK = "gpt_neox.layers.{}."
 GPT_NEOX_NAMES = NameTable(
@@ -96,7 +94,6 @@ GPT_NEOX = Family(
         replace(ATTENTION_BIAS, default=True),
     ),
     names=GPT_NEOX_NAMES,
-    vocab_size=50432,
 )
 BLOOM_BLOCK = "transformer.h.{}."
 BLOOM_NAMES = NameTable(
@@ -137,6 +134,4 @@ BLOOM = Family(
         switch(LATE_RESIDUAL, False, LATE_RESIDUAL),
     ),
     names=BLOOM_NAMES,
-    vocab_size=250880,
-    is_tied=True,
 )

@@ -11,8 +11,6 @@ from megatron_zpp.interchange.families.dense.shared import (
     LLAMA_NUMBERS,
     MLP_BIAS,
     SWIGLU,
-    llama_numbers,
-    with_defaults,
 )
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.forms import FIRST_HALF, QKV_FUSED, SECOND_HALF
@@ -43,7 +41,6 @@ LLAMA = Family(
     fields=LLAMA_FIELDS,
     settings=(*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS, MLP_BIAS, Rotary()),
     names=LLAMA_NAMES,
-    vocab_size=32000,
 )
 
 
@@ -73,34 +70,19 @@ INTERNLM3 = Family(  # a Llama by another name
     other_class_names=("InternLM3ForCausalLM",),
     fields=LLAMA_FIELDS,
     settings=(
-        *llama_numbers(
-            num_hidden_layers=48,
-            num_key_value_heads=2,
-            head_dim=128,
-            intermediate_size=10240,
-            max_position_embeddings=32768,
-            rms_norm_eps=1e-5,
-        ),
+        *LLAMA_NUMBERS,
         SWIGLU,
         OneBias(),
         Rotary(),
     ),
     names=LLAMA_NAMES,
-    vocab_size=128512,
 )
 SMOLLM3 = Family(
     name="smollm3",
     class_name="SmolLM3ForCausalLM",
     fields=LLAMA_FIELDS,
     settings=(
-        *with_defaults(
-            LLAMA_NUMBERS,
-            num_hidden_layers=36,
-            hidden_size=2048,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            max_position_embeddings=32768,
-        ),
+        *LLAMA_NUMBERS,
         SWIGLU,
         Rotary(default_base=2000000.0),
         LayersWithoutRope(4),
@@ -109,8 +91,6 @@ SMOLLM3 = Family(
         MLP_BIAS,
     ),
     names=LLAMA_NAMES,
-    vocab_size=128256,
-    is_tied=True,
 )
 GRANITE = Family(
     name="granite",
@@ -118,20 +98,13 @@ GRANITE = Family(
     fields=LLAMA_FIELDS,
     settings=(*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS, MLP_BIAS, Rotary(), *GRANITE_MULTIPLIERS),
     names=LLAMA_NAMES,
-    vocab_size=32000,
 )
 PHI3 = Family(
     name="phi3",
     class_name="Phi3ForCausalLM",
     fields=LLAMA_FIELDS,
     settings=(
-        *with_defaults(
-            LLAMA_NUMBERS,
-            hidden_size=3072,
-            intermediate_size=8192,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-        ),
+        *LLAMA_NUMBERS,
         SWIGLU,
         Number("resid_pdrop", "hidden_dropout", 0.0, copies=("embd_pdrop",)),
         Rotary(is_partial=True, rope_types=("default", *LONGROPE), writes_longrope=True),
@@ -142,7 +115,6 @@ PHI3 = Family(
         NameRow("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_up_proj",), FIRST_HALF),
         NameRow("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.gate_up_proj",), SECOND_HALF),
     ),
-    vocab_size=32064,
 )
 
 
@@ -175,7 +147,7 @@ HUNYUAN = Family(
     name="hunyuan_v1_dense",
     class_name="HunYuanDenseV1ForCausalLM",
     fields={**LLAMA_FIELDS, "qk_layernorm": True, "qk_layernorm_after_rope": True},
-    settings=(*llama_numbers(rms_norm_eps=1e-5), SWIGLU, ATTENTION_BIAS, AlphaRotary()),
+    settings=(*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS, AlphaRotary()),
     names=llama_with(
         *block_rows(
             {
@@ -184,5 +156,4 @@ HUNYUAN = Family(
             }
         )
     ),
-    vocab_size=290943,
 )

@@ -9,7 +9,6 @@ from megatron_zpp.interchange.families.dense.shared import (
     LLAMA_FIELDS,
     LLAMA_NUMBERS,
     SWIGLU,
-    with_defaults,
 )
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import Window
@@ -18,27 +17,19 @@ from megatron_zpp.interchange.families.rope import FIRST_LENGTH, Rotary, is_numb
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
 
-MISTRAL_NUMBERS = with_defaults(
-    LLAMA_NUMBERS,
-    num_key_value_heads=8,
-    intermediate_size=14336,
-    max_position_embeddings=131072,
-)
 MISTRAL = Family(
     name="mistral",
     class_name="MistralForCausalLM",
     fields=LLAMA_FIELDS,
-    settings=(*MISTRAL_NUMBERS, SWIGLU, Rotary(), Window(default=4096)),
+    settings=(*LLAMA_NUMBERS, SWIGLU, Rotary(), Window(default=4096)),
     names=LLAMA,
-    vocab_size=32000,
 )
 MINISTRAL = Family(
     name="ministral",
     class_name="MinistralForCausalLM",
     fields=LLAMA_FIELDS,
-    settings=(*MISTRAL_NUMBERS, SWIGLU, Rotary(), Window(default=4096, has_types=True)),
+    settings=(*LLAMA_NUMBERS, SWIGLU, Rotary(), Window(default=4096, has_types=True)),
     names=LLAMA,
-    vocab_size=32000,
 )
 
 
@@ -81,17 +72,10 @@ MINISTRAL3 = Family(
     class_name="Ministral3ForCausalLM",
     fields=LLAMA_FIELDS,
     settings=(
-        *with_defaults(
-            MISTRAL_NUMBERS,
-            num_hidden_layers=34,
-            head_dim=128,
-            max_position_embeddings=262144,
-            rms_norm_eps=1e-5,
-        ),
+        *LLAMA_NUMBERS,
         SWIGLU,
         QueryScaleRotary(default_base=1000000.0, default_scaling=MINISTRAL3_DEFAULT),
         Window(default=None),
     ),
     names=LLAMA,
-    vocab_size=131072,
 )

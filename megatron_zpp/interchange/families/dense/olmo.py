@@ -10,7 +10,6 @@ from megatron_zpp.interchange.families.dense.shared import (
     LLAMA_NUMBERS,
     SWIGLU,
     llama_numbers,
-    with_defaults,
 )
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import RopeInWindows, Window
@@ -36,12 +35,11 @@ OLMO = Family(
         Rotary(),
     ),
     names=LLAMA,
-    vocab_size=50304,
 )
 POST_NORMS = block_rows(
     {"post_norm1": "post_attention_layernorm", "post_norm2": "post_feedforward_layernorm"}
 )
-OLMO_SETTINGS = (*with_defaults(LLAMA_NUMBERS, rms_norm_eps=1e-5), SWIGLU, ATTENTION_BIAS)
+OLMO_SETTINGS = (*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS)
 OLMO2 = Family(
     name="olmo2",
     class_name="Olmo2ForCausalLM",
@@ -53,7 +51,6 @@ OLMO2 = Family(
     },
     settings=(*OLMO_SETTINGS, Rotary()),
     names=llama_with(*NORMS_OF_ALL_HEADS, *POST_NORMS),
-    vocab_size=50304,
 )
 OLMO3 = replace(
     OLMO2,
@@ -70,7 +67,7 @@ EXAONE4 = Family(
     class_name="Exaone4ForCausalLM",
     fields={**LLAMA_FIELDS, "norm_placement": "post", "qk_layernorm": True},
     settings=(
-        *llama_numbers(num_key_value_heads=32, intermediate_size=16384, rms_norm_eps=1e-5),
+        *LLAMA_NUMBERS,
         SWIGLU,
         Rotary(),
         RopeInWindows(
@@ -78,5 +75,4 @@ EXAONE4 = Family(
         ),
     ),
     names=llama_with(*QK_NORMS, *POST_NORMS),
-    vocab_size=102400,
 )

@@ -1,6 +1,5 @@
 """Settings that many families have in common: those of Llama."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_zpp.interchange.families.family import FamilySetting
@@ -48,27 +47,12 @@ def all_biases(key: str, default: bool) -> Choice:
     )
 
 
-def with_defaults(
-    settings: Iterable[FamilySetting], **defaults: float
-) -> tuple[FamilySetting, ...]:
-    """Return settings with other defaults, by their keys."""
-    return tuple(
-        replace(setting, default=defaults[setting.key])
-        if isinstance(setting, Number) and setting.key in defaults
-        else setting
-        for setting in settings
-    )
-
-
 def llama_numbers(
-    *, without: tuple[str, ...] = (), epsilon: str = EPSILON, **defaults: float
+    *, without: tuple[str, ...] = (), epsilon: str = EPSILON
 ) -> tuple[FamilySetting, ...]:
-    """Return Llama's numbers but for some keys, with other defaults and another key of epsilon."""
-    numbers = with_defaults(LLAMA_NUMBERS, **defaults)
+    """Return Llama's numbers but for some keys, with another key of epsilon."""
     return tuple(
-        replace(number, key=epsilon, default=defaults.get(epsilon, number.default))
-        if number.key == EPSILON
-        else number
-        for number in numbers
+        replace(number, key=epsilon) if number.key == EPSILON else number
+        for number in LLAMA_NUMBERS
         if number.key not in without
     )

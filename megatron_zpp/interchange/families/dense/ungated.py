@@ -10,6 +10,7 @@ from megatron_zpp.interchange.families.dense.shared import (
     ATTENTION_BIAS,
     HEAD_WIDTH,
     LLAMA_FIELDS,
+    LLAMA_NUMBERS,
     MLP_BIAS,
     all_biases,
     llama_numbers,
@@ -39,9 +40,6 @@ FALCON_SETTINGS = (
     *llama_numbers(
         without=(HEAD_WIDTH, "intermediate_size", "num_key_value_heads"),
         epsilon="layer_norm_epsilon",
-        hidden_size=4544,
-        num_attention_heads=71,
-        layer_norm_epsilon=1e-5,
     ),
     Number("ffn_hidden_size", "ffn_hidden_size", None),
     Number("hidden_dropout", "hidden_dropout", 0.0),
@@ -88,8 +86,6 @@ FALCON_NEW = Family(  # Falcon-40B and 180B
             *BLOOM_NAMES.rows,
         ),
     ),
-    vocab_size=65024,
-    is_tied=True,
 )
 FALCON2 = replace(  # Falcon 2 11B
     FALCON_NEW,
@@ -120,17 +116,7 @@ STARCODER2 = Family(
     class_name="Starcoder2ForCausalLM",
     fields={},
     settings=(
-        *llama_numbers(
-            epsilon="norm_epsilon",
-            num_hidden_layers=30,
-            hidden_size=3072,
-            num_attention_heads=24,
-            num_key_value_heads=2,
-            intermediate_size=12288,
-            max_position_embeddings=4096,
-            norm_epsilon=1e-5,
-            initializer_range=0.018042,
-        ),
+        *llama_numbers(epsilon="norm_epsilon"),
         Number("residual_dropout", "hidden_dropout", 0.0, copies=("embedding_dropout",)),
         activation("hidden_act", "gelu_pytorch_tanh", ACTIVATIONS),
         all_biases("use_bias", True),
@@ -138,30 +124,19 @@ STARCODER2 = Family(
         Window(default=None),
     ),
     names=llama_with(*block_rows({"mlp.input": "mlp.c_fc", "mlp.output": "mlp.c_proj"})),
-    vocab_size=49152,
-    is_tied=True,
 )
 NEMOTRON = Family(
     name="nemotron",
     class_name="NemotronForCausalLM",
     fields={"hidden_dropout": 0.0, "disable_bias_linear": True, "apply_layernorm_1p": True},
     settings=(
-        *llama_numbers(
-            epsilon="norm_eps",
-            hidden_size=6144,
-            num_attention_heads=48,
-            intermediate_size=24576,
-            max_position_embeddings=4096,
-            norm_eps=1e-5,
-            initializer_range=0.0134,
-        ),
+        *llama_numbers(epsilon="norm_eps"),
         activation("hidden_act", "relu2", ACTIVATIONS),
         ATTENTION_BIAS,
         MLP_BIAS,
         Rotary(is_partial=True, default_share=0.5),
     ),
     names=llama_with(),
-    vocab_size=256000,
 )
 LLAMA3_DEFAULT = MappingProxyType(
     {
@@ -177,7 +152,7 @@ APERTUS = Family(
     class_name="ApertusForCausalLM",
     fields={**LLAMA_FIELDS, "qk_layernorm": True},
     settings=(
-        *llama_numbers(intermediate_size=14336, max_position_embeddings=65536, rms_norm_eps=1e-5),
+        *LLAMA_NUMBERS,
         activation("hidden_act", "xielu", {**ACTIVATIONS, "xielu": {"xielu": True}}),
         ATTENTION_BIAS,
         Rotary(default_base=12000000.0, default_scaling=LLAMA3_DEFAULT),
@@ -192,7 +167,6 @@ APERTUS = Family(
             }
         ),
     ),
-    vocab_size=131072,
 )
 NANOCHAT = Family(
     name="nanochat",
@@ -204,12 +178,7 @@ NANOCHAT = Family(
         "qk_layernorm": True,
     },
     settings=(
-        *llama_numbers(
-            num_hidden_layers=12,
-            hidden_size=768,
-            num_attention_heads=6,
-            intermediate_size=8192,
-        ),
+        *LLAMA_NUMBERS,
         activation("hidden_act", "relu2", ACTIVATIONS),
         ATTENTION_BIAS,
         Number("final_logit_softcapping", "final_logit_softcapping", 15.0, may_be_none=True),
@@ -224,5 +193,4 @@ NANOCHAT = Family(
         ),
         *block_rows({"mlp.input": "mlp.fc1", "mlp.output": "mlp.fc2"}),
     ),
-    vocab_size=50304,
 )
