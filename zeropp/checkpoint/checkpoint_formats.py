@@ -5,26 +5,13 @@ distinguish it from a damaged checkpoint of ours.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
 from zeropp.errors import InputError
-
-_BY_BRIDGE = (
-    "Megatron Bridge's examples/conversion/convert_checkpoints.py exports it as a Hugging Face "
-    "folder"
-)
-_BY_DEEPSPEED = (
-    "Megatron-DeepSpeed's tools/convert_checkpoint/deepspeed_to_transformers.py exports a GPT as a "
-    "Hugging Face folder, and DeepSpeed's zero_to_fp32.py, which is in the folder, any model as "
-    "one file of weights"
-)
-_BY_TITAN = (
-    "the program that wrote it may export it as a Hugging Face folder: torchtitan has "
-    "scripts/checkpoint_conversion/convert_to_hf.py for that"
-)
+from zeropp.settings.no_effect_tables import read_toml
 
 
 class FormatKind(Enum):
@@ -53,96 +40,19 @@ class CheckpointFormat:
 
     kind: FormatKind
     name: str
-    files: tuple[str, ...]
+    files: Sequence[str]
     export: str
     ours: bool = False
 
 
-# The first whose files are there is the one.
-FORMATS = (
-    CheckpointFormat(
-        kind=FormatKind.BRIDGE,
-        name="a checkpoint of Megatron Bridge, in Megatron-LM's torch_dist format",
-        files=("run_config.yaml", ".metadata"),
-        export=_BY_BRIDGE,
-    ),
-    CheckpointFormat(
-        kind=FormatKind.TORCH_DIST,
-        name="a checkpoint of Megatron-LM, in its torch_dist format",
-        files=("common.pt", ".metadata"),
-        export=_BY_BRIDGE,
-    ),
-    CheckpointFormat(  # since megatron-core 0.19 without common.pt
-        kind=FormatKind.TORCH_DIST,
-        name="a checkpoint of Megatron-LM, in its torch_dist format",
-        files=(".metadata", "metadata.json", "*.distcp"),
-        export=_BY_BRIDGE,
-    ),
-    CheckpointFormat(
-        kind=FormatKind.OTHER_CORE,
-        name="a checkpoint of Megatron-LM, in a format of megatron.core.dist_checkpointing",
-        files=("common.pt", "metadata.json"),
-        export=_BY_BRIDGE,
-    ),
-    CheckpointFormat(
-        kind=FormatKind.MEGATRON_RANKS,
-        name="a checkpoint of Megatron-LM, in its legacy format (mp_rank_XX)",
-        files=("mp_rank_*/model*_rng.pt",),
-        export="Megatron-LM's tools/checkpoint/convert.py brings it to its torch_dist format, and "
-        + _BY_BRIDGE,
-    ),
-    CheckpointFormat(
-        kind=FormatKind.UNIVERSAL,
-        name="a checkpoint of DeepSpeed, in its universal format",
-        files=("zero/*/fp32.pt",),
-        export="the checkpoint that ds_to_universal.py made it of can be exported: "
-        + _BY_DEEPSPEED,
-    ),
-    CheckpointFormat(
-        kind=FormatKind.ZERO,
-        name="a checkpoint of DeepSpeed, sharded by ZeRO",
-        files=("*zero_pp_rank_*_states.pt",),
-        export=_BY_DEEPSPEED,
-    ),
-    CheckpointFormat(
-        kind=FormatKind.DEEPSPEED,
-        name="a checkpoint of DeepSpeed",
-        files=("*mp_rank_*_model_states.pt",),
-        export=_BY_DEEPSPEED,
-    ),
-    CheckpointFormat(
-        kind=FormatKind.ENGINE,
-        name="a checkpoint of an engine of zeropp.initialize",
-        files=(".metadata", "state.pt"),
-        export="load it with engine.load_checkpoint, whose model may be any",
-        ours=True,
-    ),
-    CheckpointFormat(
-        kind=FormatKind.OURS,
-        name="a checkpoint of pretrain_gpt.py",
-        files=(".metadata", "manifest.json", "state.json"),
-        export="load it with --load, or export it with tools/convert_hf.py --to-hf",
-        ours=True,
-    ),
-    CheckpointFormat(
-        kind=FormatKind.SHARDS,
-        name="a checkpoint of torchtitan, or of another program on torch.distributed.checkpoint",
-        files=(".metadata", "*.distcp"),
-        export=_BY_TITAN,
-    ),
-    CheckpointFormat(
-        kind=FormatKind.HUGGING_FACE,
-        name="a model in Hugging Face's format",
-        files=("config.json", "*.safetensors"),
-        export="",
-    ),
-    CheckpointFormat(
-        kind=FormatKind.HUGGING_FACE,
-        name="a model in Hugging Face's format",
-        files=("config.json", "pytorch_model*.bin"),
-        export="",
-    ),
-)
+def _read_formats() -> Iterator[CheckpointFormat]:
+    table = read_toml(__package__, "checkpoint_formats.toml")
+    for row in table["formats"]:
+        kind, export = FormatKind[row.pop("kind")], row.pop("export").format(**table["programs"])
+        yield CheckpointFormat(kind=kind, export=export, **row)
+
+
+FORMATS = tuple(_read_formats())
 # Folders of checkpoints inside the one that a user names.
 _RELEASE = "release"
 _CHECKPOINTS = ("iter_*", _RELEASE, "global_step*", "step-*", "checkpoint/step-*", "checkpoint-*")
