@@ -8,119 +8,18 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from functools import cache
 from typing import Any
 
 from megatron_zpp.interchange.foreign.pickles import StandIn
 from megatron_zpp.settings.config import ModelConfig
 from megatron_zpp.settings.gpt.experts import OF_TRAINING
 from zeropp.errors import InputError
+from zeropp.settings.no_effect_tables import read_toml
 
 DENSE = (0, 1, [1], (1,))  # numbers of experts
-# Arguments that our GPT can only have one of these values of; None: the argument was not set.
-ONLY = MappingProxyType(
-    {
-        "multi_latent_attention": ((None, False), "latent attention (MLA)"),
-        "hybrid_override_pattern": ((None,), "layers of Mamba or other kinds"),
-        "hybrid_layer_pattern": ((None,), "layers of Mamba or other kinds"),  # its name since 0.17
-        "heterogeneous_layers_config_path": ((None,), "layers of different sizes"),
-        "heterogeneous_layers_config_encoded_json": ((None,), "layers of different sizes"),
-        "experimental_attention_variant": ((None,), "another kind of attention"),
-        "use_mup": ((None, False), "the multipliers of muP"),
-        "mtp_num_layers": ((None, 0), "layers that predict further tokens"),
-        "qk_l2_norm": ((None, False), "queries and keys divided by their L2 norm"),
-        "attention_output_gate": ((None, False), "a gate behind attention"),
-        "linear_attention_freq": ((None,), "linear attention"),
-        "xielu": ((None, False), "xIELU in files of Megatron"),
-        "relative_position_embedding": ((None, False), "relative positions"),
-        "norm_placement": ((None, "pre"), "normalizations behind attention and MLP"),
-        "qk_layernorm_across_heads": ((None, False), "norms of all heads at once"),
-        "num_tokentypes": ((None, 0), "types of tokens"),
-    }
-)
 GAINS_AROUND_ZERO = "layernorm_zero_centered_gamma"  # --apply-layernorm-1p since 0.17
 _NOT_OF_THE_MODEL = ("make_vocab_size_divisible_by", "seq_length", *OF_TRAINING)
-# Fields of ModelConfig under their names, and those that Megatron-LM has nothing like.
-IN_MEGATRON = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "init_method_std",
-    "hidden_dropout",
-    "attention_dropout",
-    "layernorm_epsilon",
-    "normalization",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_base",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rotary_seq_len_interpolation_factor",
-    "apply_layernorm_1p",
-    "swiglu",
-    "openai_gelu",
-    "squared_relu",
-    "quick_geglu",
-    "glu_linear_offset",
-    "activation_func_clamp_value",
-    "softmax_type",
-    "bias_gelu_fusion",
-    "untie_embeddings_and_output_weights",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "apply_residual_connection_post_layernorm",
-    "fp32_residual_connection",
-    "rotary_scaling_factor",
-    "yarn_correction_range_round_to_int",
-    "make_vocab_size_divisible_by",
-)
-OF_EXPERTS = (
-    "num_experts",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_router_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_enable_expert_bias",
-    "moe_router_dtype",
-)
-NOT_IN_MEGATRON = (
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "norm_placement",
-    "geglu",
-    "scale_embeddings",
-    "embed_layernorm",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "query_pre_attn_scalar",
-    "qk_layernorm_across_heads",
-    "qk_layernorm_per_head",
-    "qk_layernorm_after_rope",
-    "disable_norm_bias",
-    "disable_norm_gain",
-    "use_parallel_residual",
-    "parallel_residual_single_norm",
-    "xielu",
-    "llama_4_scaling_beta",
-    "rotary_base_local",
-    "longrope_long_factors",
-    "window_size",
-    "no_rope_freq",
-    "relu",
-    "reglu",
-    "liglu",
-    "add_attention_output_bias",
-    "add_mlp_bias",
-    "rope_scaling_low_freq_factor",
-    "rope_scaling_high_freq_factor",
-    "rope_scaling_original_positions",
-)
 
 
 def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
@@ -128,10 +27,11 @@ def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
 
     Raises InputError for arguments of a model that our GPT cannot be, and for missing ones.
     """
-    for name, (supported, what) in ONLY.items():
-        if args.get(name) not in supported:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"{location}: {flag} is {args[name]!r}: not available here: {what}")
+    for what, rows in _table()["only"].items():
+        for name, supported in rows.items():
+            if args.get(name) not in (None, *supported):
+                shown = f"--{name.replace('_', '-')} is {args[name]!r}"
+                raise InputError(f"{location}: {shown}: not available here: {what}")
     missing = [
         name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)
     ]
@@ -230,7 +130,7 @@ def _yarn_args(model: ModelConfig) -> dict[str, Any]:
 
 def _expert_args(model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's arguments for experts."""
-    return {name: getattr(model, name) for name in OF_EXPERTS} | {
+    return {name: getattr(model, name) for name in _table()["fields"]["of_experts"]} | {
         "moe_layer_freq": 1 if all(model.moe_layers) else list(map(int, model.moe_layers)),
         "moe_ffn_hidden_size": model.expert_ffn_size,
         "expert_model_parallel_size": 1,
@@ -259,7 +159,7 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
     defaults = ModelConfig()
     lines = [
         f"--{name.replace('_', '-')} {getattr(model, name)}"
-        for name in NOT_IN_MEGATRON
+        for name in _table()["fields"]["not_in_megatron"]
         if getattr(model, name) != getattr(defaults, name)
     ]
     if model.position_embedding_type == "alibi":
@@ -277,7 +177,7 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
         lines.append("biases beside --moe-shared-expert-intermediate-size")
     if lines:
         raise InputError(f"{what}: Megatron-LM has no {', '.join(lines)}")
-    args = {name: getattr(model, name) for name in IN_MEGATRON}
+    args = {name: getattr(model, name) for name in _table()["fields"]["in_megatron"]}
     for name in ("rotary_base", "rotary_seq_len_interpolation_factor"):  # whole numbers there
         args[name] = int(args[name]) if args[name] == int(args[name]) else args[name]
     args |= _yarn_args(model) if is_yarn else {}
@@ -303,3 +203,9 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    """Return the contents of `megatron_args.toml`."""
+    return read_toml(__package__, "megatron_args.toml")
