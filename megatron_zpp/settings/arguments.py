@@ -16,12 +16,13 @@ from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, Parallel
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.gpt.model import ModelFlags
-from megatron_zpp.settings.json_flags import REASONS, ZeroFlags
+from megatron_zpp.settings.json_flags import ZeroFlags
 from megatron_zpp.settings.merge import json_values, merge
 from megatron_zpp.settings.run_help import run_help
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
 from zeropp.settings.deepspeed_json import JsonValues, read_json
+from zeropp.settings.no_effect_tables import read_toml
 from zeropp.settings.schema import settings_of
 from zeropp.settings.zero_config import ZeroConfig
 
@@ -240,5 +241,6 @@ def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
             "after %d iterations",
             Schedules.of(config).length.iterations,
         )
-    for line in config.zero.notices(REASONS, ignored):
+    reasons = read_toml(__package__, "json_no_effect.toml")
+    for line in config.zero.notices(reasons, ignored):
         log.info("%s", line)

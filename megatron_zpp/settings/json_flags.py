@@ -10,28 +10,6 @@ STRATEGIES = MappingProxyType(  # of --data-parallel-sharding-strategy, and thei
 )
 _BF16 = ("bf16", "bfp16", "bfloat16")
 _ZERO = "zero_optimization"
-# Why keys have no effect in this program: those that engines honour, and what to use instead.
-REASONS = MappingProxyType(
-    {
-        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": (
-            "checkpoints stay sharded; tools/consolidate.py writes one 16-bit file"
-        ),
-        "fp16.consecutive_hysteresis": (
-            "hysteresis returns after loss_scale_window steps without overflow, as in Megatron"
-        ),
-        "bf16.check_grad_overflow": "an update from gradients that are not finite is never made",
-        "optimizer.params.muon_lr": "--lr is the rate of all weights, --decoupled-lr of both ends",
-        "optimizer.params.adam_lr": "--lr is the rate of all weights, --decoupled-lr of both ends",
-        "scheduler": "use --lr-decay-style and the other learning-rate flags",
-        "steps_per_print": "use --log-interval",
-        "wall_clock_breakdown": "use --log-timers-to-tensorboard",
-        "tensorboard": "use --tensorboard-dir",
-        "wandb": "use --wandb-project and the other --wandb flags",
-        "flops_profiler": "use --log-throughput",
-        "activation_checkpointing.number_checkpoints": "use --recompute-num-layers",
-        "activation_checkpointing.partition_activations": "use --sequence-parallel",
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
