@@ -15,7 +15,6 @@ The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimi
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -113,7 +112,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self._losses = torch.zeros((), device=device)  # sum over this step's micro-batches
         self._knows_losses = True
         answer_questions(self)
-        self._gradient_hook = partial(_call_if_alive, WeakMethod(self._take_gradient))
+        self._gradient_hook = HookOfEngine(self._take_gradient)
         self._hook_gradients()
         self.module.register_forward_pre_hook(HookOfEngine(self._before_forward))
         self.module.register_forward_hook(HookOfEngine(self._after_forward), always_call=True)
@@ -386,8 +385,3 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
                 self.skipped_steps,
                 scale,
             )
-
-
-def _call_if_alive(method: WeakMethod, gradient: torch.Tensor) -> torch.Tensor | None:
-    alive = method()
-    return None if alive is None else alive(gradient)
