@@ -1,10 +1,11 @@
 """Plans of mixtures: which ranks split experts, and whether weights or tokens should cross."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from megatron_zpp.parallel.token_copies import break_even_tokens, copies_across_nodes
+from megatron_zpp.parallel.token_copies import copies_across_nodes
 from megatron_zpp.planner.advice import advice
 from megatron_zpp.planner.candidates import Candidate, candidates_of, settings_of
 from megatron_zpp.planner.estimate import estimate
@@ -33,6 +34,32 @@ def search(batch: int, flags: str = "", link: str = "1gbit", num_nodes: int = 2)
     cluster = find_cluster(described)
     text = f"{FLAGS} --global-batch-size {batch} {flags}"
     return Search(parse(text.split(), cluster.num_ranks), VOCABULARY, cluster)
+
+
+def break_even_tokens(
+    *,
+    expert_weights: int,
+    bytes_per_weight: float,
+    hidden_size: int,
+    num_nodes: int,
+    copies: float,
+    bytes_per_channel: float = 8,
+) -> float:
+    """Return how many tokens of a node in a step take the bytes that their experts would.
+
+    With fewer, experts split over m nodes send fewer bytes; with more, experts split in a node do.
+    Both move a node's bytes per step away from 1 / m of the experts' weights, so that the number
+    of nodes that have the same experts does not matter:
+
+        T* = (1 - 1/m) · weights · bytes_per_weight / (bytes_per_channel · H · copies)
+
+    expert_weights: of a layer. bytes_per_weight: sent for each in a step with experts in the node,
+    2 (q + 0.258 g) in docs/moe.md. copies: of a token that cross in one move.
+    bytes_per_channel: of the moves of a step together, 8 for four in 16 bit, 6 with INT8 towards
+    experts, 12 with full recomputation.
+    """
+    saved = (1 - 1 / num_nodes) * expert_weights * bytes_per_weight
+    return saved / (bytes_per_channel * hidden_size * copies)
 
 
 def candidate_of(its_search: Search, name: str) -> Candidate:
@@ -85,6 +112,17 @@ def test_the_threshold_is_that_of_the_formula(
     assert crossing.threshold == pytest.approx(expected * row / (row + 2 * 16 + 4), rel=0.01)
     assert (crossing.in_node, crossing.across) == (2, 2 * num_nodes)
     assert crossing.tokens == 32 * 128 / num_nodes and crossing.first_copy == 0
+
+
+def test_where_tokens_take_the_bytes_of_experts() -> None:
+    """The table of a published model, Qwen3-30B-A3B: 128 experts of width 768, 8 for each token."""
+    weights = 3 * 128 * 768 * 2048
+    each = partial(
+        break_even_tokens, expert_weights=weights, hidden_size=2048, num_nodes=2,
+        bytes_per_weight=2 * (0.504 + 0.258),
+    )  # fmt: skip
+    assert each(copies=4) == pytest.approx(7000, rel=0.01)
+    assert each(copies=copies_across_nodes(128, 8, 2)) == pytest.approx(28_000, rel=0.01)
 
 
 @pytest.fixture(scope="module")

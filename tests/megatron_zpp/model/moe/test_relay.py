@@ -17,7 +17,7 @@ from megatron_zpp.model.moe.layer import MoE
 from megatron_zpp.model.moe.relay import COUNT_BYTES, copy_bytes
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.expert_axis import ExpertAxis
-from megatron_zpp.parallel.token_copies import break_even_tokens, copies_across_nodes
+from megatron_zpp.parallel.token_copies import copies_across_nodes
 from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.moe.small_experts import (
     EXPERTS,
@@ -195,14 +195,3 @@ def test_copies_are_those_of_random_choices() -> None:
         foretold = copies_across_nodes(experts, topk, nodes)
         assert counted == pytest.approx(foretold, abs=4 * (nodes - 1) / 200)
     assert copies_across_nodes(8, 8, 4) == 3 and copies_across_nodes(8, 1, 2) == 0.5
-
-
-def test_where_tokens_take_the_bytes_of_experts() -> None:
-    """The table of a published model, Qwen3-30B-A3B: 128 experts of width 768, 8 for each token."""
-    weights = 3 * 128 * 768 * 2048
-    each = partial(
-        break_even_tokens, expert_weights=weights, hidden_size=2048, num_nodes=2,
-        bytes_per_weight=2 * (0.504 + 0.258),
-    )  # fmt: skip
-    assert each(copies=4) == pytest.approx(7000, rel=0.01)
-    assert each(copies=copies_across_nodes(128, 8, 2)) == pytest.approx(28_000, rel=0.01)
