@@ -18,12 +18,14 @@ from megatron_zpp.interchange.families.forms import (
     EACH_EXPERT,
     EVEN_BIASES,
     EVEN_OUTPUTS,
+    FIRST_HALF,
     FIRST_HALVES,
     ODD_BIASES,
     ODD_OUTPUTS,
     PADDED_VOCABULARY,
     QKV,
     SAME,
+    SECOND_HALF,
     SECOND_HALVES,
     Form,
 )
@@ -160,6 +162,10 @@ def block_rows(hf_names: Mapping[str, str]) -> tuple[NameRow, ...]:
 
 QK_NORMS = block_rows(
     {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+)
+GATE_UP = (
+    NameRow("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_up_proj",), FIRST_HALF),
+    NameRow("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.gate_up_proj",), SECOND_HALF),
 )
 
 

@@ -9,22 +9,10 @@ from typing import Any
 
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
+from zeropp.settings.schema import settings_of
 
 MAX_NUMBER = 2**31  # exclusive; larger than any size of a model
-REAL_FIELDS = (
-    "layernorm_epsilon",
-    "init_method_std",
-    "attention_dropout",
-    "hidden_dropout",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "moe_router_topk_scaling_factor",
-    "activation_func_clamp_value",
-)
+REAL_FIELDS = frozenset(entry.name for entry in settings_of(ModelConfig) if entry.type is float)
 # Fields of ModelConfig that do not say all by themselves, and its properties that do.
 PROPERTIES: Mapping[str, str] = MappingProxyType(
     {

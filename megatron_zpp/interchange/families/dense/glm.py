@@ -15,11 +15,9 @@ from megatron_zpp.interchange.families.dense.shared import (
     llama_numbers,
 )
 from megatron_zpp.interchange.families.family import Family
-from megatron_zpp.interchange.families.forms import FIRST_HALF, SECOND_HALF
 from megatron_zpp.interchange.families.names import (
+    GATE_UP,
     LLAMA,
-    LLAMA_BLOCK,
-    NameRow,
     block_rows,
     llama_with,
 )
@@ -29,10 +27,6 @@ from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
 
 INTERLEAVED_FIELDS = {**LLAMA_FIELDS, "rotary_interleaved": True}
-GATE_UP = (
-    NameRow("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_up_proj",), FIRST_HALF),
-    NameRow("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.gate_up_proj",), SECOND_HALF),
-)
 GLM_SETTINGS = (
     *LLAMA_NUMBERS,
     SWIGLU,

@@ -13,16 +13,17 @@ from megatron_zpp.interchange.families.dense.shared import (
     SWIGLU,
 )
 from megatron_zpp.interchange.families.family import Family
-from megatron_zpp.interchange.families.forms import FIRST_HALF, QKV_FUSED, SECOND_HALF
+from megatron_zpp.interchange.families.forms import QKV_FUSED
 from megatron_zpp.interchange.families.layers import LayersWithoutRope, Window
 from megatron_zpp.interchange.families.names import (
-    LLAMA as LLAMA_NAMES,
-)
-from megatron_zpp.interchange.families.names import (
+    GATE_UP,
     LLAMA_BLOCK,
     NameRow,
     block_rows,
     llama_with,
+)
+from megatron_zpp.interchange.families.names import (
+    LLAMA as LLAMA_NAMES,
 )
 from megatron_zpp.interchange.families.rope import (
     LONGROPE,
@@ -69,12 +70,7 @@ INTERNLM3 = Family(  # a Llama by another name
     class_name="LlamaForCausalLM",
     other_class_names=("InternLM3ForCausalLM",),
     fields=LLAMA_FIELDS,
-    settings=(
-        *LLAMA_NUMBERS,
-        SWIGLU,
-        OneBias(),
-        Rotary(),
-    ),
+    settings=(*LLAMA_NUMBERS, SWIGLU, OneBias(), Rotary()),
     names=LLAMA_NAMES,
 )
 SMOLLM3 = Family(
@@ -112,8 +108,7 @@ PHI3 = Family(
     ),
     names=llama_with(
         NameRow("blocks.{}.attention.qkv", (LLAMA_BLOCK + "self_attn.qkv_proj",), QKV_FUSED),
-        NameRow("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_up_proj",), FIRST_HALF),
-        NameRow("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.gate_up_proj",), SECOND_HALF),
+        *GATE_UP,
     ),
 )
 

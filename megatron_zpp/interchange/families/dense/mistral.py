@@ -5,11 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.interchange.families.dense.shared import (
-    LLAMA_FIELDS,
-    LLAMA_NUMBERS,
-    SWIGLU,
-)
+from megatron_zpp.interchange.families.dense.shared import LLAMA_FIELDS, LLAMA_NUMBERS, SWIGLU
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import Window
 from megatron_zpp.interchange.families.names import LLAMA

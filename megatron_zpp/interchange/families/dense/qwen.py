@@ -31,13 +31,7 @@ QWEN3 = Family(
     name="qwen3",
     class_name="Qwen3ForCausalLM",
     fields={**LLAMA_FIELDS, "qk_layernorm": True},
-    settings=(
-        *LLAMA_NUMBERS,
-        SWIGLU,
-        ATTENTION_BIAS,
-        Rotary(),
-        QWEN_WINDOW,
-    ),
+    settings=(*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS, Rotary(), QWEN_WINDOW),
     names=llama_with(*QK_NORMS),
 )
 SEED_OSS = Family(
