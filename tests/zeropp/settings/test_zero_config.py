@@ -76,6 +76,8 @@ def accepted(draw: st.DrawFn) -> dict[str, object]:
     if values.get("zeropp.delayed_param_update"):
         values |= {ZERO + "offload_optimizer.device": "cpu"}
         values.pop("zeropp.sync_every", None)
+    if "zeropp.sync_every" in values:
+        values.pop("zeropp.sync_delay", None)  # which has to be shorter
     if values.get("zeropp.sync_store") is not None:
         values |= {"zeropp.sync_nodes": 2, "zeropp.sync_delay": 0}
     if values.get(ZERO + "offload_param.device") == "cpu":
