@@ -1,7 +1,8 @@
 """The sections of a DeepSpeed JSON, with the keys that are honoured.
 
 `key(default, ...)` declares a key, with the values that it may have. Keys that change nothing are
-in `no_effect.toml` and `refused.toml`.
+in `no_effect.toml` and `refused.toml`; which parameters optimizers and schedules have is in
+`parameters.toml`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 from zeropp.errors import InputError
 from zeropp.settings.json_keys import JsonSection, NoEffect, key, needs
+from zeropp.settings.no_effect_tables import read_toml
 from zeropp.settings.schema import settings_of
 
 BITS = (4, 8, 16)
@@ -99,58 +101,9 @@ class ExpertParallel(JsonSection):
     autoep_size: int = key(1, minimum=1, no_effect=needs("expert_parallel.enabled"))
 
 
-_ADAM = ("lr", "betas", "eps", "weight_decay", "torch_adam")
-OPTIMIZERS = MappingProxyType(  # -> the parameters of each
-    {
-        "Adam": _ADAM,
-        "AdamW": _ADAM,
-        "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
-        "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-        "Lion": ("lr", "betas", "weight_decay"),
-        "Muon": (*_ADAM[:-1], "muon_lr", "adam_lr", "momentum", "nesterov", "ns_steps"),
-    }
-)
-_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
-SCHEDULES = MappingProxyType(  # -> the parameters of each, besides last_batch_iteration
-    {
-        "LRRangeTest": (
-            "lr_range_test_min_lr",
-            "lr_range_test_step_size",
-            "lr_range_test_step_rate",
-            "lr_range_test_staircase",
-        ),
-        "OneCycle": (
-            "cycle_min_lr",
-            "cycle_max_lr",
-            "decay_lr_rate",
-            "cycle_first_step_size",
-            "cycle_second_step_size",
-            "cycle_first_stair_count",
-            "cycle_second_stair_count",
-            "decay_step_size",
-            "cycle_momentum",
-            "cycle_min_mom",
-            "cycle_max_mom",
-            "decay_mom_rate",
-        ),
-        "WarmupLR": _WARMUP,
-        "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
-        "WarmupCosineLR": (
-            "warmup_min_ratio",
-            "warmup_num_steps",
-            "warmup_type",
-            "cos_min_ratio",
-            "total_num_steps",
-        ),
-    }
-)
-_NEEDED = MappingProxyType(
-    {
-        "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-        "WarmupDecayLR": ("total_num_steps",),
-        "WarmupCosineLR": ("total_num_steps",),
-    }
-)
+_TABLE = MappingProxyType(read_toml(__package__, "parameters.toml"))
+OPTIMIZERS: Mapping[str, Sequence[str]] = MappingProxyType(_TABLE["optimizers"])
+SCHEDULES: Mapping[str, Sequence[str]] = MappingProxyType(_TABLE["schedules"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +130,7 @@ class _Named(JsonSection):
                     f"{', '.join(names)}"
                 )
         arguments = {name: value for name, value in arguments.items() if value is not None}
-        for name in _NEEDED.get(self.type, ()):
+        for name in _TABLE["needed"].get(self.type, ()):
             if name not in arguments:
                 needed = f"{self.path}.params.{name}"
                 raise InputError(f'{self.path}.type = "{self.type}" needs {needed}')
