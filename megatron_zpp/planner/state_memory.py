@@ -78,8 +78,8 @@ def offloaded_bytes(run: PlannedRun) -> Counter:
     if run.config.zero.offloads_weights and not run.is_cpu:
         _, frozen = _shard_sizes(run)
         offloaded[WEIGHTS] += frozen
-    trained, _ = _shard_sizes(run)  # which are drawn there, those too that stay on the device
-    offloaded[WEIGHTS] += max(0, FP32_BYTES * trained - offloaded.total())
+    if not run.is_cpu:  # all are drawn there, those too that stay on the device
+        offloaded[WEIGHTS] += max(0, FP32_BYTES * _shard_sizes(run)[0] - offloaded.total())
     return offloaded
 
 

@@ -39,7 +39,7 @@ class StandIn(torch.Tensor):
     ) -> "StandIn":
         """Return one of a parameter whose dtypes FSDP2 has set, or of it detached."""
         dtype = parameter.param_dtype or parameter.orig_dtype
-        like = dict(dtype=dtype, device=parameter.device, requires_grad=is_leaf)
+        like = dict(dtype=dtype, device=parameter.device, requires_grad=is_leaf, storage_size=0)
         result = torch.Tensor._make_wrapper_subclass(cls, parameter._orig_size, **like)
         result.parameter, result.gather, result._is_param = parameter, gather, is_leaf
         if is_leaf:

@@ -18,9 +18,9 @@ from zeropp.sharding.plan import UnitPlan
 from zeropp.wire.route import Nodes
 
 FP32_BYTES = 4
-# Buffers of an exchange, in fp32: differences, and what comes back; of the elements that a node
-# owns, their sum and what becomes of it; and messages, sent and received.
-OF_ALL, OF_OWNED, MESSAGES = 2, 3, 2
+# Buffers of an exchange, in fp32: differences, what comes back from each owner, and both joined; of
+# the elements that a node owns, their sum and what becomes of it; and messages, sent and received.
+OF_ALL, OF_OWNED, MESSAGES = 3, 3, 2
 
 
 @dataclass(frozen=True, kw_only=True)

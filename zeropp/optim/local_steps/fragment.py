@@ -22,6 +22,7 @@ from zeropp.optim.local_steps.outer_mean import OuterMean
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
 
 HOST = torch.device("cpu")
+SUMMED = 1 << 16  # values of which PyTorch makes 64-bit ones at a time
 Result = TypeVar("Result")
 
 
@@ -104,8 +105,9 @@ class Fragment:
     @cached_property
     def beginning(self) -> dict[str, int]:
         """Checksums by name, in any order of summing, of the agreed weights of the first use."""
-        sums = [each.view(torch.int32).sum(dtype=torch.int64) for each in self.agreed]
-        return dict(zip(self._names, torch.stack(sums).tolist(), strict=True))
+        parts = (each.view(torch.int32).split(SUMMED) for each in self.agreed)
+        sums = (sum(part.sum(dtype=torch.int64) for part in each) for each in parts)
+        return dict(zip(self._names, map(int, sums), strict=True))
 
     def average_gradients(self) -> None:
         """Average the gradients over nodes; one that a node lacks counts as zeros."""
