@@ -24,7 +24,7 @@ log = logging.getLogger("zeropp")
 # What needs no values is answered by the shard, to which values are written, too.
 OF_SHARDS = frozenset(
     "__get__ __len__ __repr__ __set__ data_ptr dim element_size get_device is_complex is_contiguous"
-    " is_floating_point ndimension nelement numel register_hook size stride type".split()
+    " is_floating_point ndimension nelement numel register_hook size stride type untyped_storage".split()
 )
 TRANSPOSED = frozenset(getattr(torch.Tensor, name).__get__ for name in ("H", "T", "mH", "mT"))
 DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)
