@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint.training_state import TrainingState, run_settings
 from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.train.resume import _log_other_samples
+from megatron_zpp.train.resume import _log_other_settings
 from tests.megatron_zpp.train.training_runs import field, log_of, loss_values, losses, run
 from tests.ranks import ranks
 from zeropp import InputError
@@ -245,7 +245,7 @@ def test_a_checkpoint_of_an_older_version(data, expected, caplog):
         tokenizer="", configuration=configuration,
     )  # fmt: skip
     caplog.set_level(logging.INFO, "megatron_zpp")
-    _log_other_samples(now, state)
+    _log_other_settings(now, state)
     said = ": this changes which samples come next"
     assert [line.removesuffix(said) for line in caplog.messages if said in line] == expected
 
