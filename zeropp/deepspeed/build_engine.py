@@ -24,10 +24,10 @@ from zeropp.deepspeed.expert_parallel.ranks import experts_to_split, split
 from zeropp.deepspeed.fp32_weights import use_fp32_weights
 from zeropp.deepspeed.ops import adam
 from zeropp.deepspeed.parameter_values import has_engine
-from zeropp.deepspeed.runtime.named_optimizer import named_optimizer, parameters_in
+from zeropp.deepspeed.runtime.named_optimizer import named_optimizer
 from zeropp.deepspeed.sample_stream import SamplesOfRank
 from zeropp.errors import InputError
-from zeropp.optim.adam import FusedAdam
+from zeropp.optim.adam import FusedAdam, parameters_in
 from zeropp.optim.cpu_adam import CPUAdam
 from zeropp.optim.lr_schedule import build_scheduler
 from zeropp.optim.offloaded import offloaded_adamw

@@ -242,15 +242,16 @@ def fastest_adamw(
     return optimizer
 
 
-def _parameters(groups: list[Any]) -> list[Tensor]:
-    parameters: list[Tensor] = []
-    for group in groups:
-        parameters += group["params"] if isinstance(group, Mapping) else [group]
-    return parameters
+def parameters_in(parameters_or_groups: Iterable[Any]) -> list[Any]:
+    """Return all parameters, without the names that `named_parameters` puts before them."""
+    items = []
+    for item in parameters_or_groups:
+        items += item["params"] if isinstance(item, Mapping) else [item]
+    return [item[1] if isinstance(item, tuple) else item for item in items]
 
 
 def _why_not_fused(groups: list[Any], torch_on_cpu: bool) -> str | None:
-    parameters = _parameters(groups)
+    parameters = parameters_in(groups)
     devices = {parameter.device.type for parameter in parameters}
     if len(devices) != 1 or not devices <= {"cpu", "cuda"}:
         return f"weights on {' and '.join(sorted(devices))}; ours takes one of CPU and GPU"

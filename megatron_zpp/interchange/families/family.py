@@ -7,6 +7,7 @@ from functools import cache, cached_property
 from typing import Any, Protocol
 
 from megatron_zpp.interchange.families.names import NameTable
+from megatron_zpp.interchange.families.rope import Rotary
 from megatron_zpp.interchange.families.settings import Choice, Number
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.settings.no_effect_tables import read_toml
@@ -67,12 +68,7 @@ class Family:
         untied = "untie_embeddings_and_output_weights"
         tied = Choice("tie_word_embeddings", False, {True: {untied: False}, False: {untied: True}})
         defaults = _defaults_of(self.name)
-        return tuple(
-            replace(setting, default=defaults[setting.key])
-            if isinstance(setting, (Number, Choice)) and setting.key in defaults
-            else setting
-            for setting in (*self.settings, tied)
-        )
+        return tuple(_with_default(each, defaults) for each in (*self.settings, tied))
 
     def read_fields(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
         """Return the fields of ModelConfig that a config.json sets."""
@@ -94,3 +90,11 @@ def _defaults_of(model_type: str) -> Mapping[str, Any]:
     """Return the defaults of transformers for some keys of a config.json, by `defaults.toml`."""
     own = read_toml(__package__, "defaults.toml")[model_type]
     return {**_defaults_of(own["like"]), **own} if "like" in own else own
+
+
+def _with_default(setting: FamilySetting, defaults: Mapping[str, Any]) -> FamilySetting:
+    """Return a setting with the default of its key, if there is one."""
+    if isinstance(setting, Rotary):
+        return replace(setting, default_scaling=defaults.get("rope_scaling"))
+    is_listed = isinstance(setting, Number | Choice) and setting.key in defaults
+    return replace(setting, default=defaults[setting.key]) if is_listed else setting

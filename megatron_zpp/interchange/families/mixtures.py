@@ -229,17 +229,7 @@ GPT_OSS = Family(
         Choice("swiglu_alpha", QUICK_GELU, {QUICK_GELU: {}}),
         Number("swiglu_limit", "activation_func_clamp_value", 7.0),
         switch("attention_bias", True, "add_qkv_bias", "add_attention_output_bias"),
-        Rotary(
-            default_base=150000.0,
-            default_scaling={
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        ),
+        Rotary(default_base=150000.0),
         Window(default=128, has_types=True, full_every=2),
         *experts("num_local_experts", 128, 4),
     ),

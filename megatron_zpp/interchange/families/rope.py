@@ -24,9 +24,9 @@ class Rotary:
     `default_share` is the share where config.json does not have the key; a family that is not
     `is_partial` rotates all channels. `channels` is a key for the number of rotated channels of a
     head, in place of the share. `default_scaling` is how frequencies are scaled where config.json
-    does not say it. LongRoPE is read in every family, and written only for the one that
-    `writes_longrope`, where other programs expect it. `dynamic` scaling is none here: it begins
-    with texts longer than all positions.
+    does not say it, by `defaults.toml`. LongRoPE is read in every family, and written only for the
+    one that `writes_longrope`, where other programs expect it. `dynamic` scaling is none here: it
+    begins with texts longer than all positions.
     """
 
     base: str = "rope_theta"

@@ -4,15 +4,17 @@ The names are Megatron-LM's flags; further names of a flag are Megatron-DeepSpee
 `--num-experts` is 0 or 1 is dense.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
 from megatron_zpp.settings.gpt.layer_pattern import QUOTED, marks_of
-from megatron_zpp.settings.gpt.sizes import model_flag
+from megatron_zpp.settings.gpt.sizes import PRETRAINED, model_flag
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule, at_most, requires
+from zeropp.settings.schema import Rule, at_most, requires, settings_of
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 NO_LOSS = "none"
@@ -25,22 +27,6 @@ _NOT_BALANCED_SO = MappingProxyType(
             f"there are no thresholds by quantiles: {_BALANCE}, or --moe-router-enable-expert-bias"
         ),
     }
-)
-# What only training uses; it may differ between the run that saved a model and one that loads it.
-OF_TRAINING = (
-    "moe_router_bias_update_rate",
-    "moe_router_load_balancing_type",
-    "moe_router_force_load_balancing",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
-    "moe_expert_capacity_factor",
-    "moe_eval_capacity_factor",
-    "moe_min_capacity",
-    "moe_token_drop_policy",
-    "moe_pad_expert_input_to_capacity",
-    "disable_moe_token_dropping",
-    "moe_per_layer_logging",
 )
 _NEEDS_CAPACITY = needs(
     "--moe-expert-capacity-factor", lambda c: c.model.moe_expert_capacity_factor is not None
@@ -75,18 +61,14 @@ _NEEDS_SOFTMAX = _needs(
 )
 
 
-def _layer_flag(
-    default: Any, help: str, *, no_effect: tuple[NoEffect, ...] = (), **facts: Any
+def _flag_of_experts(
+    kind: Callable[..., Any], *declared: Any, no_effect: tuple[NoEffect, ...] = (), **facts: Any
 ) -> Any:
-    """A flag of the layer, which a checkpoint knows."""
-    return model_flag(default, help, no_effect=(NEEDS_EXPERTS, *no_effect), **facts)
+    return kind(*declared, no_effect=(NEEDS_EXPERTS, *no_effect), **facts)
 
 
-def _training_flag(
-    default: Any, help: str, *, no_effect: tuple[NoEffect, ...] = (), **facts: Any
-) -> Any:
-    """A flag of training, which no checkpoint decides."""
-    return flag(default, help, no_effect=(NEEDS_EXPERTS, *no_effect), **facts)
+_layer_flag = partial(_flag_of_experts, model_flag)  # which a checkpoint knows
+_training_flag = partial(_flag_of_experts, flag)  # which no checkpoint decides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,3 +319,9 @@ class MoeConfig(Section):
                 f"{shown} and --moe-aux-loss-coeff {' '.join(f'{c:g}' for c in coefficients)}: "
                 f"{len(types)} types need as many coefficients, in their order"
             )
+
+
+# What only training uses; it may differ between the run that saved a model and one that loads it.
+OF_TRAINING = tuple(
+    entry.name for entry in settings_of(MoeConfig) if PRETRAINED not in entry.no_effect
+)

@@ -8,7 +8,7 @@ from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS
 from zeropp.errors import InputError
 from zeropp.settings.schema import Rule, at_most
 
-_PRETRAINED = NoEffect(
+PRETRAINED = NoEffect(
     "the model in --pretrained-checkpoint says what it is",
     when=lambda c: c.lora.pretrained_checkpoint is not None,
 )
@@ -22,7 +22,7 @@ def model_flag(
     default: Any, help: str, *, no_effect: tuple[NoEffect, ...] = (), **facts: Any
 ) -> Any:
     """A flag that has no effect on a model from --pretrained-checkpoint."""
-    return flag(default, help, no_effect=(*no_effect, _PRETRAINED), **facts)
+    return flag(default, help, no_effect=(*no_effect, PRETRAINED), **facts)
 
 
 @dataclass(frozen=True, kw_only=True)

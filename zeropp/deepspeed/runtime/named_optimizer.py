@@ -1,7 +1,6 @@
 """The optimizer that the JSON names."""
 
 import logging
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,11 +63,3 @@ def _muon(zero: ZeroConfig, parameters: list[Any], model: nn.Module) -> Muon:
         log.info("%s: %d parameters at lr %g", name, len(group["params"]), group["lr"])
     settings |= {"options": MuonOptions.of(zero), "parts": stacks_of(model)}
     return Muon(groups, config=zero, **settings)
-
-
-def parameters_in(parameters_or_groups: Iterable[Any]) -> list[Any]:
-    """Return all parameters, without the names that `named_parameters` puts before them."""
-    items = []
-    for item in parameters_or_groups:
-        items += item["params"] if isinstance(item, Mapping) else [item]
-    return [item[1] if isinstance(item, tuple) else item for item in items]

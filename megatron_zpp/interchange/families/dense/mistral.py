@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.interchange.families.dense.shared import LLAMA_FIELDS, LLAMA_NUMBERS, SWIGLU
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import Window
 from megatron_zpp.interchange.families.names import LLAMA
-from megatron_zpp.interchange.families.rope import FIRST_LENGTH, Rotary, is_number
+from megatron_zpp.interchange.families.rope import Rotary, is_number
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
 
@@ -51,18 +50,6 @@ class QueryScaleRotary(Rotary):
         return {**scaling, "llama_4_scaling_beta": model.llama_4_scaling_beta}
 
 
-MINISTRAL3_DEFAULT = MappingProxyType(
-    {
-        "rope_type": "yarn",
-        "factor": 16.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        FIRST_LENGTH: 16384,
-        "llama_4_scaling_beta": 0.1,
-    }
-)
 MINISTRAL3 = Family(
     name="ministral3",
     class_name="Ministral3ForCausalLM",
@@ -70,7 +57,7 @@ MINISTRAL3 = Family(
     settings=(
         *LLAMA_NUMBERS,
         SWIGLU,
-        QueryScaleRotary(default_base=1000000.0, default_scaling=MINISTRAL3_DEFAULT),
+        QueryScaleRotary(default_base=1000000.0),
         Window(default=None),
     ),
     names=LLAMA,

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.interchange.families.dense.gpt import BLOOM_BLOCK, BLOOM_NAMES
@@ -25,7 +24,7 @@ from megatron_zpp.interchange.families.names import (
     block_rows,
     llama_with,
 )
-from megatron_zpp.interchange.families.rope import FIRST_LENGTH, Rotary
+from megatron_zpp.interchange.families.rope import Rotary
 from megatron_zpp.interchange.families.settings import (
     ACTIVATIONS,
     Choice,
@@ -138,15 +137,6 @@ NEMOTRON = Family(
     ),
     names=llama_with(),
 )
-LLAMA3_DEFAULT = MappingProxyType(
-    {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        FIRST_LENGTH: 8192,
-    }
-)
 APERTUS = Family(
     name="apertus",
     class_name="ApertusForCausalLM",
@@ -155,7 +145,7 @@ APERTUS = Family(
         *LLAMA_NUMBERS,
         activation("hidden_act", "xielu", {**ACTIVATIONS, "xielu": {"xielu": True}}),
         ATTENTION_BIAS,
-        Rotary(default_base=12000000.0, default_scaling=LLAMA3_DEFAULT),
+        Rotary(default_base=12000000.0),
     ),
     names=llama_with(
         *QK_NORMS,
