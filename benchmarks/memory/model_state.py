@@ -21,6 +21,7 @@ from megatron_zpp.data.loader import Batch
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.optimizer import build_optimizer
 from zeropp import Sharding, optimizer_step
+from zeropp.fsdp_adapter.uncalled_units import StandIn
 
 STAGES = (0, 1, 2, 3)
 FP32, MOMENTS = 4, 8  # bytes of a weight or gradient in fp32; of Adam's two moments
@@ -60,7 +61,7 @@ def live_storages() -> dict[int, int]:
     """Bytes of every storage that a live tensor of this process uses, by address."""
     gc.collect()
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-    tensors = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]  # no memory
+    tensors = [each for each in tensors if not isinstance(each, FakeTensor | StandIn)]  # no memory
     return _storages(tensors + [tensor.grad for tensor in tensors if tensor.is_leaf])
 
 

@@ -24,7 +24,7 @@ log = logging.getLogger("zeropp")
 # What needs no values is answered by the shard, to which values are written, too.
 OF_SHARDS = frozenset(
     "__get__ __len__ __repr__ __set__ data_ptr dim element_size get_device is_complex is_contiguous"
-    " is_floating_point ndimension nelement numel register_hook size stride type untyped_storage".split()
+    " is_floating_point ndimension nelement numel register_hook size stride type".split()
 )
 TRANSPOSED = frozenset(getattr(torch.Tensor, name).__get__ for name in ("H", "T", "mH", "mT"))
 DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)
@@ -39,7 +39,7 @@ class StandIn(torch.Tensor):
     ) -> "StandIn":
         """Return one of a parameter whose dtypes FSDP2 has set, or of it detached."""
         dtype = parameter.param_dtype or parameter.orig_dtype
-        like = dict(dtype=dtype, device=parameter.device, requires_grad=is_leaf, storage_size=0)
+        like = dict(dtype=dtype, device=parameter.device, requires_grad=is_leaf)
         result = torch.Tensor._make_wrapper_subclass(cls, parameter._orig_size, **like)
         result.parameter, result.gather, result._is_param = parameter, gather, is_leaf
         if is_leaf:
