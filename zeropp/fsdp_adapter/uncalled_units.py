@@ -6,6 +6,7 @@ first function of PyTorch that computes with one gathers its unit, which then st
 root does, until the backward pass ends.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from zeropp.fsdp_adapter.gathered import free_gathered
 from zeropp.fsdp_adapter.param_groups import groups_of, state_of
 from zeropp.fsdp_adapter.passes import backward_id
 from zeropp.fsdp_adapter.whole_parameters import WholeParameter
@@ -26,6 +29,7 @@ OF_SHARDS = frozenset(
     "__get__ __len__ __repr__ __set__ data_ptr dim element_size get_device is_complex is_contiguous"
     " is_floating_point ndimension nelement numel register_hook size stride type".split()
 )
+WRITES = frozenset("__iadd__ __idiv__ __imul__ __ipow__ __isub__ __itruediv__ __setitem__".split())
 TRANSPOSED = frozenset(getattr(torch.Tensor, name).__get__ for name in ("H", "T", "mH", "mT"))
 DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)
 
@@ -52,16 +56,24 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in DETACHED:
+        if function in DETACHED and backward_id() == -1:
             return cls.of(args[0].parameter, args[0].gather, is_leaf=False)
-        name = function.__name__
-        is_in_place = name.endswith("_") and not name.endswith("__")
-        of_shards = is_in_place or (name in OF_SHARDS and function not in TRANSPOSED)
+        name, kwargs = function.__name__, kwargs or {}
+        is_write = name in WRITES or (name.endswith("_") and not name.endswith("__"))
+        first = pytree.tree_leaves(args)[0] if is_write else None
+        if is_write := isinstance(first, cls):
+            first.gather(is_due=False)
+            replicate = partial(_replicated, shard_behind(first))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, replicate, (args, kwargs))
+        of_shards = is_write or (name in OF_SHARDS and function not in TRANSPOSED)
         behind = shard_behind if of_shards else _whole_behind
-        args, kwargs = pytree.tree_map_only(cls, behind, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(cls, behind, (args, kwargs))
         return function(*args, **kwargs)
 
     __torch_dispatch__ = __torch_function__
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return copy.deepcopy(_whole_behind(self), memo)
 
 
 def shard_behind(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,6 +82,13 @@ def shard_behind(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     shard = tensor.parameter.sharded_param
     return shard if tensor._is_param else shard.detach()
+
+
+def _replicated(shard: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is to be written to a shard, on the shard's mesh."""
+    if isinstance(tensor, (StandIn, DTensor)) or not isinstance(shard, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, shard.device_mesh, run_check=False)
 
 
 def _whole_behind(stand_in: StandIn) -> torch.Tensor:
@@ -88,21 +107,30 @@ def _pass_on(stand_in: StandIn) -> None:
         whole.backward(gradient)
 
 
+def _held(parameter: FSDPParam) -> torch.Tensor | None:
+    """Return what the parameter's module holds in its place."""
+    info = parameter._module_info
+    return info.module._parameters.get(info.param_name)
+
+
 class UncalledUnits:
     """Finds such units of a root in its forward passes, gathers them, and says so once."""
 
     def __init__(self, root: FSDPModule) -> None:
         self._root, self._in_forward, self._has_gradients = root, False, False
         self._stand_ins: dict[FSDPParam, Callable[[], StandIn]] = {}
-        self._found: dict[Any, None] = {}  # parameter groups, in order
+        self._found: dict[Any, FSDPModule] = {}  # parameter groups, in order, and their units
         self._said = 0  # of these
+        state = state_of(root)
+        state._pre_backward = partial(self._gather_again, state._pre_backward)
 
     def add(self, units: Iterable[FSDPModule]) -> None:
         """Include units of the root, between two passes."""
         for unit in units:
             for group in groups_of(unit) if unit is not self._root else ():
+                group.reshard = partial(self._reshard, group, group.reshard)
                 for each in group.fsdp_params:
-                    make = partial(StandIn.of, each, partial(self._gather, group))
+                    make = partial(StandIn.of, each, partial(self._gather, unit, group))
                     self._stand_ins[each] = cache(make)
                     each._setattr_on_modules = partial(self._show, each, each._setattr_on_modules)
 
@@ -114,9 +142,9 @@ class UncalledUnits:
         if in_forward:
             state_of(self._root)._lazy_init()  # which takes what modules hold for the shards
         for each in self._stand_ins:
-            held = each._module_info.module._parameters.get(each._module_info.param_name)
-            if held is each.sharded_param or type(held) is StandIn:
-                each._setattr_on_modules(each.sharded_param)
+            if (held := _held(each)) is each.sharded_param or type(held) is StandIn:
+                is_away = in_forward or each.sharded_state != ShardedState.UNSHARDED
+                each._setattr_on_modules(each.sharded_param if is_away else each._unsharded_param)
         if self._said < len(self._found):
             names = (group._module_fqn for group in [*self._found][self._said :])
             log.info(
@@ -126,17 +154,35 @@ class UncalledUnits:
             )
             self._said = len(self._found)
 
-    def gather_again(self) -> None:
+    def _gather_again(self, begin: Callable, gradient: torch.Tensor) -> torch.Tensor:
         """Gather what was found, as the root is, for one more backward pass."""
-        for group in self._found if backward_id() != -1 else ():
-            self._gather(group)
+        for group, unit in self._found.items():
+            self._gather(unit, group)
+        return begin(gradient)
 
     def _show(self, parameter: FSDPParam, show: Callable, shown: torch.Tensor) -> None:
-        is_away = self._in_forward and shown is parameter.sharded_param
-        show(self._stand_ins[parameter]() if is_away else shown)
+        if self._in_forward or backward_id() != -1:
+            held, shard = _held(parameter), parameter.sharded_param
+            is_own = held is shard or held is getattr(parameter, "_unsharded_param", shard)
+            if not is_own and getattr(held, "parameter", None) is not parameter:
+                return  # the program has put another value in its place
+            if self._in_forward and shown is shard:
+                shown = self._stand_ins[parameter]()
+        show(shown)
 
-    def _gather(self, group: Any) -> None:
-        self._found[group] = None
+    def _reshard(self, group: Any, reshard: Callable[[], None]) -> None:
+        """Free weights, or, where they stay gathered after a call, show stand-ins for them."""
+        reshard()
+        if self._in_forward and group.is_unsharded:
+            for each in group.fsdp_params:
+                each._setattr_on_modules(each.sharded_param)
+
+    def _gather(self, unit: FSDPModule, group: Any, *, is_due: bool = True) -> None:
+        """Gather a unit, or let its next use do so, as its shards are about to be written to."""
+        if not is_due:
+            free_gathered(unit)
+            return
+        self._found[group] = unit
         group.zeropp_reducer.waits = True
         group.zeropp_reducer.is_due |= self._has_gradients
         group.unshard()

@@ -69,8 +69,6 @@ class Passes:
         """Include units of the model, between two passes."""
         self._units += units
         self._uncalled.add(units)
-        if self._model in units:
-            fsdp.before_use(self._model, self._uncalled.gather_again)
         for unit in units:
             fsdp.before_use(unit, partial(fsdp.show_gathered, unit))
             fsdp.use_whole_parameters(unit)
@@ -116,7 +114,8 @@ class Passes:
             self.recover()
             if torch.is_grad_enabled():
                 self.require_complete()
-        self._uncalled.watch(True)
+        if not torch.compiler.is_compiling():  # compiled code cannot gather where it computes
+            self._uncalled.watch(True)
 
     def _leave(self, *_: object, shows_shards: bool = False) -> None:
         self._depth = max(0, self._depth - 1)  # a hook before `_enter` may have raised

@@ -4,6 +4,7 @@ The plain reference adds fp32 terms in another order: at most a hundred of them,
 2^-24 of values of about 1, so 1e-5.
 """
 
+import copy
 import re
 
 import pytest
@@ -70,6 +71,25 @@ def clamped(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer(x)
 
 
+def written(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Write what was computed from weights that were gathered for it."""
+    weight, scale = layer.linear.weight.data, layer.norm.weight.data
+    weight.copy_(weight / weight.abs().max())
+    scale /= scale.max()
+    return layer.half(x)
+
+
+def averaged(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    mean = torch.zeros(WIDTH, WIDTH)
+    with torch.no_grad():
+        mean.lerp_(layer.linear.weight, 0.5).add_(layer.linear.weight.data)
+    return F.linear(x, mean)
+
+
+def doubled(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return functional_call(layer, {name: 2 * each for name, each in layer.named_parameters()}, x)
+
+
 # What makes a block, and how the model uses it.
 USES = {
     "holder": (
@@ -100,6 +120,14 @@ USES = {
         lambda layer, x: functional_call(
             layer.linear, {name: 2 * each for name, each in layer.linear.named_parameters()}, x
         ),
+    ),
+    "called functionally": (Block, doubled),
+    "written": (Block, written),
+    "averaged": (Block, averaged),
+    "copied": (Block, lambda layer, x: copy.deepcopy(layer.linear)(x).detach() + layer(x)),
+    "reentrant weight": (
+        Block,
+        lambda layer, x: checkpoint(F.linear, x, layer.linear.weight, use_reentrant=True),
     ),
     "Function": (Block, lambda layer, x: Linear.apply(x, layer.linear.weight)),
     "slice": (
@@ -169,10 +197,7 @@ def test_they_train_as_in_one_process(stage, tmp_path):
     said = [line for line in lines if "without calling these modules" in line]
     names = {name for line in said for name in re.findall(r"layers\.\d+", line)}
     indices = {name: f"layers.{index}" for index, name in enumerate(USES)}
-    called = {"holder", "dict", "only metadata", "clamped"}
-    if stage < 3:
-        called.add("called, and not")  # and gathered from then on
-    uncalled = {*USES} - called
+    uncalled = {*USES} - {"holder", "dict", "only metadata", "clamped"}
     assert names == {indices[name] for name in uncalled}
 
 
@@ -207,6 +232,28 @@ def test_quantized_and_in_16_bit_they_give_the_same_digits_as_called_blocks(rank
         return found
 
     assert losses(calls=False) == losses(calls=True)
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
+@ranks(2)
+def test_two_backward_passes_through_one_graph_and_whole_models_compiled(compiles):
+    class Both(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x) + (0 if compiles else layer.half(x))
+            return x.square().mean()
+
+    plain, x = Both(calls=True), torch.ones(4, WIDTH)
+    (2 * plain(x)).backward()
+    for stage in range(4):
+        engine = engine_of(Both(calls=True), stage=stage, optimizer=SGD, gradient_clipping=0.0)
+        loss = (torch.compile(engine, backend="eager") if compiles else engine)(x)
+        engine.backward(loss, retain_graph=True)
+        engine.backward(loss)
+        engine.step()
+        for name, weight in gathered_parameters(engine.module).items():
+            expected = plain.get_parameter(name)
+            near(weight, expected - LR * expected.grad, name)
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
