@@ -79,10 +79,9 @@ def require_finite(tensors: Sequence[Tensor], own: Sequence[Tensor]) -> None:
     """Raise InputError unless tensors are finite; it is of another node if `own` ones are."""
     are_finite = [all(bool(part.isfinite().all()) for part in each) for each in (tensors, own)]
     if not are_finite[0]:
-        whose = "another node" if are_finite[1] else "this node"
         raise InputError(
-            f"zeropp.sync_every: weights of {whose} are not finite, and are not merged: look at "
-            "its losses, and go on from the last checkpoint"
+            f"zeropp.sync_every: weights of {'another' if are_finite[1] else 'this'} node are not "
+            "finite, and are not merged: look at its losses, and go on from the last checkpoint"
         )
 
 
@@ -148,7 +147,6 @@ class Fragment:
         self.running = self._start(lambda: self.mean.run(differences, self._nesterov))
         self.merges_at = merges_at
 
-    @torch.no_grad()
     def differences(self) -> list[Tensor]:
         """Return the agreed weights less this node's."""
         pairs = zip(self.agreed, self.weights.read(), strict=True)
