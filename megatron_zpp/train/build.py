@@ -69,8 +69,7 @@ def build_run(
     beginning = load(
         config, ranks, source, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps=local
     )
-    if beginning.earlier_sizes:
-        batches = batches.behind(beginning.earlier_sizes, config, tokenizer)
+    batches.go_behind(beginning.earlier_sizes)
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, beginning)
     trainer = Trainer(
@@ -91,7 +90,7 @@ def build_run(
         metrics=metrics,
         console=console,
         lock=save_lock,
-        earlier_sizes=beginning.earlier_sizes,
+        batches=batches,
     )
     run = Run(
         config=config,

@@ -2,8 +2,9 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_zpp.data.fill_in_the_middle import filled_in_the_middle
@@ -32,22 +33,23 @@ SAME_FILES = "give all machines the same data and the same tokenizer"
 log = logging.getLogger("megatron_zpp")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Batches:
     """The datasets of a run; each replica takes its own micro-batches from them."""
 
+    open: Callable[[Sequence[Sequence[int]]], tuple]  # in the order of earlier sizes, extended
     datasets: tuple  # training, validation, test; None for a split without data
+    earlier_sizes: Sequence[Sequence[int]] = ()
     data: DataConfig
     micro_batch_size: int
     ranks: Ranks
     eod: int
 
-    def behind(
-        self, earlier: Sequence[Sequence[int]], config: Config, tokenizer: Tokenizer
-    ) -> "Batches":
-        """The same data in the order of runs of `earlier` sizes, extended; all ranks call it."""
-        opened = self.ranks.rank_zero_first(lambda: open_datasets(config, tokenizer, earlier))
-        return replace(self, datasets=opened)
+    def go_behind(self, earlier_sizes: Sequence[Sequence[int]]) -> None:
+        """Extend the order of runs of earlier sizes, if there are any; all ranks call it."""
+        if earlier_sizes:
+            self.earlier_sizes = earlier_sizes
+            self.datasets = self.ranks.rank_zero_first(lambda: self.open(earlier_sizes))
 
     def loader(self, split: int, consumed_samples: int, skipped: Sequence[range] = ()) -> Loader:
         """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks.
@@ -96,6 +98,7 @@ def open_inputs(
         texts = contents(tokenizer, datasets)
     require_same(texts, SAME_FILES)
     batches = Batches(
+        open=partial(open_datasets, config, tokenizer),
         datasets=datasets,
         data=config.data,
         micro_batch_size=config.batch.micro_batch_size,

@@ -16,7 +16,7 @@ def train(run: Run) -> bool:
     """Train from the counters on; returns whether the last iteration was reached."""
     config, counters, log = run.config, run.trainer.counters, IterationLog(run=run)
     if config.zero.zeropp.sync_store:
-        has_joined = run.trainer.join_other_nodes(run.metrics.history)
+        has_joined = run.trainer.join_other_nodes(run.metrics.history, run.batches)
         if has_joined and is_due(counters.iteration, config.evaluation.eval_interval):
             evaluate_split(run, VALIDATION, f"iteration {counters.iteration}")  # as the others do
     if config.evaluation.eval_at_start and counters.iteration == 0:

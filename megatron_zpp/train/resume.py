@@ -23,7 +23,7 @@ from megatron_zpp.settings.gpt.experts import OF_TRAINING
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
-from megatron_zpp.train.inputs import data_bytes, sample_sizes
+from megatron_zpp.train.inputs import Batches, data_bytes, sample_sizes
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
 from megatron_zpp.train.worlds.continuation import continue_local_steps
 from megatron_zpp.train.worlds.saved_run import SavedRun
@@ -75,7 +75,7 @@ class Saver:
     metrics: Metrics
     console: Console
     lock: FolderLock | None  # of the folder
-    earlier_sizes: Sequence[Sequence[int]]
+    batches: Batches
 
     @cached_property
     def writer(self) -> AsyncWriter | None:
@@ -154,7 +154,7 @@ class Saver:
             num_worlds=trainer.ranks.num_worlds,
             node=trainer.ranks.node,
             launch=trainer.ranks.launch,
-            sample_sizes=[*self.earlier_sizes, sample_sizes(config)],
+            sample_sizes=[*self.batches.earlier_sizes, sample_sizes(config)],
             data_bytes=data_bytes(config.data),
             tokenizer=self.tokenizer.fingerprint,
             loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},

@@ -21,6 +21,7 @@ from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules, is_due
+from megatron_zpp.train.inputs import Batches
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
 from megatron_zpp.train.worlds.progress import RunProgress
 from zeropp import LossScaler, Sharding, optimizer_step
@@ -152,7 +153,7 @@ class Trainer:
             iteration, last = self.counters.iteration, self.schedules.length.iterations
             self.local_steps.after_update(iteration, is_last=iteration == last)
 
-    def join_other_nodes(self, history: History) -> bool:
+    def join_other_nodes(self, history: History, batches: Batches) -> bool:
         """Let nodes that join get the run's state; get it if this node is one of them.
 
         Returns whether it is. `history`: the losses up to now.
@@ -164,6 +165,7 @@ class Trainer:
                 counters=self.counters,
                 schedules=self.schedules,
                 history=history,
+                batches=batches,
             )
             self.local_steps.follow(progress)
             joins = self.local_steps.group.joins

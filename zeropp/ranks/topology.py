@@ -13,6 +13,15 @@ from zeropp.ranks.other_launchers import torchrun_variables
 
 # Of the variables that libraries read, those that mean the same on every machine.
 SENT_PREFIXES = ("GLOO_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "TORCH_", "UCX_")
+# What torchrun and `zeropp` set; where one is missing, others may have started the process.
+LAUNCHED = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +53,9 @@ class Environment:
         Raises InputError if a variable is not a number, if RANK is not below WORLD_SIZE, or if the
         processes of srun or mpirun cannot be ranks.
         """
-        for name, value in torchrun_variables(os.environ).items():
-            os.environ.setdefault(name, value)
+        if not os.environ.keys() >= LAUNCHED:
+            for name, value in torchrun_variables(os.environ).items():
+                os.environ.setdefault(name, value)
         if "WORLD_SIZE" not in os.environ:
             return cls()
         world_size = _number("WORLD_SIZE")

@@ -1,19 +1,13 @@
 """How far a run is, for a node that joins it."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_zpp.monitor.metrics import History
 from megatron_zpp.settings.scheduled_values import Schedules
+from megatron_zpp.train.inputs import Batches
 from zeropp import LossScaler
-
-
-class Counted(Protocol):
-    """The counters of a run."""
-
-    def state(self) -> dict[str, int]: ...
-
-    def load(self, state: dict[str, int]) -> None: ...
+from zeropp.optim.local_steps.elastic_steps import Progress
 
 
 @dataclass(kw_only=True)
@@ -24,9 +18,10 @@ class RunProgress:
     """
 
     scaler: LossScaler | None
-    counters: Counted
+    counters: Progress
     schedules: Schedules
     history: History
+    batches: Batches
 
     def state(self) -> dict[str, Any]:
         """Return what `load` takes, on another node."""
@@ -36,6 +31,7 @@ class RunProgress:
             "scaler": scaler,
             "schedules": self.schedules,
             "history": self.history.state_dict(),
+            "earlier_sizes": self.batches.earlier_sizes,
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -43,5 +39,6 @@ class RunProgress:
         self.counters.load(state["counters"])
         self.schedules = state["schedules"]
         self.history.load_state_dict(state["history"])
+        self.batches.go_behind(state["earlier_sizes"])
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])

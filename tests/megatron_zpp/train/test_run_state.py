@@ -120,6 +120,7 @@ def values_of(run: Run) -> dict[str, Any]:
         ],
         "counters": trainer.counters.state() | {"saved_iteration": 0},
         "schedules": trainer.schedules.state(),
+        "order of samples": [*run.batches.earlier_sizes],
         "loss scale of fp16": scaler.state_dict(),
         "first and last losses, for the summary": history.state_dict(),
     }
@@ -249,16 +250,16 @@ def require_loaded(operation: str, load: str, of_nodes: list[dict[str, Any]]) ->
 
 @ranks(2, timeout=120)
 def join(folder: Path) -> None:
-    """A node joins one that has loaded a checkpoint with other rates; both train to the end."""
+    """A node joins one that has loaded a shorter run of other rates; both train to the end."""
     own = folder / "joined"
     elastic = {"sync_store": "localhost:1", "sync_nodes": 1, "sync_every": 2, "sync_bits": 2}
     flags = FLAGS + json_flags(folder, {}, ranks_per_node=1, **elastic)
-    flags += f"--lr 1e-4 --train-iters 9 --load {folder / 'two'}"
+    flags += f"--lr 1e-4 --train-iters 12 --lr-decay-iters 9 --load {folder / 'two'}"
     with elastic_nodes(folder, 2, 1) as outer, built_run(flags, outer) as run:
         fresh, joins, trainer = values_of(run), outer.joins, run.trainer
         assert trainer.schedules.learning_rate.max_lr == (1e-4 if joins else 1e-2)
         wait_for_joiners(outer, 1)
-        trainer.join_other_nodes(run.metrics.history)
+        trainer.join_other_nodes(run.metrics.history, run.batches)
         if not joins:
             take_steps(run, 1)
             trainer.local_steps.synchronize(3)
@@ -269,12 +270,14 @@ def join(folder: Path) -> None:
         if joins:
             require("join", after, own=fresh, of_nodes=[of_first], fresh=fresh)
         assert trainer.schedules.learning_rate.max_lr == 1e-2
+        assert [sizes[0] for sizes in run.batches.earlier_sizes] == [4 * 9]
         train(run)
         end = values_of(run)
         own.with_suffix(f".end.{outer.number}").write_bytes(pickle.dumps(end))
         assert trainer.local_steps.sum(lambda place, size: [1.0]) == [2.0]
         of_first = pickle.loads(own.with_suffix(".end.0").read_bytes())
         names = ("trained weights", BUFFERS, "agreed weights and buffers", "counters", "schedules")
+        names += ("order of samples",)
         assert all(equal(end[name], of_first[name]) for name in names)
 
 

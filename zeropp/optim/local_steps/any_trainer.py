@@ -26,7 +26,7 @@ from zeropp.ranks.groups import store_of, time_limit
 from zeropp.settings.zero_config import ZeroConfig
 
 CALLER = "zeropp.local_steps"
-AGREED = ".agreed"
+MOMENTUM = ".momentum"  # that buffers do not have
 NO_LIMIT = timedelta(minutes=30)  # of PyTorch's gloo, where the default group's backend has none
 
 
@@ -156,8 +156,9 @@ class NodeSteps:
         What is frozen here and was trained before is exchanged as it was. Raises InputError on all
         nodes for a state of another node, of other parameters or settings, or of other steps.
         """
-        named = (key.removeprefix(OUTER) for key in state if key.endswith(AGREED))
-        self._exchange_new({name.removesuffix(AGREED) for name in named})
+        named = (key.removeprefix(OUTER) for key in state if key.endswith(MOMENTUM))
+        self._exchange_new({name.removesuffix(MOMENTUM) for name in named})
+        self.local.buffers.agree()  # with those that modules have got since
         own, given, gather = _facts(self.state_dict()), _facts(state), self.local.group.gather
         own["count"] = gather(given.get("count"))[0]
         problems = [
@@ -269,15 +270,15 @@ def _connect(nodes: dist.ProcessGroup) -> OuterGroup:
 
 
 def _require_same_start(local: LocalSteps) -> None:
-    """Raise InputError unless nodes have the same weights and settings."""
+    """Raise InputError unless nodes have the same weights, buffers and settings."""
     own: dict[str, Any] = {"settings": (local.schedule, local.options)}
-    for each in local.fragments:
+    for each in local.parts:
         own |= each.beginning
     for node, others in enumerate(local.group.gather(own)):
-        if differing := [name for name in own if others.get(name) != own[name]]:
+        if differing := [name for name in {**own, **others} if others.get(name) != own.get(name)]:
             raise InputError(
                 f"{CALLER}: nodes {local.group.node} and {node} differ in {first_few(differing)}: "
-                "give all nodes the same settings and weights, as from one seed or one file, and "
+                "give all nodes the same settings, weights and buffers, as of one seed or file; "
                 "load each node's own checkpoint after this call"
             )
 

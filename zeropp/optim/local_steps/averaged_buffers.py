@@ -6,6 +6,7 @@ They change without gradients, so that they have no outer momentum, and cross un
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -33,15 +34,17 @@ class AveragedBuffers:
     running: Future[list[Tensor]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        kept = {id(each) for each in self.model.model.state_dict(keep_vars=True).values()}
-        named = self.model.model.named_buffers()
-        self._names = [name for name, each in named if id(each) in kept]
         self.agree()
+
+    @property
+    def beginning(self) -> dict[str, int]:
+        """Checksums by name of the agreed buffers."""
+        parts = zip(self.agreed, self._bytes(), strict=True)
+        return {name: crc32(part.numpy()) for name, part in parts}
 
     def message(self) -> Tensor:
         """Return the buffers as uint8 [bytes] on the host."""
-        parts = [each.cpu().reshape(-1).view(torch.uint8) for each in self._buffers().values()]
-        return torch.cat([*parts, torch.empty(0, dtype=torch.uint8)])
+        return torch.cat([*self._bytes(), torch.empty(0, dtype=torch.uint8)])
 
     def take(self, messages: Sequence[Tensor]) -> None:
         """Let the agreed buffers be the means of those in the messages of several nodes."""
@@ -61,9 +64,11 @@ class AveragedBuffers:
         self.agreed = {name: each.clone() for name, each in self._buffers().items()}
 
     def start(self, merges_at: int) -> None:
+        self.agree()
         if self.agreed:
             messages = [self.message()] * self.group.size
-            self.running = self.group.start(lambda: self.group.exchange(messages))
+            content = crc32(repr([*self.agreed]).encode())
+            self.running = self.group.start(lambda: self.group.exchange(messages, content))
             self.merges_at = merges_at
 
     @torch.no_grad()
@@ -71,8 +76,9 @@ class AveragedBuffers:
         """As in `Fragment`, except that mixing leaves what is no float as it is."""
         self._receive()
         for name, own in self._buffers().items():
-            if own.is_floating_point() or not mixing:
-                own.copy_(self.agreed[name].lerp(own, mixing) if mixing else self.agreed[name])
+            agreed = self.agreed.get(name, own)
+            if own.is_floating_point() or not mixing:  # -inf of a mask stays
+                own.copy_(agreed.lerp(own, mixing).where(agreed != own, own) if mixing else agreed)
         self.merges_at = 0
 
     def state(self) -> dict[str, Tensor]:
@@ -93,6 +99,10 @@ class AveragedBuffers:
             self.running = None
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that checkpoints hold; modules may have put others in their place."""
-        named = dict(self.model.model.named_buffers())
-        return {name: local_part(named[name].detach()) for name in self._names}
+        """Return the buffers that checkpoints hold now, as modules may have put others there."""
+        kept = {id(each) for each in self.model.model.state_dict(keep_vars=True).values()}
+        named = self.model.model.named_buffers()
+        return {name: local_part(each.detach()) for name, each in named if id(each) in kept}
+
+    def _bytes(self) -> list[Tensor]:
+        return [each.cpu().reshape(-1).view(torch.uint8) for each in self._buffers().values()]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeropp.optim.local_steps.elastic_group import ElasticGroup, Result, Round
-from zeropp.optim.local_steps.fragment import HOST, Fragment
+from zeropp.optim.local_steps.fragment import HOST, Fragment, require_finite
 from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.local_steps.outer_mean import OuterMean
 from zeropp.ranks.coordination import gather_objects
@@ -136,14 +136,10 @@ class ElasticSteps(LocalSteps):
         """
         if not due and not self.group.joins:
             return
-        before, differences = self.group.members, {}
-        for each in self.fragments:
-            own = each.weights.read()
-            pairs = zip(each.agreed, own, strict=True)
-            differences[each.number] = [
-                torch.zeros_like(now) if self.group.joins else agreed.to(now.device) - now
-                for agreed, now in pairs
-            ]
+        before = self.group.members  # a node that joins has taken no steps: zeros
+        differences = {each.number: each.differences() for each in self.fragments}
+        for each in differences.values():
+            require_finite(each, each)
 
         def work(round_: Round) -> tuple[list[Draft], News]:
             drafts, num_terms = self._drafts(round_), len(round_.members.with_weights)

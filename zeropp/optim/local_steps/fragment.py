@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from zeropp.errors import InputError
 from zeropp.optim.local_steps.averaged_buffers import OUTER
 from zeropp.optim.local_steps.held_model import HeldModel
 from zeropp.optim.local_steps.outer_group import OuterGroup
@@ -75,6 +76,16 @@ def places_in(sizes: Iterable[int], count: int) -> list[int]:
     return [(2 * end - size) * count // (2 * total) for size, end in zip(sizes, ends, strict=True)]
 
 
+def require_finite(tensors: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+    """Raise InputError unless tensors are finite; it is of another node if `own` ones are."""
+    are_finite = [all(bool(part.isfinite().all()) for part in each) for each in (tensors, own)]
+    if not are_finite[0]:
+        raise InputError(
+            f"zeropp.sync_every: weights of {'another' if are_finite[1] else 'this'} node are not "
+            "finite, and are not merged: look at its losses, and go on from the last checkpoint"
+        )
+
+
 @dataclass(kw_only=True, eq=False)
 class Fragment:
     """Parameters that are exchanged together, the fragment `number` of the model.
@@ -133,21 +144,24 @@ class Fragment:
 
         What ran before must have been merged.
         """
-        own = self.weights.read()
-        differences = [
-            agreed.to(each.device) - each for agreed, each in zip(self.agreed, own, strict=True)
-        ]
+        differences = self.differences()
         self.mean.content = self._content(merges_at)
         self.running = self._start(lambda: self.mean.run(differences, self._nesterov))
         self.merges_at = merges_at
+
+    def differences(self) -> list[Tensor]:
+        """Return the agreed weights less this node's."""
+        pairs = zip(self.agreed, self.weights.read(), strict=True)
+        return [agreed.to(own.device) - own for agreed, own in pairs]
 
     @torch.no_grad()
     def receive(self) -> None:
         """Wait for the exchange that runs, and update the agreed weights."""
         if self.running is not None:
-            for agreed, update in zip(self.agreed, self.running.result(), strict=True):
+            updates, self.running = self.running.result(), None
+            require_finite(updates, self.weights.read())
+            for agreed, update in zip(self.agreed, updates, strict=True):
                 agreed -= update.to(agreed.device)
-            self.running = None
 
     @torch.no_grad()
     def merge(self, mixing: float) -> None:
@@ -182,7 +196,6 @@ class Fragment:
 
         If the weights were in other fragments, those with an exchange get its result at once.
         """
-
         self.receive()
 
         def values(part: str) -> list[Tensor]:

@@ -10,7 +10,7 @@ Sources: Local SGD (Stich 2019); those of `fragment.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class LocalSteps:
         self.fragments = [
             Fragment(
                 number=number,
-                weights=self.weights.only(names),
+                weights=replace(self.weights, names=names),
                 group=self.group,
                 options=self.options,
             )

@@ -176,8 +176,8 @@ class OuterGroup:
         except NodeLostError as error:
             raise OuterError(str(error)) from error
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0].rpartition("] ")[2]
+            reason = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
             raise OuterError(
-                f"node {self.node} has lost another of the {self.size} nodes that step alone: "
-                f"{reason}"
+                f"node {self.node} has lost another of the {self.size} nodes that step alone, "
+                f"whose log says why: {reason}"
             ) from error

@@ -4,8 +4,8 @@ A shard is its rank's alone. What all ranks of the data axis hold, as at stage 0
 slices, one for each of them.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -28,10 +28,6 @@ class TrainedWeights:
     model: HeldModel
     optimizer: torch.optim.Optimizer
     names: frozenset[str] | None = None
-
-    def only(self, names: Collection[str]) -> "TrainedWeights":
-        """Return those of these names."""
-        return replace(self, names=frozenset(names))
 
     @cached_property
     def named(self) -> dict[str, nn.Parameter]:

@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from zeropp.ranks.nodes.pulse import Liveness
 from zeropp.ranks.nodes.rounds import close_rounds, names_with_weights, pauses
 
 MOST_SHOWN = 8  # differences in an error message
+MOST_SAVED = 64  # numbers that are looked at
 
 
 class Saved(NamedTuple):
@@ -129,8 +130,9 @@ class Entering:
         return name_of_first
 
     def _take_number(self, store: dist.Store) -> int:
-        """Return the lowest number that no living node has."""
-        for number in count():
+        """Return the lowest number that no living node has, or that of its newest checkpoint."""
+        saved = sorted(range(MOST_SAVED), key=lambda number: -self.saved_by(number).iteration)
+        for number in chain(saved, count(MOST_SAVED)):
             key = f"number/{number}"
             holder = store.compare_set(key, "", self.name).decode()
             while holder != self.name and not self._any_alive([holder]):

@@ -101,3 +101,61 @@ def test_a_state_of_another_node_or_other_settings_is_refused() -> None:
             steps.load_state_dict(state)
     for each in (node, other, fewer):
         each.steps.close()
+
+
+def statistics(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Let a module have a mask at first, and later others in its place."""
+    if step == 1:
+        model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    if step == 3:
+        model.later = nn.BatchNorm1d(2)
+        model.later.running_mean += dist.get_rank()
+    if step == 6:
+        del model.mask
+
+
+@ranks(2)
+def test_buffers_that_modules_get_later_are_averaged() -> None:
+    """A mask with infinities stays, and what a module has lost is forgotten."""
+    recipe = Recipe(every=3, fragments=2, delay=1)
+    node, other = (Node("alone", sgd, recipe.zeropp(4), None, statistics) for _ in range(2))
+    node.train(1, 5)
+    assert node.model.mask.equal(torch.full((2, 2), -torch.inf).triu(1))
+    saved, cut = node.save(), other.steps.local.fragments
+    statistics(other.model, other.optimizer, 3)
+    other.load(saved)
+    assert other.steps.local.fragments is cut  # the names of buffers are none of parameters
+    for each in (node, other):
+        each.train(6, STEPS)
+        each.steps.sync()
+    every = node.steps.local.group.gather([*node.state().values(), *other.state().values()])
+    assert all(map(torch.equal, *every))
+    assert node.model.later.running_mean.equal(torch.full((2,), 0.5))
+    assert all(map(torch.equal, node.state().values(), other.state().values()))
+    for each in (node, other):
+        each.steps.close()
+
+
+@ranks(2)
+def test_nodes_that_begin_with_other_buffers_are_named() -> None:
+    def differ(model: nn.Module, *_: object) -> None:
+        model.usual += dist.get_rank()
+        if dist.get_rank() == 0:
+            model.register_buffer("only", torch.zeros(2))
+
+    with pytest.raises(zeropp.InputError, match="differ in (usual, only|only, usual): give all"):
+        Node("alone", sgd, Recipe().zeropp(4), None, differ)
+
+
+@ranks(2)
+@pytest.mark.parametrize("bits", [2, 4, 8, 32])
+def test_weights_that_are_not_finite_are_an_error_on_all_nodes(bits: int) -> None:
+    node = Node("alone", sgd, Recipe(every=2).zeropp(bits), None)
+    node.train(1, 2)
+    with torch.no_grad():
+        node.model.blocks[0].up.weight[1, 2] /= node.number - 1  # 0 on one node
+    whose = "this" if node.number else "another"
+    with pytest.raises(zeropp.InputError, match=f"weights of {whose} node are not finite"):
+        node.train(3, 4)
+    assert all(each.isfinite().all() for each in node.steps.local.fragments[0].agreed)
+    node.steps.close()

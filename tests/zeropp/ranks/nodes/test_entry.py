@@ -86,6 +86,15 @@ def test_only_the_furthest_checkpoints_begin() -> None:
     assert [by_number[number].iteration for number in range(3)] == [30, 0, 30]
 
 
+def test_nodes_take_the_numbers_of_their_checkpoints_where_each_has_a_disk_of_its_own() -> None:
+    """In whatever order they come; on one disk for all, those of the newest checkpoints."""
+    job, folder = Job(2), {0: Saved(10, "w"), 1: Saved(30, "x"), 2: Saved(30, "x")}
+    coming = [job.come("b", {0: Saved(20, "w"), 1: Saved(30, "x")}), job.come("a", folder)]
+    entries = [each.result(SECONDS) for each in coming]
+    assert sorted(each.own.number for each in entries) == [1, 2]
+    assert [each.iteration for each in entries] == [30, 30]
+
+
 def test_nodes_begin_in_the_places_that_they_had() -> None:
     """As each has the outer momentum of the elements that it owned, by its place."""
     folder = {0: Saved(30, "x", place=1), 1: Saved(30, "x", place=0)}
