@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.mortal_nodes import Killed, Lives
+from zeropp.errors import InputError
 from zeropp.optim.local_steps.elastic_group import ElasticGroup
 from zeropp.optim.local_steps.elastic_steps import ElasticSteps
 from zeropp.optim.local_steps.fragment import OuterOptions
@@ -243,3 +244,30 @@ def test_ranks_of_a_node_come_to_the_same_rounds() -> None:
     first, *others = (each.result() for each in ranks)
     assert first == [(2, False), (3, False), (4, False), (5, False), (6, True)]
     assert all(each == first for each in others)
+
+
+def test_a_node_whose_weights_are_not_finite_leaves_the_others() -> None:
+    store, lives = dist.HashStore(), Lives()
+    members = Members(tuple(Member(name=f"n{number}", number=number) for number in range(2)))
+    store.set("members/0", members.text)
+
+    def train(node: Member) -> nn.Module:
+        rounds = Rounds(store, node, 0, 1, lives, LIMIT.total_seconds())
+        rounds.begin(members)
+        model = small_model(0)
+        if node.number:
+            nn.init.constant_(model[1].bias, torch.nan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weights = TrainedWeights(model=OfModule(model, None), optimizer=optimizer)
+        group, schedule = ElasticGroup(store, rounds, 2, LIMIT), SyncSchedule.of(2)
+        try:
+            ElasticSteps(weights=weights, group=group, schedule=schedule).after_update(2)
+        finally:
+            lives.end(node.name)
+        return model
+
+    with ThreadPoolExecutor(2) as pool:
+        good, bad = (pool.submit(train, node) for node in members.nodes)
+    with pytest.raises(InputError, match="weights of this node are not finite"):
+        bad.result()
+    assert all(each.isfinite().all() for each in good.result().parameters())
