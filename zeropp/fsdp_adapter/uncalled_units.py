@@ -118,7 +118,7 @@ class UncalledUnits:
 
     def __init__(self, root: FSDPModule) -> None:
         self._root, self._in_forward, self._has_gradients = root, False, False
-        self._stand_ins: dict[FSDPParam, Callable[[], StandIn]] = {}
+        self._stand_ins: dict[FSDPParam, tuple[Callable[[], StandIn], Callable]] = {}
         self._found: dict[Any, FSDPModule] = {}  # parameter groups, in order, and their units
         self._said = 0  # of these
         state = state_of(root)
@@ -131,8 +131,9 @@ class UncalledUnits:
                 group.reshard = partial(self._reshard, group, group.reshard)
                 for each in group.fsdp_params:
                     make = partial(StandIn.of, each, partial(self._gather, unit, group))
-                    self._stand_ins[each] = cache(make)
-                    each._setattr_on_modules = partial(self._show, each, each._setattr_on_modules)
+                    show = each._setattr_on_modules
+                    self._stand_ins[each] = cache(make), show
+                    each._setattr_on_modules = partial(self._show, each, show)
 
     def watch(self, in_forward: bool) -> None:
         """Let modules hold stand-ins for the shards that they hold, or these again."""
@@ -141,10 +142,11 @@ class UncalledUnits:
         self._in_forward, self._has_gradients = in_forward, torch.is_grad_enabled()
         if in_forward:
             state_of(self._root)._lazy_init()  # which takes what modules hold for the shards
-        for each in self._stand_ins:
+        for each, (stand_in, show) in self._stand_ins.items():
             if (held := _held(each)) is each.sharded_param or type(held) is StandIn:
-                is_away = in_forward or each.sharded_state != ShardedState.UNSHARDED
-                each._setattr_on_modules(each.sharded_param if is_away else each._unsharded_param)
+                is_away = each.sharded_state != ShardedState.UNSHARDED
+                own = each.sharded_param if is_away else each._unsharded_param
+                show(stand_in() if in_forward else own)
         if self._said < len(self._found):
             names = (group._module_fqn for group in [*self._found][self._said :])
             log.info(
@@ -167,7 +169,7 @@ class UncalledUnits:
             if not is_own and getattr(held, "parameter", None) is not parameter:
                 return  # the program has put another value in its place
             if self._in_forward and shown is shard:
-                shown = self._stand_ins[parameter]()
+                shown = self._stand_ins[parameter][0]()
         show(shown)
 
     def _reshard(self, group: Any, reshard: Callable[[], None]) -> None:
@@ -175,7 +177,9 @@ class UncalledUnits:
         reshard()
         if self._in_forward and group.is_unsharded:
             for each in group.fsdp_params:
-                each._setattr_on_modules(each.sharded_param)
+                if _held(each) is each._unsharded_param:
+                    stand_in, show = self._stand_ins[each]
+                    show(stand_in())
 
     def _gather(self, unit: FSDPModule, group: Any, *, is_due: bool = True) -> None:
         """Gather a unit, or let its next use do so, as its shards are about to be written to."""
