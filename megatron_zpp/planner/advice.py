@@ -31,6 +31,12 @@ def advice(plan: Plan) -> str:
     return f"{_local_steps(plan)} If the result must not change, use {use}"
 
 
+def about_flags(plan: Plan) -> str:
+    """Say that the configuration of the flags, which does not fit, is not among the others."""
+    row = plan.row_of_flags
+    return f"The flags as given do not fit and are not compared: {describe(row)}, {why_not(row)}."
+
+
 def about_local_steps(plan: Plan) -> str:
     """Return what local steps cost, or why they are not offered."""
     if not plan.alone:

@@ -223,51 +223,40 @@ def divided_settings(nodes: Nodes) -> list[ZeroSettings]:
 
 def all_settings(num_nodes: int, ranks_per_node: int) -> list[ZeroSettings]:
     """Return the settings of ZeRO that are worth comparing on such nodes."""
-    if num_nodes * ranks_per_node == 1:
-        return [ZeroSettings(name="stage 0", inexactness=0, zero={"stage": 0})]
     qwz, qgz = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
-    once = {"reduce_gradients_once": True}
-    result = [ZeroSettings(name="stage 0", inexactness=0, zero={"stage": 0})]
-    for stage in (1, 2, 3):
-        base = {"stage": stage}
-        result += [
-            ZeroSettings(name=f"stage {stage}", inexactness=0, zero=base),
-            ZeroSettings(name=f"stage {stage}, qwZ", inexactness=1, zero=base | qwz),
-            ZeroSettings(name=f"stage {stage}, qgZ", inexactness=2, zero=base | qgz),
-            ZeroSettings(name=f"stage {stage}, qwZ qgZ", inexactness=3, zero=base | qwz | qgz),
-        ]
-    stage_3 = {"stage": 3}
-    result.append(
-        ZeroSettings(name="stage 3, gradients once", inexactness=0, zero=stage_3, zeropp=once)
-    )
-    return result + (_with_hpz(ranks_per_node) if num_nodes > 1 and ranks_per_node > 1 else [])
-
-
-def _with_hpz(ranks_per_node: int) -> list[ZeroSettings]:
-    qwz, qgz = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
-    hpz = {"stage": 3, "zero_hpz_partition_size": ranks_per_node}
-    every, once = hpz | qwz | qgz, {"reduce_gradients_once": True}
+    hpz, both = {"zero_hpz_partition_size": ranks_per_node}, qwz | qgz
+    every, once = hpz | both, {"reduce_gradients_once": True}
     steps = {"weight_steps": True, "code_messages": True}
-    rows = (
-        ("hpZ", 0, hpz, {}),
-        ("hpZ, gradients once", 0, hpz, once),
-        ("qwZ hpZ", 1, hpz | qwz, {}),
-        ("hpZ qgZ", 2, hpz | qgz, {}),
-        ("qwZ hpZ qgZ", 3, every, {}),
-        ("qwZ hpZ qgZ, gradients once", 3, every, once),
-        ("qwZ hpZ qgZ, INT4 in the node too", 4, every, {"gradient_bits": (4, 4)}),
-        ("qwZ hpZ qgZ, steps of codes", 5, every, steps),
-        ("qwZ hpZ qgZ, steps of codes, INT3", 6, every, steps | {"gradient_bits": (8, 3)}),
-        (
-            "qwZ hpZ qgZ, steps of codes, INT3, gradients once",
-            6,
-            every,
-            steps | once | {"gradient_bits": (8, 3)},
-        ),
-    )
+    three_bits = steps | {"gradient_bits": (8, 3)}
+    rows: list[tuple[int, str, int, Mapping, Mapping]] = [(0, "", 0, {}, {})]
+    if num_nodes * ranks_per_node > 1:
+        ways = enumerate({"": {}, "qwZ": qwz, "qgZ": qgz, "qwZ qgZ": both}.items())
+        rows += [
+            (stage, name, inexactness, keys, {})
+            for stage, (inexactness, (name, keys)) in product((1, 2, 3), ways)
+        ]
+        rows.append((3, "gradients once", 0, {}, once))
+    if num_nodes > 1 and ranks_per_node > 1:
+        rows += [
+            (3, "hpZ", 0, hpz, {}),
+            (3, "hpZ, gradients once", 0, hpz, once),
+            (3, "qwZ hpZ", 1, hpz | qwz, {}),
+            (3, "hpZ qgZ", 2, hpz | qgz, {}),
+            (3, "qwZ hpZ qgZ", 3, every, {}),
+            (3, "qwZ hpZ qgZ, gradients once", 3, every, once),
+            (3, "qwZ hpZ qgZ, INT4 in the node too", 4, every, {"gradient_bits": (4, 4)}),
+            (3, "qwZ hpZ qgZ, steps of codes", 5, every, steps),
+            (3, "qwZ hpZ qgZ, steps of codes, INT3", 6, every, three_bits),
+            (3, "qwZ hpZ qgZ, steps of codes, INT3, gradients once", 6, every, three_bits | once),
+        ]
     return [
-        ZeroSettings(name=f"stage 3, {name}", inexactness=inexactness, zero=zero, zeropp=zeropp)
-        for name, inexactness, zero, zeropp in rows
+        ZeroSettings(
+            name=f"stage {stage}, {name}" if name else f"stage {stage}",
+            inexactness=inexactness,
+            zero={"stage": stage, **keys},
+            zeropp=zeropp,
+        )
+        for stage, name, inexactness, keys, zeropp in rows
     ]
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_zpp.monitor.expected_step import settings_key
-from megatron_zpp.planner.advice import about_local_steps, advice, loss_of, why_not
+from megatron_zpp.planner.advice import about_flags, about_local_steps, advice, loss_of, why_not
 from megatron_zpp.planner.candidates import RECOMPUTED
 from megatron_zpp.planner.parts.balanced_stages import stage_flags
 from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
@@ -72,6 +72,8 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
     for note in NOTES:
         console.print(note)
     if plan.fitting:
+        if not plan.row_of_flags.fits:
+            console.print(f"\n{about_flags(plan)}", soft_wrap=True)
         best = plan.advised
         settings = best.candidate.settings
         console.print(f"\n{advice(plan)}", soft_wrap=True)
@@ -135,6 +137,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "parameters": plan.row_of_flags.num_parameters,
         "advice": advice(plan) if plan.fitting else None,
         "best": rows.index(plan.advised) if plan.fitting else None,
+        "flags_do_not_fit": None if plan.row_of_flags.fits else why_not(plan.row_of_flags),
         **({"experts_or_tokens": plan.crossing.to_json()} if plan.crossing else {}),
         "rows": [
             _row_json(
