@@ -8,10 +8,11 @@ from math import gcd, prod
 from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.planner.parts.balanced_stages import LayerSeconds, balanced_stages
+from megatron_zpp.planner.parts.balanced_stages import BY_TYPE, LayerSeconds, balanced_stages
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
+from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, STAGES_PER_RANK
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
 from zeropp.settings.sync_schedule import SyncSchedule
@@ -23,7 +24,7 @@ from zeropp.wire.route import Nodes
 TIE = 0.07
 LARGEST_MICRO_BATCH = 64  # samples
 LARGEST_PIPELINE = 16  # ranks
-STAGES_PER_RANK = (1, 2)
+NUMBERS_OF_STAGES = (1, 2)  # of a rank
 LONG_SEQUENCE = 16384  # tokens, of which context ranks have half or more each
 RECOMPUTED = MappingProxyType({"none": None, "attention": "selective", "all": "full"})
 
@@ -109,7 +110,7 @@ def all_parallel(
     own_chunks = len(base.parallel.stages(layers)) // own_pipe
     contexts = {1, own_size, *(2**i for i in range(1, 7) if length >= 2 ** (i - 1) * LONG_SEQUENCE)}
     pipes = sorted({*range(1, min(LARGEST_PIPELINE, layers) + 1), own_pipe})
-    all_chunks = sorted({*STAGES_PER_RANK, own_chunks})
+    all_chunks = sorted({*NUMBERS_OF_STAGES, own_chunks})
     for tensor, pipe, context, chunks in product(
         _divisors(nodes.ranks_per_node), pipes, sorted(contexts), all_chunks
     ):
@@ -160,16 +161,39 @@ def _divisors(number: int) -> list[int]:
 
 def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes | None:
     """Return the nodes of the data axis; None for sizes that the trainer would refuse."""
-    base = replace(base, batch=replace(base.batch, micro_batch_size=1))  # others are compared
     try:
-        replicas = parallel.num_replicas(nodes.num_ranks)
-        Schedules.of(base).batch_size.check(replicas)
-        require_divisible(replace(base, parallel=parallel), replicas)
-        size = parallel.expert_model_parallel_size or 1
-        ranks = PlannedRanks(parallel=parallel, nodes=nodes, expert_ranks=size)
-        return ranks.data_nodes if ranks.expert_nodes else None
+        return _checked_nodes(base, parallel, nodes)
     except InputError:
         return None
+
+
+def _checked_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes | None:
+    base = replace(base, batch=replace(base.batch, micro_batch_size=1))  # others are compared
+    replicas = parallel.num_replicas(nodes.num_ranks)
+    Schedules.of(base).batch_size.check(replicas)
+    require_divisible(replace(base, parallel=parallel), replicas)
+    size = parallel.expert_model_parallel_size or 1
+    ranks = PlannedRanks(parallel=parallel, nodes=nodes, expert_ranks=size)
+    return ranks.data_nodes if ranks.expert_nodes else None
+
+
+def why_undivided(base: Config, nodes: Nodes, name: str) -> str | None:
+    """Return what the trainer says to the smallest size of an axis; None if it takes it."""
+    in_node = name == "tensor_model_parallel_size"
+    sizes = _divisors(nodes.ranks_per_node if in_node else nodes.num_ranks)
+    plain = dict.fromkeys((*LAYERS_OF_ENDS, *STAGES_PER_RANK))
+    shares = plain | {"pp_partition_method": BY_TYPE[0]}  # which need not be equal
+    try:
+        for size in sizes[1:2]:
+            parallel = replace(base.parallel, **({} if in_node else shares), **{name: size})
+            parallel = replace(parallel, sequence_parallel=in_node)
+            experts, *_ = _expert_sizes(base, parallel, nodes)
+            parallel = replace(parallel, expert_model_parallel_size=experts)
+            parallel.stages(base.model.num_layers)
+            _checked_nodes(base, parallel, nodes)
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def settings_of(base: Config, nodes: Nodes, *, is_divided: bool) -> list[ZeroSettings]:
