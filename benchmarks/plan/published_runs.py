@@ -134,7 +134,7 @@ def step_seconds(
     """Return the configuration that flags give, and the predicted seconds of a step."""
     config = parse(f"{flags} {COMMON} --vocab-size {vocabulary - 1}".split(), num_gpus)
     search = Search(config, vocabulary, cluster)
-    return config, search.seconds(given_candidate(config))
+    return config, search.row(given_candidate(config)).seconds
 
 
 def _sizes(tensor_size: int) -> str:

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+from megatron_zpp.planner.candidates import why_undivided
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing
 from megatron_zpp.planner.parts.balanced_stages import stage_flags
 from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
 from megatron_zpp.planner.search import MUCH_FASTER, TIE, Plan, Row, Search
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
+from zeropp.wire.route import Nodes
 
 MOST_RANKS = 8192
 MIB = 2**20
@@ -29,6 +31,23 @@ def advice(plan: Plan) -> str:
     if plan.advised is plan.best:
         return f"Use {use}" if len(plan.rows) > 1 else use
     return f"{_local_steps(plan)} If the result must not change, use {use}"
+
+
+def about_flags(plan: Plan) -> str:
+    """Say that the configuration of the flags, which does not fit, is not among the others."""
+    row = plan.row_of_flags
+    return f"The flags as given do not fit and are not compared: {describe(row)}, {why_not(row)}."
+
+
+def not_compared(plan: Plan) -> list[str]:
+    """Say why no configuration has tensor ranks, or pipelines, if the trainer refuses them."""
+    ranks = plan.cluster.num_ranks
+    nodes, said = Nodes.of(range(ranks), plan.cluster.gpus_per_node), []
+    for place, axis in enumerate(("tensor", "pipeline")):
+        if len(plan.rows) > 1 and all(row.candidate.sizes[place] == 1 for row in plan.rows):
+            why = why_undivided(plan.config, nodes, f"{axis}_model_parallel_size")
+            said += [f"Not compared: {axis} parallelism, as the trainer says: {why}"] if why else []
+    return said
 
 
 def about_local_steps(plan: Plan) -> str:

@@ -64,7 +64,7 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
         config = replace(config, zero=replace(config.zero, zeropp=zeropp))
     measured_on = replace(cluster, num_nodes=run.num_ranks // per_node, gpus_per_node=per_node)
 
-    work = Search(config, vocab_size, measured_on).step_work(given_candidate(config))
+    work = Search(config, vocab_size, measured_on).row(given_candidate(config)).work
 
     def predict(with_value: Callable[[Cluster, Range], Cluster], value: float) -> float:
         return typical_seconds(work, with_value(measured_on, Range(value, value, value)))

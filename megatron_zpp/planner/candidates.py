@@ -8,10 +8,11 @@ from math import gcd, prod
 from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.planner.parts.balanced_stages import LayerSeconds, balanced_stages
+from megatron_zpp.planner.parts.balanced_stages import BY_TYPE, LayerSeconds, balanced_stages
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
+from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, STAGES_PER_RANK
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
 from zeropp.settings.sync_schedule import SyncSchedule
@@ -23,7 +24,7 @@ from zeropp.wire.route import Nodes
 TIE = 0.07
 LARGEST_MICRO_BATCH = 64  # samples
 LARGEST_PIPELINE = 16  # ranks
-STAGES_PER_RANK = (1, 2)
+NUMBERS_OF_STAGES = (1, 2)  # of a rank
 LONG_SEQUENCE = 16384  # tokens, of which context ranks have half or more each
 RECOMPUTED = MappingProxyType({"none": None, "attention": "selective", "all": "full"})
 
@@ -109,7 +110,7 @@ def all_parallel(
     own_chunks = len(base.parallel.stages(layers)) // own_pipe
     contexts = {1, own_size, *(2**i for i in range(1, 7) if length >= 2 ** (i - 1) * LONG_SEQUENCE)}
     pipes = sorted({*range(1, min(LARGEST_PIPELINE, layers) + 1), own_pipe})
-    all_chunks = sorted({*STAGES_PER_RANK, own_chunks})
+    all_chunks = sorted({*NUMBERS_OF_STAGES, own_chunks})
     for tensor, pipe, context, chunks in product(
         _divisors(nodes.ranks_per_node), pipes, sorted(contexts), all_chunks
     ):
@@ -160,16 +161,39 @@ def _divisors(number: int) -> list[int]:
 
 def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes | None:
     """Return the nodes of the data axis; None for sizes that the trainer would refuse."""
-    base = replace(base, batch=replace(base.batch, micro_batch_size=1))  # others are compared
     try:
-        replicas = parallel.num_replicas(nodes.num_ranks)
-        Schedules.of(base).batch_size.check(replicas)
-        require_divisible(replace(base, parallel=parallel), replicas)
-        size = parallel.expert_model_parallel_size or 1
-        ranks = PlannedRanks(parallel=parallel, nodes=nodes, expert_ranks=size)
-        return ranks.data_nodes if ranks.expert_nodes else None
+        return _checked_nodes(base, parallel, nodes)
     except InputError:
         return None
+
+
+def _checked_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes | None:
+    base = replace(base, batch=replace(base.batch, micro_batch_size=1))  # others are compared
+    replicas = parallel.num_replicas(nodes.num_ranks)
+    Schedules.of(base).batch_size.check(replicas)
+    require_divisible(replace(base, parallel=parallel), replicas)
+    size = parallel.expert_model_parallel_size or 1
+    ranks = PlannedRanks(parallel=parallel, nodes=nodes, expert_ranks=size)
+    return ranks.data_nodes if ranks.expert_nodes else None
+
+
+def why_undivided(base: Config, nodes: Nodes, name: str) -> str | None:
+    """Return what the trainer says to the smallest size of an axis; None if it takes it."""
+    in_node = name == "tensor_model_parallel_size"
+    sizes = _divisors(nodes.ranks_per_node if in_node else nodes.num_ranks)
+    plain = dict.fromkeys((*LAYERS_OF_ENDS, *STAGES_PER_RANK))
+    shares = plain | {"pp_partition_method": BY_TYPE[0]}  # which need not be equal
+    try:
+        for size in sizes[1:2]:
+            parallel = replace(base.parallel, **({} if in_node else shares), **{name: size})
+            parallel = replace(parallel, sequence_parallel=in_node)
+            experts, *_ = _expert_sizes(base, parallel, nodes)
+            parallel = replace(parallel, expert_model_parallel_size=experts)
+            parallel.stages(base.model.num_layers)
+            _checked_nodes(base, parallel, nodes)
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def settings_of(base: Config, nodes: Nodes, *, is_divided: bool) -> list[ZeroSettings]:
@@ -223,51 +247,40 @@ def divided_settings(nodes: Nodes) -> list[ZeroSettings]:
 
 def all_settings(num_nodes: int, ranks_per_node: int) -> list[ZeroSettings]:
     """Return the settings of ZeRO that are worth comparing on such nodes."""
-    if num_nodes * ranks_per_node == 1:
-        return [ZeroSettings(name="stage 0", inexactness=0, zero={"stage": 0})]
     qwz, qgz = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
-    once = {"reduce_gradients_once": True}
-    result = [ZeroSettings(name="stage 0", inexactness=0, zero={"stage": 0})]
-    for stage in (1, 2, 3):
-        base = {"stage": stage}
-        result += [
-            ZeroSettings(name=f"stage {stage}", inexactness=0, zero=base),
-            ZeroSettings(name=f"stage {stage}, qwZ", inexactness=1, zero=base | qwz),
-            ZeroSettings(name=f"stage {stage}, qgZ", inexactness=2, zero=base | qgz),
-            ZeroSettings(name=f"stage {stage}, qwZ qgZ", inexactness=3, zero=base | qwz | qgz),
-        ]
-    stage_3 = {"stage": 3}
-    result.append(
-        ZeroSettings(name="stage 3, gradients once", inexactness=0, zero=stage_3, zeropp=once)
-    )
-    return result + (_with_hpz(ranks_per_node) if num_nodes > 1 and ranks_per_node > 1 else [])
-
-
-def _with_hpz(ranks_per_node: int) -> list[ZeroSettings]:
-    qwz, qgz = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
-    hpz = {"stage": 3, "zero_hpz_partition_size": ranks_per_node}
-    every, once = hpz | qwz | qgz, {"reduce_gradients_once": True}
+    hpz, both = {"zero_hpz_partition_size": ranks_per_node}, qwz | qgz
+    every, once = hpz | both, {"reduce_gradients_once": True}
     steps = {"weight_steps": True, "code_messages": True}
-    rows = (
-        ("hpZ", 0, hpz, {}),
-        ("hpZ, gradients once", 0, hpz, once),
-        ("qwZ hpZ", 1, hpz | qwz, {}),
-        ("hpZ qgZ", 2, hpz | qgz, {}),
-        ("qwZ hpZ qgZ", 3, every, {}),
-        ("qwZ hpZ qgZ, gradients once", 3, every, once),
-        ("qwZ hpZ qgZ, INT4 in the node too", 4, every, {"gradient_bits": (4, 4)}),
-        ("qwZ hpZ qgZ, steps of codes", 5, every, steps),
-        ("qwZ hpZ qgZ, steps of codes, INT3", 6, every, steps | {"gradient_bits": (8, 3)}),
-        (
-            "qwZ hpZ qgZ, steps of codes, INT3, gradients once",
-            6,
-            every,
-            steps | once | {"gradient_bits": (8, 3)},
-        ),
-    )
+    three_bits = steps | {"gradient_bits": (8, 3)}
+    rows: list[tuple[int, str, int, Mapping, Mapping]] = [(0, "", 0, {}, {})]
+    if num_nodes * ranks_per_node > 1:
+        ways = enumerate({"": {}, "qwZ": qwz, "qgZ": qgz, "qwZ qgZ": both}.items())
+        rows += [
+            (stage, name, inexactness, keys, {})
+            for stage, (inexactness, (name, keys)) in product((1, 2, 3), ways)
+        ]
+        rows.append((3, "gradients once", 0, {}, once))
+    if num_nodes > 1 and ranks_per_node > 1:
+        rows += [
+            (3, "hpZ", 0, hpz, {}),
+            (3, "hpZ, gradients once", 0, hpz, once),
+            (3, "qwZ hpZ", 1, hpz | qwz, {}),
+            (3, "hpZ qgZ", 2, hpz | qgz, {}),
+            (3, "qwZ hpZ qgZ", 3, every, {}),
+            (3, "qwZ hpZ qgZ, gradients once", 3, every, once),
+            (3, "qwZ hpZ qgZ, INT4 in the node too", 4, every, {"gradient_bits": (4, 4)}),
+            (3, "qwZ hpZ qgZ, steps of codes", 5, every, steps),
+            (3, "qwZ hpZ qgZ, steps of codes, INT3", 6, every, three_bits),
+            (3, "qwZ hpZ qgZ, steps of codes, INT3, gradients once", 6, every, three_bits | once),
+        ]
     return [
-        ZeroSettings(name=f"stage 3, {name}", inexactness=inexactness, zero=zero, zeropp=zeropp)
-        for name, inexactness, zero, zeropp in rows
+        ZeroSettings(
+            name=f"stage {stage}, {name}" if name else f"stage {stage}",
+            inexactness=inexactness,
+            zero={"stage": stage, **keys},
+            zeropp=zeropp,
+        )
+        for stage, name, inexactness, keys, zeropp in rows
     ]
 
 

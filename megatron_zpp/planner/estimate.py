@@ -88,23 +88,20 @@ def estimate(
     that the nodes cannot hold alike, and for an hpZ partition that does not divide them.
     """
     places = plan_places(config, vocab_size, nodes, is_cpu=is_cpu)
-    return estimate_places(places, ActivationTraces(), local_steps)
+    flops = [run.muon.flops for run, _ in places if run.muon is not None]
+    return replace(
+        estimate_places(places, ActivationTraces(), local_steps),
+        sent=mean_of_nodes(places, local_steps),
+        optimizer_flops=max(flops, default=None),
+    )
 
 
 def estimate_places(
     places: Places, traces: ActivationTraces, local_steps: PlannedLocalSteps | None = None
 ) -> Estimate:
-    """Return the estimate of the rank that needs most memory; traces that are missing are added."""
+    """Return the memory of the rank that needs most; traces that are missing are added."""
     result, fullest = _fullest(places, traces)
-    flops = [run.muon.flops for run, _ in places if run.muon is not None]
-    result = replace(result, sent=mean_of_nodes(places), optimizer_flops=max(flops, default=None))
-    if local_steps is None:
-        return result
-    sent = Counter(result.sent)
-    for run, count in places:
-        for key, num_bytes in local_steps.sent_by_node(run).items():
-            sent[key] += num_bytes * count / sum(number for _, number in places)
-    return _with_local_steps(replace(result, sent=dict(sent)), fullest, local_steps)
+    return result if local_steps is None else _with_local_steps(result, fullest, local_steps)
 
 
 def _with_local_steps(result: Estimate, run: PlannedRun, planned: PlannedLocalSteps) -> Estimate:

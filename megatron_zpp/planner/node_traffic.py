@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
 from megatron_zpp.recipe.activation_forecast import Forecast, Move
 from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
@@ -15,11 +16,12 @@ from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
 Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
 
 
-def mean_of_nodes(runs: Places) -> Sent:
+def mean_of_nodes(runs: Places, local_steps: PlannedLocalSteps | None = None) -> Sent:
     """Return the mean over nodes of what they send; each run stands for so many places."""
     total: Counter[tuple[str, str]] = Counter()
     for run, count in runs:
-        for key, sent in node_of(run).items():
+        outer = {} if local_steps is None else local_steps.sent_by_node(run)
+        for key, sent in (node_of(run) | outer).items():
             total[key] += count * sent
     num_places = sum(count for _, count in runs)
     return {key: sent / num_places for key, sent in total.items()}

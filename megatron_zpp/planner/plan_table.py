@@ -10,7 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_zpp.monitor.expected_step import settings_key
-from megatron_zpp.planner.advice import about_local_steps, advice, loss_of, why_not
+from megatron_zpp.planner.advice import (
+    about_flags,
+    about_local_steps,
+    advice,
+    loss_of,
+    not_compared,
+    why_not,
+)
 from megatron_zpp.planner.candidates import RECOMPUTED
 from megatron_zpp.planner.parts.balanced_stages import stage_flags
 from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
@@ -65,6 +72,8 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
     if timed:
         console.print("\nWhere the time of a step goes")
         console.print(_table(SHARES, [_share_cells(*row) for row in timed]))
+    for line in not_compared(plan):
+        console.print(line, soft_wrap=True)
     if plan.fitting and plan.cluster.num_nodes > 1 and len(plan.rows) > 1:
         _print_local_steps(plan, console)
     if timed and plan.config.optimizer.optimizer == "muon":
@@ -72,6 +81,8 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
     for note in NOTES:
         console.print(note)
     if plan.fitting:
+        if not plan.row_of_flags.fits:
+            console.print(f"\n{about_flags(plan)}", soft_wrap=True)
         best = plan.advised
         settings = best.candidate.settings
         console.print(f"\n{advice(plan)}", soft_wrap=True)
@@ -135,6 +146,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "parameters": plan.row_of_flags.num_parameters,
         "advice": advice(plan) if plan.fitting else None,
         "best": rows.index(plan.advised) if plan.fitting else None,
+        "not_compared": not_compared(plan),
+        "flags_do_not_fit": None if plan.row_of_flags.fits else why_not(plan.row_of_flags),
         **({"experts_or_tokens": plan.crossing.to_json()} if plan.crossing else {}),
         "rows": [
             _row_json(

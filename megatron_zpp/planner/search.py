@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from types import MappingProxyType
 
 import torch
 
@@ -20,13 +19,13 @@ from megatron_zpp.planner.candidates import (
 )
 from megatron_zpp.planner.estimate import estimate_places
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
+from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.balanced_stages import LayerSeconds
 from megatron_zpp.planner.parts.loss_of_local_steps import compared_intervals
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
-from megatron_zpp.planner.parts.planned_run import Places, plan_places
+from megatron_zpp.planner.parts.planned_run import plan_places
 from megatron_zpp.planner.timing.computing import layer_seconds
-from megatron_zpp.planner.timing.exchange_time import Exchange
 from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
 from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
@@ -46,25 +45,76 @@ LONGEST = 1.25
 ROOM = GIB // 20  # memory left below which the table shows 0.0 GiB
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """A configuration: bytes by kind of its fullest rank, and its times if they fit.
-
-    sent_in_m: what a node sends in a step, by hop, in M, and of that optimizer_in_m. mfu, hfu: the
-    share of the peak rate that the model's operations reach, and all with those that are
-    recomputed.
-    """
+    """A configuration and its work on a cluster, of which all else is computed when asked for."""
 
     candidate: Candidate
     num_parameters: int
-    memory: Mapping[str, int]
-    usable_bytes: int
-    sent_in_m: Mapping[str, float]
-    optimizer_in_m: Mapping[str, float]
-    time: StepTime | None = None
-    tokens_per_second: float = 0.0
-    mfu: float = 0.0
-    hfu: float = 0.0
+    vocab_size: int
+    cluster: Cluster
+    work: StepWork
+    traces: ActivationTraces
+
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
+        """The bytes of its fullest rank, by kind."""
+        return estimate_places(self.work.places, self.traces, self.work.local_steps).device
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is there for a rank."""
+        return self.cluster.usable_bytes
+
+    @cached_property
+    def _sent(self) -> Mapping[tuple[str, str], float]:
+        return mean_of_nodes(self.work.places, self.work.local_steps)
+
+    @property
+    def sent_in_m(self) -> dict[str, float]:
+        """What a node sends in a step, by hop, in M."""
+        return {hop: self._in_m(key for key in self._sent if key[1] == hop) for hop in HOPS}
+
+    @property
+    def optimizer_in_m(self) -> dict[str, float]:
+        """What of that is the optimizer's."""
+        return {hop: self._in_m([(OPTIMIZER, hop)]) for hop in HOPS}
+
+    def _in_m(self, keys: Iterable[tuple[str, str]]) -> float:
+        num_bytes = sum(self._sent.get(key, 0.0) for key in keys)
+        return num_bytes / (self.num_parameters * BYTES_PER_WEIGHT)
+
+    @cached_property
+    def seconds(self) -> float:
+        """The typical seconds of a step, whether it fits or not."""
+        return typical_seconds(self.work, self.cluster)
+
+    @cached_property
+    def time(self) -> StepTime | None:
+        """All times of a step, if it fits."""
+        return step_time(self.work, self.cluster) if self.fits else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The tokens of a step in its typical seconds."""
+        config = self.candidate.config
+        return Schedules.of(config).batch_size.final * config.model.seq_length / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """The share of the peak rate that the model's operations reach."""
+        return self._share_of_peak("model")
+
+    @property
+    def hfu(self) -> float:
+        """The same with those that are recomputed."""
+        return self._share_of_peak("performed")
+
+    def _share_of_peak(self, kind: str) -> float:
+        config = self.candidate.config
+        flops = TokenFlops.of(config.model, config.recompute, self.vocab_size)
+        peak = self.cluster.gpu.peak(self.work.run.compute_dtype)
+        return self.tokens_per_second / self.cluster.num_ranks / peak * getattr(flops, kind)
 
     @property
     def memory_bytes(self) -> int:
@@ -120,11 +170,11 @@ class Plan:
     def advised(self) -> Row:
         """What to use: the best row, or local steps that are `MUCH_FASTER`."""
         best = self.best
-        times = [row.time.typical for row in self.alone if row.time is not None]
-        if not times or best.time.typical <= MUCH_FASTER * min(times):
+        times = [row.seconds for row in self.alone if row.fits]
+        if not times or best.seconds <= MUCH_FASTER * min(times):
             return best
-        limit = min(LONGEST * min(times), best.time.typical / MUCH_FASTER)
-        return next(row for row in self.alone if row.time.typical <= limit)
+        limit = min(LONGEST * min(times), best.seconds / MUCH_FASTER)
+        return next(row for row in self.alone if row.seconds <= limit)
 
 
 class Search:
@@ -254,8 +304,10 @@ class Search:
         """
         candidates = list(candidates)
         least = next((each for each in candidates if each.recomputed == "all"), None)
-        least_row = None if least is None else self.row(least)
-        if least_row is not None and not least_row.fits and _keeps_least(least):
+        if least is None:
+            return
+        least_row = self.row(least)
+        if not least_row.fits and _keeps_least(least):
             yield least_row
             return
         too_large: set[str] = set()
@@ -264,68 +316,34 @@ class Search:
             is_slower = skips_recomputed and candidate.micro_batch in fitting
             if candidate.recomputed in too_large or is_slower:
                 continue
-            row = least_row if candidate is least else self.row(candidate)
+            row = least_row if candidate is least else self.row(candidate, least_row)
             if row.fits:
                 fitting.add(candidate.micro_batch)
             else:
                 too_large.add(candidate.recomputed)
             yield row
 
-    def row(self, candidate: Candidate) -> Row:
-        """Return the row of a configuration; the time only if it fits."""
-        places, local_steps = self._planned(candidate)
-        expected = estimate_places(places, self._traces, local_steps)
-        sent = expected.sent
-        model_bytes = self.num_parameters * BYTES_PER_WEIGHT
-        in_m = {hop: sum(sent[key] for key in sent if key[1] == hop) / model_bytes for hop in HOPS}
-        of_optimizer = {hop: sent.get((OPTIMIZER, hop), 0.0) / model_bytes for hop in HOPS}
-        row = Row(
-            candidate=candidate,
-            num_parameters=self.num_parameters,
-            memory=MappingProxyType(dict(expected.device)),
-            usable_bytes=self.cluster.usable_bytes,
-            sent_in_m=in_m,
-            optimizer_in_m=of_optimizer,
-        )
-        return self._timed(row, self._work(places, local_steps)) if row.fits else row
+    def row(self, candidate: Candidate, like: Row | None = None) -> Row:
+        """Return the row of a configuration.
 
-    def step_work(self, candidate: Candidate) -> StepWork:
-        """Return what a step computes and sends, whatever the GPUs and links of these nodes."""
-        return self._work(*self._planned(candidate))
-
-    def seconds(self, candidate: Candidate) -> float:
-        """Return the typical seconds of a step, whether it fits into memory or not."""
-        return typical_seconds(self.step_work(candidate), self.cluster)
-
-    def _planned(self, candidate: Candidate) -> tuple[Places, PlannedLocalSteps | None]:
-        """Return the run at the places of its pipeline that differ; that of a node if it is alone.
-
-        Raises InputError for nodes that should step alone and are not several.
+        `like` is one that differs in its micro-batch or recomputation alone. Raises InputError for
+        nodes that should step alone and are not several.
         """
         config, nodes = candidate.config, self.nodes
         local_steps = PlannedLocalSteps.of(config, nodes)
         if local_steps is not None:
             config, nodes = local_steps.config, local_steps.nodes
-        places = plan_places(config, self.vocab_size, nodes, is_cpu=False, model=self._model)
-        return places, local_steps
-
-    def _work(self, places: Places, local_steps: PlannedLocalSteps | None) -> StepWork:
-        exchange = None if local_steps is None else Exchange.of(local_steps, places)
-        return StepWork(places, self.vocab_size, exchange)
-
-    def _timed(self, row: Row, work: StepWork) -> Row:
-        config, cluster = row.candidate.config, self.cluster
-        time = step_time(work, cluster)
-        tokens = Schedules.of(config).batch_size.final * config.model.seq_length
-        flops = TokenFlops.of(config.model, config.recompute, self.vocab_size)
-        peak = cluster.gpu.peak(work.run.compute_dtype)
-        share = tokens / cluster.num_ranks / time.typical / peak
-        return replace(
-            row,
-            time=time,
-            tokens_per_second=tokens / time.typical,
-            mfu=share * flops.model,
-            hfu=share * flops.performed,
+        if like is None:
+            places = plan_places(config, self.vocab_size, nodes, is_cpu=False, model=self._model)
+        else:
+            places = [(replace(run, config=config), count) for run, count in like.work.places]
+        return Row(
+            candidate=candidate,
+            num_parameters=self.num_parameters,
+            vocab_size=self.vocab_size,
+            cluster=self.cluster,
+            work=StepWork(places, self.vocab_size, local_steps),
+            traces=self._traces,
         )
 
 
@@ -335,12 +353,12 @@ def rank_rows(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
     What is as fast as the fastest but for `TIE` shares its place, except rows that leave no memory:
     they share the next.
     """
-    remaining = sorted(rows, key=lambda row: row.time.typical)
+    remaining = sorted(rows, key=lambda row: row.seconds)
     ordered: list[Row] = []
     places: list[int] = []
     while remaining:
-        limit = remaining[0].time.typical * (1 + TIE)
-        tied = [row for row in remaining if row.time.typical <= limit]
+        limit = remaining[0].seconds * (1 + TIE)
+        tied = [row for row in remaining if row.seconds <= limit]
         remaining = remaining[len(tied) :]
         for has_room in (True, False):
             group = [row for row in tied if row.has_room == has_room]
@@ -356,7 +374,7 @@ def _best(rows: Sequence[Row], places: Sequence[int]) -> Row:
 
 def _simplest_first(row: Row) -> tuple[int, int, float]:
     candidate = row.candidate
-    return candidate.settings.inexactness, prod(candidate.sizes), row.time.typical
+    return candidate.settings.inexactness, prod(candidate.sizes), row.seconds
 
 
 def _keeps_least(candidate: Candidate) -> bool:

@@ -81,6 +81,7 @@ class PlannedRun:
     stages: tuple[Part, ...]
     plan: Plan
     planned: tuple["PlannedUnit", ...]
+    units: tuple[Unit, ...]
     is_cpu: bool
 
     @property
@@ -209,62 +210,6 @@ class PlannedRun:
             specs = [spec for spec in specs if not spec.trainable]
         return _stored_bytes(specs) + FP32_BYTES * temporary_elements
 
-    @cached_property
-    def units(self) -> tuple[Unit, ...]:
-        """Return the units of each stage, each including its adapters."""
-        return tuple(map(self._unit, self.planned))
-
-    def _unit(self, planned: "PlannedUnit") -> Unit:
-        specs = [spec for part in planned.parts for spec in part.specs]
-        itemsize, num_shards = self.compute_dtype.itemsize, planned.parts[0].num_shards
-        trainable = [spec for spec in specs if spec.trainable]
-        trained = sum(spec.elements for spec in trainable)
-        elements = sum(spec.elements for spec in specs)
-        codes = sum(spec.packed_bytes for spec in specs)
-        row = sum(spec.packed_bytes or itemsize * spec.elements for spec in specs)
-        route = planned.axis.weights
-        packed_row = row if codes else weight_layout(specs, route, self.compute_dtype).packed_bytes
-        if route.is_flat:
-            packed_rows = 0
-        elif route.keeps:
-            packed_rows = route.nodes.num_ranks
-        else:
-            packed_rows = route.outer
-        packed_buffer = packed_row * packed_rows if num_shards > 1 else 0
-        has_secondary_copy = route.keeps and self.stage
-        is_copy_whole = has_secondary_copy and route.inner == 1
-        return Unit(
-            layer=planned.layer,
-            is_experts=planned.is_experts,
-            axis=planned.axis,
-            num_shards=num_shards,
-            elements=elements,
-            trained=trained,
-            frozen=_stored_bytes(specs) - FP32_BYTES * trained,
-            gathered=num_shards * (itemsize * elements + codes),
-            gradient=num_shards * trained * itemsize,
-            fp32_gradient=num_shards * trained * FP32_BYTES,
-            gather_buffer=num_shards * row if num_shards > 1 else 0,
-            packed_buffer=packed_buffer,
-            repeated_buffer=0 if is_copy_whole else packed_buffer,
-            secondary_copy=route.outer * packed_row if has_secondary_copy else 0,
-            hop_buffers=self._hop_buffers(trainable, planned.axis) if num_shards > 1 else (),
-        )
-
-    def _hop_buffers(self, trainable: Sequence[ShardSpec], axis: DataAxis) -> tuple[int, ...]:
-        """Return the bytes that each hop of a gradient reduction sends and receives."""
-        if not trainable:
-            return ()
-        route = axis.gradients
-        wire_dtype = self.plan.units[0].wire_dtype
-        inner, outer = gradient_layouts(trainable, route, wire_dtype)
-        buffers = []
-        if route.inner > 1:
-            buffers.append(2 * route.nodes.num_ranks * inner.packed_bytes)
-        if route.outer > 1:
-            buffers.append(2 * route.outer * outer.packed_bytes)
-        return tuple(buffers)
-
 
 class PlannedUnit(NamedTuple):
     """The units of a plan that are gathered and reduced together, and what they are of a stage."""
@@ -322,6 +267,7 @@ def plan_run(
         stages=tuple(stages),
         plan=plan,
         planned=tuple(planned),
+        units=tuple(_sizes(each, plan) for each in planned),
         is_cpu=is_cpu,
     )
 
@@ -361,6 +307,59 @@ def _planned_units(
                 parts[-1] = replace(parts[-1], is_root=True)
             planned.append(PlannedUnit(unit.layer, unit.is_experts, tuple(parts)))
     return planned
+
+
+def _sizes(planned: PlannedUnit, plan: Plan) -> Unit:
+    """Return the sizes of a unit of a stage, its adapters included."""
+    specs = [spec for part in planned.parts for spec in part.specs]
+    itemsize, num_shards = plan.compute_dtype.itemsize, planned.parts[0].num_shards
+    trainable = [spec for spec in specs if spec.trainable]
+    trained = sum(spec.elements for spec in trainable)
+    elements = sum(spec.elements for spec in specs)
+    codes = sum(spec.packed_bytes for spec in specs)
+    row = sum(spec.packed_bytes or itemsize * spec.elements for spec in specs)
+    route = planned.axis.weights
+    packed_row = row if codes else weight_layout(specs, route, plan.compute_dtype).packed_bytes
+    if route.is_flat:
+        packed_rows = 0
+    elif route.keeps:
+        packed_rows = route.nodes.num_ranks
+    else:
+        packed_rows = route.outer
+    packed_buffer = packed_row * packed_rows if num_shards > 1 else 0
+    has_secondary_copy = route.keeps and plan.stage
+    is_copy_whole = has_secondary_copy and route.inner == 1
+    return Unit(
+        layer=planned.layer,
+        is_experts=planned.is_experts,
+        axis=planned.axis,
+        num_shards=num_shards,
+        elements=elements,
+        trained=trained,
+        frozen=_stored_bytes(specs) - FP32_BYTES * trained,
+        gathered=num_shards * (itemsize * elements + codes),
+        gradient=num_shards * trained * itemsize,
+        fp32_gradient=num_shards * trained * FP32_BYTES,
+        gather_buffer=num_shards * row if num_shards > 1 else 0,
+        packed_buffer=packed_buffer,
+        repeated_buffer=0 if is_copy_whole else packed_buffer,
+        secondary_copy=route.outer * packed_row if has_secondary_copy else 0,
+        hop_buffers=_hop_buffers(trainable, planned.parts[0]) if num_shards > 1 else (),
+    )
+
+
+def _hop_buffers(trainable: Sequence[ShardSpec], unit: UnitPlan) -> tuple[int, ...]:
+    """Return the bytes that each hop of a gradient reduction sends and receives."""
+    if not trainable:
+        return ()
+    route = unit.axis.gradients
+    inner, outer = gradient_layouts(trainable, route, unit.wire_dtype)
+    buffers = []
+    if route.inner > 1:
+        buffers.append(2 * route.nodes.num_ranks * inner.packed_bytes)
+    if route.outer > 1:
+        buffers.append(2 * route.outer * outer.packed_bytes)
+    return tuple(buffers)
 
 
 def plan_places(

@@ -5,6 +5,7 @@ from functools import cached_property, partial
 
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.node_traffic import gradient_moves
+from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Unit
 from megatron_zpp.planner.timing.axis_messages import (
     Repeated,
@@ -34,13 +35,19 @@ Works = tuple[list[UnitWork], UnitWork]  # of a stage: its blocks and their expe
 class StepWork:
     """What the ranks of a planned run compute and send in a step.
 
-    places: the run at the places of its pipeline that differ, and how many are like each. exchange:
-    what nodes exchange that step alone.
+    places: the run at the places of its pipeline that differ, and how many are like each.
+    local_steps: those of nodes that step alone.
     """
 
-    def __init__(self, places: Places, vocab_size: int, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self, places: Places, vocab_size: int, local_steps: PlannedLocalSteps | None = None
+    ) -> None:
+        self.places, self.local_steps = places, local_steps
         self._ranks = [(RankWork(run, vocab_size), count) for run, count in places]
-        self._exchange = exchange
+
+    @cached_property
+    def _exchange(self) -> Exchange | None:
+        return self.local_steps and Exchange.of(self.local_steps, self.places)
 
     @property
     def run(self) -> PlannedRun:

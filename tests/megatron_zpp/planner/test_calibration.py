@@ -42,7 +42,7 @@ def predicted(cluster, num_nodes):
     there = replace(cluster, num_nodes=num_nodes)
     batch = replace(CONFIG.batch, global_batch_size=4 * there.num_ranks)
     config = replace(CONFIG, batch=batch)
-    return Search(config, VOCABULARY, there).seconds(given_candidate(config))
+    return Search(config, VOCABULARY, there).row(given_candidate(config)).seconds
 
 
 def test_one_node_gives_the_rate_of_products_and_several_the_links(tmp_path):

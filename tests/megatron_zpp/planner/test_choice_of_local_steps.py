@@ -86,7 +86,7 @@ def test_one_node_has_no_local_steps() -> None:
 def row_of(interval: int, seconds: float) -> SimpleNamespace:
     settings = SimpleNamespace(inexactness=0)
     candidate = SimpleNamespace(settings=settings, sizes=(1,), interval=interval)
-    return SimpleNamespace(candidate=candidate, time=SimpleNamespace(typical=seconds))
+    return SimpleNamespace(candidate=candidate, seconds=seconds, fits=True)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Plans agree with the forecast and the estimate, and rank what they cannot tell apart as ties."""
 
+import io
 from dataclasses import dataclass, replace
 
 import pytest
+from rich.console import Console
 
 from megatron_zpp.planner.advice import advice, what_would_fit, why_not
 from megatron_zpp.planner.candidates import (
@@ -12,6 +14,7 @@ from megatron_zpp.planner.candidates import (
     given_candidate,
 )
 from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
+from megatron_zpp.planner.plan_table import print_plan
 from megatron_zpp.planner.search import ROOM, TIE, Plan, Search, rank_rows
 from megatron_zpp.planner.timing.hardware import GIB, Description, find_cluster
 from megatron_zpp.planner.timing.step_time import typical_seconds
@@ -84,11 +87,6 @@ def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
 
 
 @dataclass
-class FakeTime:
-    typical: float
-
-
-@dataclass
 class FakeSettings:
     inexactness: int
     name: str = ""
@@ -103,13 +101,13 @@ class FakeCandidate:
 @dataclass
 class FakeRow:
     candidate: FakeCandidate
-    time: FakeTime
+    seconds: float
     has_room: bool = True
 
 
 def fake(seconds, inexactness, *sizes, has_room=True):
     candidate = FakeCandidate(FakeSettings(inexactness), sizes)
-    return FakeRow(candidate, FakeTime(seconds), has_room)
+    return FakeRow(candidate, seconds, has_room)
 
 
 def plan_of(rows):
@@ -124,7 +122,7 @@ def test_ties_share_a_place_the_fastest_first_and_the_most_exact_is_the_best():
     inside, outside = 1 + 0.9 * TIE, 1 + 1.1 * TIE
     rows = [fake(outside, 0), fake(1.0, 3), fake(inside, 0), fake(1.01, 2), fake(9.0, 1)]
     plan = plan_of(rows)
-    keys = [(row.candidate.settings.inexactness, row.time.typical) for row in plan.rows]
+    keys = [(row.candidate.settings.inexactness, row.seconds) for row in plan.rows]
     assert keys == [(3, 1.0), (2, 1.01), (0, inside), (0, outside), (1, 9.0)]
     assert plan.places == (1, 1, 1, 4, 5)
     assert plan.best is rows[2]
@@ -143,16 +141,23 @@ def test_what_leaves_no_memory_does_not_share_the_place_of_others():
         fake(1.05, 0, has_room=False),
     ]
     plan = plan_of(rows)
-    assert [row.time.typical for row in plan.rows] == [1.01, 1.02, 1.0, 1.05]
+    assert [row.seconds for row in plan.rows] == [1.01, 1.02, 1.0, 1.05]
     assert plan.places == (1, 1, 3, 3) and plan.best is rows[1]
     assert plan_of(rows[:1]).best is rows[0]
 
 
 def test_room_is_what_the_table_shows_of_the_memory_left(slow_plan):
-    row = slow_plan.row_of_flags
-    for left in (ROOM, ROOM - 1):
-        tight = replace(row, usable_bytes=row.memory_bytes + left)
-        assert tight.fits and tight.has_room == (left == ROOM)
+    row, printed = slow_plan.row_of_flags, {}
+    for left in (ROOM, ROOM - 1, -1):
+        size = row.memory_bytes + left + row.cluster.reserved_bytes
+        gpu = replace(row.cluster.gpu, memory_bytes=size)
+        tight = replace(row, cluster=replace(row.cluster, gpu=gpu))
+        assert (tight.fits, tight.has_room) == (left >= 0, left == ROOM)
+        console = Console(file=io.StringIO())
+        print_plan(replace(slow_plan, row_of_flags=tight), 1, console)
+        printed[left] = console.file.getvalue()
+    assert "The flags as given do not fit" in printed[-1]
+    assert printed[ROOM] == printed[ROOM - 1] and "as given do not fit" not in printed[ROOM]
     assert (
         f"{(ROOM - GIB / 1000) / GIB:.1f}" == "0.0" and f"{(ROOM + GIB / 1000) / GIB:.1f}" == "0.1"
     )
@@ -197,7 +202,7 @@ def test_a_row_that_does_not_fit_names_the_largest_kind_and_what_would_fit():
 def test_a_link_rate_changes_the_time_and_nothing_else():
     searched = search("1gbit")
     candidate = given_candidate(searched.base)
-    work, cluster = searched.step_work(candidate), searched.cluster
-    times = [typical_seconds(work, cluster.with_link(rate)) for rate in (1, 10, 100, 1000)]
+    row, cluster = searched.row(candidate), searched.cluster
+    times = [typical_seconds(row.work, cluster.with_link(rate)) for rate in (1, 10, 100, 1000)]
     assert times == sorted(times, reverse=True) and times[0] > 5 * times[-1]
-    assert times[0] == searched.seconds(candidate)
+    assert times[0] == row.seconds

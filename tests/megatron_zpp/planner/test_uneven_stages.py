@@ -6,7 +6,12 @@ from itertools import pairwise
 import pytest
 
 from megatron_zpp.planner.activations import ActivationTraces
-from megatron_zpp.planner.candidates import TIE, all_parallel, given_candidate
+from megatron_zpp.planner.candidates import (
+    TIE,
+    all_parallel,
+    given_candidate,
+    why_undivided,
+)
 from megatron_zpp.planner.estimate import estimate_places, estimate_run
 from megatron_zpp.planner.parts.balanced_stages import LayerSeconds, balanced_stages, stage_flags
 from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
@@ -86,6 +91,15 @@ def test_what_flags_say_about_stages_is_taken_as_it_is():
     assert method == {1: [[13]], 2: [[6, 7]], 4: [[3, 3, 3, 4]], 8: [[1, 1, 1, 2, 2, 2, 2, 2]]}
 
 
+def test_axes_that_the_trainer_refuses_are_named_with_its_reason():
+    tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    odd = config_of(13, "--num-attention-heads 11 --hidden-size 704 ")
+    assert "--num-attention-heads 11 cannot be split" in why_undivided(odd, NODES, tensor)
+    assert why_undivided(odd, NODES, pipeline) is None is why_undivided(config_of(2), NODES, tensor)
+    assert "a rank would have no block" in why_undivided(config_of(1), NODES, pipeline)
+    assert why_undivided(odd, Nodes.of(range(1), 1), tensor) is None
+
+
 CASES = (
     "--pp-partition-method type:transformer ",
     "--decoder-first-pipeline-num-layers 1 ",
@@ -116,5 +130,5 @@ def test_the_slowest_stage_counts():
         flags += f"--decoder-last-pipeline-num-layers {last} --pipeline-model-parallel-size 2 "
         flags += "--hidden-size 2048 --seq-length 2048 --micro-batch-size 1 "
         searched = Search(config_of(4, flags), VOCABULARY, cluster)
-        times.append(searched.seconds(given_candidate(searched.base)))
+        times.append(searched.row(given_candidate(searched.base)).seconds)
     assert min(times[1:]) > times[0] * (1 + TIE)
