@@ -155,4 +155,5 @@ def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool =
         experts={module: axis.mesh for module in experts},
         cast_forward_inputs=False,
         keeps_root=keeps_root,
+        calls_units=True,
     )

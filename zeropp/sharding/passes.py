@@ -48,6 +48,7 @@ class Passes:
         model: fsdp.FSDPModule,
         *,
         accumulates: bool,
+        calls_units: bool,
         use: GradientUse | None,
         copies: SecondaryCopies | None,
         scalars: ScalarGradients,
@@ -59,7 +60,7 @@ class Passes:
         self._units: list[fsdp.FSDPModule] = []
         self._incomplete = False
         self._depth = 0  # of calls of the model within its own forward
-        self._uncalled = fsdp.UncalledUnits(model)
+        self._uncalled = None if calls_units else fsdp.UncalledUnits(model)
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)  # after FSDP2's
         if hasattr(model, "generate") and _is_wrapper(model):
@@ -68,7 +69,8 @@ class Passes:
     def add(self, units: Units) -> None:
         """Include units of the model, between two passes."""
         self._units += units
-        self._uncalled.add(units)
+        if self._uncalled:
+            self._uncalled.add(units)
         for unit in units:
             fsdp.before_use(unit, partial(fsdp.show_gathered, unit))
             fsdp.use_whole_parameters(unit)
@@ -114,13 +116,14 @@ class Passes:
             self.recover()
             if torch.is_grad_enabled():
                 self.require_complete()
-        if not torch.compiler.is_compiling():  # compiled code cannot gather where it computes
+        if self._uncalled and not torch.compiler.is_compiling():  # which cannot gather in a pass
             self._uncalled.watch(True)
 
     def _leave(self, *_: object, shows_shards: bool = False) -> None:
         self._depth = max(0, self._depth - 1)  # a hook before `_enter` may have raised
         if self._depth == 0:
-            self._uncalled.watch(False)
+            if self._uncalled:
+                self._uncalled.watch(False)
             for unit in self._units if shows_shards or not torch.is_grad_enabled() else ():
                 fsdp.show_shards(unit)
 
@@ -128,7 +131,8 @@ class Passes:
     def _pass(self) -> Iterator[None]:
         """Enclose a pass that needs no gradients."""
         self._depth += 1
-        self._uncalled.watch(True)
+        if self._uncalled:
+            self._uncalled.watch(True)
         try:
             yield
         finally:

@@ -119,6 +119,7 @@ class Plan:
 
     reduces_once: gradients are reduced once in a step, and not in each micro-batch.
     keeps_roots: roots stay gathered from a step's first use of them to the last.
+    calls_units: no unit is used but by calling it.
     is_plain: as FSDP2 would do it, with each collective as one ring over all ranks.
     """
 
@@ -126,6 +127,7 @@ class Plan:
     reduces_once: bool
     keeps_roots: bool
     compute_dtype: torch.dtype
+    calls_units: bool = False
     units: tuple[UnitPlan, ...] = ()
     is_plain: bool = False
 

@@ -46,6 +46,7 @@ class Root:
         self.passes = Passes(
             model,
             accumulates=self.reduces_once,
+            calls_units=plan.calls_units,
             use=self.use,
             copies=self.copies,
             scalars=self.scalars,

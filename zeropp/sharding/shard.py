@@ -72,6 +72,7 @@ def shard(
     experts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
     cast_forward_inputs: bool = True,
     keeps_root: bool = False,
+    calls_units: bool = False,
 ) -> Sharding:
     """Shard `model` in place over the data-parallel ranks, as `config` says; all ranks call it.
 
@@ -89,6 +90,8 @@ def shard(
             its last axis, as DTensors or by this call in the first dim, and sharded over its first.
         cast_forward_inputs: Whether units cast their floating-point inputs to the compute format.
         keeps_root: Whether the root stays gathered throughout a step, as pipelines need it.
+        calls_units: Whether the model uses its units by calling them alone; those that it uses in
+            other ways are found in each pass otherwise.
 
     Returns:
         What the steps of training need: micro-steps, the ledger of bytes, notices of changes.
@@ -116,6 +119,7 @@ def shard(
     plan = _make_plan(
         model, mesh, data, config, units, experts, cast_forward_inputs, keeps_root=keeps_root
     )
+    plan = replace(plan, calls_units=calls_units)
     sharding = _carry_out(plan, Grid(model, mesh, data, experts), config, in_turn=keeps_root)
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
