@@ -71,8 +71,7 @@ def build_run(
     beginning = load(
         config, ranks, source, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps=local
     )
-    if beginning.earlier_sizes:
-        batches.go_behind(beginning.earlier_sizes)
+    batches.go_behind(beginning.earlier_sizes)
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, beginning)
     trainer = Trainer(

@@ -46,9 +46,10 @@ class Batches:
     eod: int
 
     def go_behind(self, earlier_sizes: Sequence[Sequence[int]]) -> None:
-        """Extend the order of runs of earlier sizes; all ranks call it."""
-        self.earlier_sizes = earlier_sizes
-        self.datasets = self.ranks.rank_zero_first(lambda: self.open(earlier_sizes))
+        """Extend the order of runs of earlier sizes, if there are any; all ranks call it."""
+        if earlier_sizes:
+            self.earlier_sizes = earlier_sizes
+            self.datasets = self.ranks.rank_zero_first(lambda: self.open(earlier_sizes))
 
     def loader(self, split: int, consumed_samples: int, skipped: Sequence[range] = ()) -> Loader:
         """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks.

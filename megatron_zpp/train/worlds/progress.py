@@ -39,7 +39,6 @@ class RunProgress:
         self.counters.load(state["counters"])
         self.schedules = state["schedules"]
         self.history.load_state_dict(state["history"])
-        if state["earlier_sizes"]:
-            self.batches.go_behind(state["earlier_sizes"])
+        self.batches.go_behind(state["earlier_sizes"])
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
