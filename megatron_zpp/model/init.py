@@ -101,13 +101,10 @@ def _blocks(
         block_start = block * num_rows
         block_end = min(block_start + num_rows, shape[0])
         values = torch.empty((block_end - block_start, *shape[1:]))
-        values.normal_(0.0, std, generator=_generator(f"{label}/{block}"))
+        digest = hashlib.blake2b(f"{label}/{block}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "little")  # of 32 bits, as mt19937 has it
+        values.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
         start, end = max(local_start, block_start), min(local_end, block_end)
         local_rows = slice(start - local_start, end - local_start)
         block_rows = slice(start - block_start, end - block_start)
         yield local_rows, values[(block_rows, *columns)]
-
-
-def _generator(label: str) -> torch.Generator:
-    digest = hashlib.blake2b(label.encode(), digest_size=4).digest()  # mt19937 has 32-bit seeds
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))

@@ -73,14 +73,12 @@ def _seconds(matrix: torch.Tensor) -> float:
 
 
 def _timed(matrix: torch.Tensor, repetitions: int) -> float:
-    _synchronize(matrix)
+    is_queued = matrix.device.type != "cpu"
+    if is_queued:
+        torch.accelerator.synchronize()
     started = time.perf_counter()
     for _ in range(repetitions):
         matrix @ matrix
-    _synchronize(matrix)
-    return (time.perf_counter() - started) / repetitions
-
-
-def _synchronize(matrix: torch.Tensor) -> None:
-    if matrix.device.type != "cpu":
+    if is_queued:
         torch.accelerator.synchronize()
+    return (time.perf_counter() - started) / repetitions

@@ -49,8 +49,9 @@ class MainThread:
     def look(self) -> Glance:
         """Return what it is doing; to be called from another thread."""
         frames = _frames(sys._current_frames().get(self._ident))
-        own = [next((f for f in frames if _package(f) == name), None) for name in OWN_PACKAGES]
-        places = [_place(frame) for frame in dict.fromkeys((*own, *frames[:1])) if frame]
+        packages = [each.f_globals.get("__name__", "").partition(".")[0] for each in frames]
+        own = [frames[packages.index(name)] for name in OWN_PACKAGES if name in packages]
+        places = [_place(frame) for frame in dict.fromkeys((*own, *frames[:1]))]
         return Glance(
             marks=self._marks,
             stack=hash(tuple((frame.f_code, frame.f_lasti) for frame in frames)),
@@ -67,10 +68,6 @@ def _frames(innermost: FrameType | None) -> list[FrameType]:
         frames.append(innermost)
         innermost = innermost.f_back
     return frames
-
-
-def _package(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def _place(frame: FrameType) -> str:

@@ -6,7 +6,6 @@ ever holds more than its shards and one block.
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -59,11 +58,12 @@ def build_model(
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
     )
-    build = partial(_build_meta_model, config, vocab_size)
+    with torch.device("meta"):
+        whole = GPT(config.model, vocab_size, common)
     if ranks.pipeline_size > 1:
-        sharding = _build_pipeline(config, ranks, build(common), build)
+        sharding = _build_pipeline(config, ranks, whole, vocab_size)
     else:
-        sharding = _shard_model(build(common), config, ranks)
+        sharding = _shard_model(whole, config, ranks)
     if zero.offloads_optimizer:
         placed, delayed = zero.zero_optimization.offload_optimizer, zero.zeropp.delayed_param_update
         require_host_memory(
@@ -106,15 +106,14 @@ def log_settings_without_effect(config: Config, axis: ExpertAxis | None) -> None
         log.info("%s", line)
 
 
-def _build_pipeline(
-    config: Config, ranks: Ranks, whole: GPT, build: Callable[[Part], GPT]
-) -> Sharding:
+def _build_pipeline(config: Config, ranks: Ranks, whole: GPT, vocab_size: int) -> Sharding:
     """Build and shard this rank's stages of a model."""
     layers = config.parallel.stages(config.model.num_layers)
     _require_trained_layers(whole, layers)
     stages, at_both_ends = [], []
     for part in parts_of_stages(whole.part, layers, ranks.pipeline_place, ranks.pipeline_size):
-        model = build(part)
+        with torch.device("meta"):
+            model = GPT(config.model, vocab_size, part)
         if whole.head is None and model.tokens is not None:
             at_both_ends.append(model.tokens)
         stages.append(_shard_model(model, config, ranks, keeps_root=True))
@@ -134,12 +133,6 @@ def _require_trained_layers(model: GPT, stages: Sequence[range]) -> None:
                 f"--lora-target-modules leaves nothing to train in layers {layers.start} to "
                 f"{layers.stop - 1}, stage {index} of the pipeline: name layers in every stage"
             )
-
-
-def _build_meta_model(config: Config, vocab_size: int, part: Part) -> GPT:
-    """Build a GPT without memory."""
-    with torch.device("meta"):
-        return GPT(config.model, vocab_size, part)
 
 
 def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:

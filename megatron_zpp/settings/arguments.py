@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings import defaults
@@ -29,6 +30,7 @@ from zeropp.settings.zero_config import ZeroConfig
 FLAG_SECTIONS = (*SECTIONS.values(), ZeroFlags, ModelFlags)
 FLAGS = (*chain.from_iterable(map(settings_of, FLAG_SECTIONS)), *flags_without_effect())
 VOCABULARY = vocabulary(FLAG_SECTIONS, flags_without_effect())
+REASONS = MappingProxyType(read_toml(__package__, "json_no_effect.toml"))  # by key of the JSON
 
 log = logging.getLogger("megatron_zpp")
 
@@ -58,7 +60,7 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     if alone and file.values.get("zeropp.sync_store"):  # each node is a launch of its own
         num_replicas *= file.values.get("zeropp.sync_nodes") or 1
     completed = defaults.complete(values, accumulation, num_replicas)
-    given = {name: str(assignment) for name, assignment in typed.items()}
+    given = {name: assignment.text for name, assignment in typed.items()}
     sections = {name: _section(kind, completed) for name, kind in SECTIONS.items()}
     config = Config(**sections, given=given)
     check(config, num_replicas)
@@ -225,7 +227,7 @@ def _zero(
 
 def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
     ignored = {
-        str(assignment): reason
+        assignment.text: reason
         for assignment in typed.values()
         if (reason := assignment.flag.why_no_effect(config))
     }
@@ -241,6 +243,5 @@ def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
             "after %d iterations",
             Schedules.of(config).length.iterations,
         )
-    reasons = read_toml(__package__, "json_no_effect.toml")
-    for line in config.zero.notices(reasons, ignored):
+    for line in config.zero.notices(REASONS, ignored):
         log.info("%s", line)

@@ -40,11 +40,7 @@ def merge(
             log.info("%s has no effect beside %s", typed[flag.name], counts)
         values[flag.name] = value
     _check_same_keys(typed)
-    _check_precision(typed, file)
-    _check_distributed_optimizer(typed, file)
-    for name in ("rampup_batch_size", "step_batch_size_schedule"):
-        if name in typed and file.values.get(_ACCUMULATION) is not None:
-            raise _contradiction(typed[name], file.assignment(_ACCUMULATION))
+    _check_between_settings(typed, file)
     if "fp16.enabled" in file.values and "initial_loss_scale" not in values:
         # A loss scaler that the JSON switches on starts at the JSON's own default, 2^16.
         values["initial_loss_scale"] = 2.0 ** ZeroConfig().fp16.initial_scale_power
@@ -81,19 +77,20 @@ def _check_same_keys(typed: Mapping[str, Assignment]) -> None:
             raise InputError(f"{other} and {assignment} contradict: keep one")
 
 
-def _check_precision(typed: Mapping[str, Assignment], file: JsonValues) -> None:
+def _check_between_settings(typed: Mapping[str, Assignment], file: JsonValues) -> None:
+    """Raise InputError for flags that contradict other flags, or keys of other settings."""
     for name, other in (("fp16", "bf16.enabled"), ("bf16", "fp16.enabled")):
         if name in typed and file.values.get(other):
             raise _contradiction(typed[name], file.assignment(other))
-
-
-def _check_distributed_optimizer(typed: Mapping[str, Assignment], file: JsonValues) -> None:
     sharded = typed.get("use_distributed_optimizer")
     stage = typed.get("zero_stage")
     if sharded and stage and stage.value == 0:
         raise _contradiction(sharded, str(stage))
     if sharded and file.values.get(_STAGE) == 0:
         raise _contradiction(sharded, file.assignment(_STAGE))
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if name in typed and file.values.get(_ACCUMULATION) is not None:
+            raise _contradiction(typed[name], file.assignment(_ACCUMULATION))
 
 
 def _contradiction(typed: Assignment, other: str) -> InputError:

@@ -15,7 +15,6 @@ from typing import Any
 from megatron_zpp.settings.config import (
     BatchConfig,
     Config,
-    OptimizerConfig,
     ScheduleConfig,
     TrainingConfig,
 )
@@ -233,7 +232,9 @@ class Schedules:
         length = Length.of(config.training, batch_size, config.model.seq_length)
         schedule = config.schedule
         learning_rate = _learning_rate(schedule, batch_size, length, config.model.seq_length)
-        ends = None
+        optimizer, ends = config.optimizer, None
+        decay, style = optimizer.weight_decay, optimizer.weight_decay_incr_style
+        start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
         if schedule.decoupled_lr is not None:
             lowest = schedule.decoupled_min_lr
             ends = replace(
@@ -246,7 +247,12 @@ class Schedules:
             batch_size=batch_size,
             learning_rate=learning_rate,
             ends_learning_rate=ends,
-            weight_decay=_weight_decay(config.optimizer, length),
+            weight_decay=WeightDecay(
+                start=decay if start is None else start,
+                end=decay if end is None else end,
+                style=style,
+                length=float(0 if style == "constant" else length.samples),
+            ),
         )
 
     def state(self) -> dict[str, Any]:
@@ -345,16 +351,6 @@ def _learning_rate(
         decay=float(0 if config.lr_decay_style == "constant" else decay),  # unused
         wsd_style=config.lr_wsd_decay_style,
         wsd_decay=float(wsd_decay),
-    )
-
-
-def _weight_decay(config: OptimizerConfig, length: Length) -> WeightDecay:
-    start, end = config.start_weight_decay, config.end_weight_decay
-    return WeightDecay(
-        start=config.weight_decay if start is None else start,
-        end=config.weight_decay if end is None else end,
-        style=config.weight_decay_incr_style,
-        length=float(0 if config.weight_decay_incr_style == "constant" else length.samples),
     )
 
 

@@ -38,6 +38,7 @@ from megatron_zpp.train.trainer import Trainer
 from megatron_zpp.train.worlds.rows import local_steps_rows, log_without_effect
 from megatron_zpp.train.worlds.saved_run import saved_run, with_source
 from zeropp import LossScaler, Sharding, __version__
+from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.optim.muon.muon import MuonGroups, moments_per_weight
 from zeropp.ranks.coordination import fail_together
@@ -58,11 +59,12 @@ def build_run(
 ) -> Run:
     """Do all that precedes the first iteration, on all ranks; InputError for what does not fit."""
     check_nodes(requested, ranks)
-    requested = with_source(requested, source := saved_run(requested.checkpoint, ranks), ranks)
+    source = saved_run(requested.checkpoint, ranks)
+    requested = with_source(requested, source, ranks) if ranks.outer else requested
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
-    warn_if_float32_is_faster(ranks.device, getattr(torch, config.precision.format))
     apex, fill = find_apex(ranks.device), pretrained and pretrained.fill
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
+    warn_if_float32_is_faster(ranks.device, sharding.compute_dtype)
     optimizer = build_optimizer(sharding, config, ranks.device, apex)
     scaler = build_scaler(config.precision)
     local = build_local_steps(config, ranks, sharding, optimizer)
@@ -84,14 +86,7 @@ def build_run(
         communication=CommunicationMeter(config, sharding, ranks, optimizer, local),
         local_steps=local,
     )
-    saver = Saver(
-        trainer=trainer,
-        tokenizer=tokenizer,
-        metrics=metrics,
-        console=console,
-        lock=save_lock,
-        batches=batches,
-    )
+    saves_beside = config.checkpoint.save and config.checkpoint.async_save
     run = Run(
         config=config,
         ranks=ranks,
@@ -99,7 +94,15 @@ def build_run(
         tokenizer=tokenizer,
         batches=batches,
         trainer=trainer,
-        saver=saver,
+        saver=Saver(
+            trainer=trainer,
+            tokenizer=tokenizer,
+            metrics=metrics,
+            console=console,
+            lock=save_lock,
+            batches=batches,
+            writer=AsyncWriter() if saves_beside else None,
+        ),
         metrics=metrics,
         stopping=stopping,
         step_watch=open_step_watch(config, ranks),

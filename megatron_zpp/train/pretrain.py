@@ -3,7 +3,7 @@
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from megatron_zpp.train.stop import Interrupted, Stopping
 from megatron_zpp.train.worlds.elastic import elastic_options
 from megatron_zpp.train.worlds.own_folders import with_own_folders
 from zeropp import InputError
-from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.checkpoint.shared_folder import hold_folder
 from zeropp.errors import NetworkError
 from zeropp.optim.local_steps.outer_group import OuterError
@@ -96,16 +95,11 @@ def main(
 
 def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> None:
     """Build the run, train, evaluate, generate a sample and print a summary."""
-    with hold_save_folder(config, ranks) as save_lock:
-        train_and_evaluate(config, build_run(config, ranks, console, stopping, save_lock))
-
-
-def hold_save_folder(config: Config, ranks: Ranks) -> AbstractContextManager[FolderLock | None]:
-    """Return a context in which no other job saves where this one does; all ranks enter it."""
-    if config.checkpoint.save is None or config.training.skip_train:
-        return nullcontext()
+    save = None if config.training.skip_train else config.checkpoint.save
     is_first = ranks.environment.local_rank == 0
-    return hold_folder(Path(config.checkpoint.save), "--save", is_first_on_machine=is_first)
+    alone = hold_folder(Path(save), "--save", is_first_on_machine=is_first) if save else None
+    with alone or nullcontext() as save_lock:  # no other job saves there
+        train_and_evaluate(config, build_run(config, ranks, console, stopping, save_lock))
 
 
 def train_and_evaluate(config: Config, run: Run) -> None:

@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,12 +75,7 @@ class Saver:
     console: Console
     lock: FolderLock | None  # of the folder
     batches: Batches
-
-    @cached_property
-    def writer(self) -> AsyncWriter | None:
-        """What writes beside training, with --async-save."""
-        options = self.trainer.config.checkpoint
-        return AsyncWriter() if options.save and options.async_save else None
+    writer: AsyncWriter | None  # with --async-save
 
     def save(self) -> None:
         """Save a checkpoint; all ranks call it.

@@ -30,16 +30,12 @@ def load(
     path = folder / (stem + SUFFIX)
     if not path.exists():
         raise LibraryError(not_built)
-    library = ctypes.CDLL(str(path))
-    if _built_from(library) != expected_hash():
+    library, built_from = ctypes.CDLL(str(path)), None
+    if hasattr(library, "zpp_source_hash"):
+        library.zpp_source_hash.restype = ctypes.c_char_p
+        built_from = library.zpp_source_hash().decode()
+    if built_from != expected_hash():
         raise LibraryError(f"{path} was built from other sources; install again (make setup)")
     for name, types in functions.items():
         getattr(library, name).argtypes = types
     return library
-
-
-def _built_from(library: ctypes.CDLL) -> str | None:
-    if not hasattr(library, "zpp_source_hash"):
-        return None
-    library.zpp_source_hash.restype = ctypes.c_char_p
-    return library.zpp_source_hash().decode()

@@ -200,10 +200,11 @@ class ZeroConfig(JsonSection):
         lines = [
             f"{old} is an old name of {' and '.join(OLD_NAMES[old][0])}" for old in self.old_names
         ]
-        ignored = dict(others)
+        ignored, given = dict(others), self.file_keys | self.auto_keys
         ignored_sections: tuple[str, ...] = ()
         for dotted, entry in all_keys(ZeroConfig).items():
-            if dotted.startswith(ignored_sections) or not self._in_file(dotted):
+            is_given = any(f"{name}.".startswith(f"{dotted}.") for name in given)
+            if dotted.startswith(ignored_sections) or not is_given:
                 continue
             reason = reasons.get(dotted) or entry.why_no_effect(self)
             if reason:
@@ -259,10 +260,6 @@ class ZeroConfig(JsonSection):
         if train != micro * steps * world_size or not train:
             raise InputError(_batch_error(self, world_size))
         return BatchSizes(train, micro, steps)
-
-    def _in_file(self, dotted: str) -> bool:
-        names = self.file_keys | self.auto_keys
-        return dotted in names or any(name.startswith(f"{dotted}.") for name in names)
 
 
 def _value_keys() -> dict[str, Key]:

@@ -49,7 +49,12 @@ def require_shardable(places: Iterable[Place]) -> None:
     for place in places:
         if not place.parameter.ndim:
             continue
-        _require_one_unit(owners.setdefault(place.parameter, place), place)
+        first = owners.setdefault(place.parameter, place)
+        if place.unit is not first.unit:  # sharding would turn one weight into two
+            raise InputError(
+                f"{first.name} and {place.name} are one parameter in two units that are gathered "
+                "apart: give zeropp.shard units= without those two, or do not share it"
+            )
         if place.parameter.requires_grad:
             _require_one_type(trained.setdefault(place.unit, place), place)
 
@@ -164,15 +169,6 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name} lies in memory with strides {list(parameter.stride())}, and only "
             "contiguous parameters can be sharded: replace it by "
             "torch.nn.Parameter(parameter.detach().contiguous())"
-        )
-
-
-def _require_one_unit(first: Place, place: Place) -> None:
-    """Require that a weight belongs to one unit: sharding would turn a shared one into two."""
-    if place.unit is not first.unit:
-        raise InputError(
-            f"{first.name} and {place.name} are one parameter in two units that are gathered "
-            "apart: give zeropp.shard units= without those two, or do not share it"
         )
 
 

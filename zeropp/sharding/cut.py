@@ -135,7 +135,11 @@ def cut(plans: Sequence[UnitPlan], place: fsdp.OffloadPolicy) -> tuple[fsdp.FSDP
             plan.modules,
             plan.parameters,
             copies.get(plan.axis.mesh, plan.axis.mesh),
-            _precision(plan),
+            fsdp.MixedPrecisionPolicy(
+                param_dtype=plan.dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=plan.casts_inputs,
+            ),
             reshard_after_forward=plan.regathers,
             place=place,
         )
@@ -178,15 +182,6 @@ def _part(parameter: nn.Parameter, axis: DeviceMesh, name: str) -> nn.Parameter:
     result = nn.Parameter(part, requires_grad=parameter.requires_grad)
     fsdp.inherit(result, parameter)
     return result
-
-
-def _precision(plan: UnitPlan) -> fsdp.MixedPrecisionPolicy:
-    """Return the policy: compute in the planned type, accumulate gradients in fp32."""
-    return fsdp.MixedPrecisionPolicy(
-        param_dtype=plan.dtype,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=plan.casts_inputs,
-    )
 
 
 def offload_policy(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:

@@ -28,7 +28,9 @@ def describe(plan: Plan, num_micro_batches: int = 1, sent: Sent | None = None) -
         width = f"{8 * REDUCED_WHOLE.itemsize} bit among {plan.num_ranks} ranks"
         rows = [("gradients", f"all-reduce, {width}")]
     else:
-        rows = [("weights", _gathers(plan)), ("gradients", _means(plan))]
+        hops = _hops(plan.axis.gradients, plan.units[0].wire_dtype, ("inner", "outer"))
+        means = f"all-to-all, {hops}\nsummed in fp32, whatever the wire carries"
+        rows = [("weights", _gathers(plan)), ("gradients", means)]
     table = _table(sent or node_bytes(plan, num_micro_batches, typical=True))
     if any(unit.axis.weights.is_coded or unit.axis.gradients.is_coded for unit in plan.units):
         table += "\nacross nodes as in typical runs: messages are coded"
@@ -46,11 +48,6 @@ def _gathers(plan: Plan) -> str:
     if route.updates:
         lines.append("then updated with the changes of the INT8 codes")
     return "\n".join(lines)
-
-
-def _means(plan: Plan) -> str:
-    hops = _hops(plan.axis.gradients, plan.units[0].wire_dtype, ("inner", "outer"))
-    return f"all-to-all, {hops}\nsummed in fp32, whatever the wire carries"
 
 
 def _hops(route: Route, wire: torch.dtype, order: tuple[str, str]) -> str:

@@ -50,7 +50,10 @@ class Wiring:
                 fsdp.divide_gradients(unit, plan.axis.num_losses)
             return
         self.undo.callback(fsdp.restore_collectives, unit, fsdp.collectives_of(unit))
-        self.use_gather(unit, plan.axis)
+        communicators = self._communicators_of(plan.axis, plan.axis.weights, "weights")
+        gather = WeightGather(unit, plan.axis.weights, communicators, self._kept)
+        self.gathers[unit] = gather
+        fsdp.use_all_gather(unit, gather)
         self.use_mean(unit, plan.axis, plan.wire_dtype)
 
     def watch(self, unit: fsdp.Unit) -> None:
@@ -60,13 +63,6 @@ class Wiring:
             self._use.add(unit)
             note = partial(self._use.note, unit)
         self.undo.callback(fsdp.before_reduction(unit, note))
-
-    def use_gather(self, unit: fsdp.Unit, axis: DataAxis) -> None:
-        """Gather the unit's weights along the route of the axis."""
-        communicators = self._communicators_of(axis, axis.weights, "weights")
-        gather = WeightGather(unit, axis.weights, communicators, self._kept)
-        self.gathers[unit] = gather
-        fsdp.use_all_gather(unit, gather)
 
     def use_mean(self, unit: fsdp.Unit, axis: DataAxis, wire_dtype: torch.dtype) -> None:
         """Average the unit's gradients along the route of the axis."""

@@ -90,7 +90,9 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     """
     if options.load is None:
         return None
-    own, first = Path(options.load), _folder_of_first(options, ranks)
+    own = first = Path(options.load)
+    if ranks.outer is not None:
+        first = _folder_of_first(options, ranks)
     if ranks.elastic and options.finetune:
         return _common_run(options, first, _saved_worlds(first, options.ckpt_step))
     if ranks.elastic:
@@ -111,7 +113,7 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
 
 
 def with_source(config: Config, source: SavedRun | None, ranks: Ranks) -> Config:
-    """Return the configuration with the folder that is loaded, or else that of the first world."""
+    """Return the configuration with the folder that this world loads, or else the first one's."""
     options = config.checkpoint
     if options.load is None:
         return config
@@ -120,8 +122,7 @@ def with_source(config: Config, source: SavedRun | None, ranks: Ranks) -> Config
 
 
 def _folder_of_first(options: CheckpointConfig, ranks: Ranks) -> Path:
-    own = Path(options.load)
-    return own.parent if ranks.outer and ranks.outer.number else own
+    return Path(options.load).parent if ranks.outer.number else Path(options.load)
 
 
 def _common_run(options: CheckpointConfig, first: Path, num_worlds: int | None) -> SavedRun:
