@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.shared.training_setup import TrainingSetup
-from megatron_zpp.interchange.families.dense.gpt import GPT2_NAMES
 from megatron_zpp.interchange.families.forms import Sizes
+from megatron_zpp.interchange.families.names import name_table
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
 
@@ -60,7 +60,7 @@ def copy_weights(
     sizes = Sizes(model=config, vocab_rows=rows, padded_rows=rows)
     values = {}
     for name, weight in weights.items():
-        row = GPT2_NAMES.row(name)
+        row = name_table("gpt2").row(name)
         values |= dict(zip(row.hf_names, row.form.split(weight, sizes), strict=True))
     parameters = dict(model.named_parameters())
     if missing := set(parameters) ^ set(values):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Protocol
 
-from megatron_zpp.interchange.families.names import NameTable
+from megatron_zpp.interchange.families.names import NameTable, name_table
 from megatron_zpp.interchange.families.rope import Rotary
 from megatron_zpp.interchange.families.settings import Choice, Number
 from megatron_zpp.settings.config import ModelConfig
@@ -35,18 +35,19 @@ class Family:
     same models elsewhere. Of families of one name the first is meant all of whose `marks` have one
     of the values in config.json, where a missing key is null. `further_layers` is the key that
     counts layers which predict further tokens (MTP), if there are such models. `packed_weights` are
-    the methods of quantization whose files can be read.
+    the methods of quantization whose files can be read. `names_of` is the table of the names of
+    weights, `name` if empty.
     """
 
     name: str
     class_name: str
     fields: Mapping[str, Any]
     settings: tuple[FamilySetting, ...]
-    names: NameTable
     further_layers: str | None = None
     packed_weights: tuple[str, ...] = ()
     other_class_names: tuple[str, ...] = ()
     marks: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    names_of: str = ""
 
     def is_meant(self, content: Mapping[str, Any]) -> bool:
         """Whether a config.json describes a model of this family."""
@@ -56,6 +57,11 @@ class Family:
         has_class = not class_names or any(name in class_names for name in (*own, *bare))
         has_marks = all(content.get(key) in values for key, values in self.marks.items())
         return content.get("model_type") == self.name and has_class and has_marks
+
+    @property
+    def names(self) -> NameTable:
+        """The names of the weights."""
+        return name_table(self.names_of or self.name)
 
     @property
     def vocab_size(self) -> int:

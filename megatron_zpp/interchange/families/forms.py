@@ -119,6 +119,24 @@ def _split_swapped_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
     return _swap_halves(q, sizes), _swap_halves(k, sizes), v
 
 
+def _reordered(part: Tensor, head_dim: int, pairs_first: bool) -> Tensor:
+    """Turn rows of heads [D/2, 2] into [2, D/2] if `pairs_first`, otherwise back."""
+    inner = (head_dim // 2, 2) if pairs_first else (2, head_dim // 2)
+    return part.unflatten(0, (-1, *inner)).transpose(1, 2).flatten(0, 2)
+
+
+def _join_reordered_qkv(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    queries, keys, values = parts
+    dim = sizes.model.head_dim
+    return _join_qkv((_reordered(queries, dim, True), _reordered(keys, dim, True), values), sizes)
+
+
+def _split_reordered_qkv(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    queries, keys, values = _split_qkv(qkv, sizes)
+    dim = sizes.model.head_dim
+    return _reordered(queries, dim, False), _reordered(keys, dim, False), values
+
+
 def _of_heads(gains: Tensor, sizes: Sizes) -> Tensor:
     """Our gains of all heads, [heads * D] → [heads, D]."""
     return gains.unflatten(0, (-1, sizes.model.head_dim))
@@ -176,6 +194,7 @@ QKV = Form(join=_join_qkv, split=_split_qkv)
 QKV_TRANSPOSED = Form(join=_join_transposed_qkv, split=_split_transposed_qkv, is_transposed=True)
 QKV_FUSED = Form(join=_join_fused_qkv, split=_split_fused_qkv)
 QKV_HALVES_SWAPPED = Form(join=_join_swapped_qkv, split=_split_swapped_qkv)
+QKV_NEIGHBOURS = Form(join=_join_reordered_qkv, split=_split_reordered_qkv)
 HEADS = Form(
     join=lambda parts, sizes: parts[0].flatten(),
     split=lambda tensor, sizes: (_of_heads(tensor, sizes),),

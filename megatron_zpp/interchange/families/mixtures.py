@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from megatron_zpp.interchange.families import names
 from megatron_zpp.interchange.families.dense.shared import (
     ATTENTION_BIAS,
     GRANITE_MULTIPLIERS,
@@ -50,7 +49,6 @@ MIXTRAL = Family(
         Window(default=None),
         *experts("num_local_experts", 8, 2),
     ),
-    names=names.MIXTRAL,
 )
 QWEN2_MOE = Family(
     name="qwen2_moe",
@@ -68,7 +66,6 @@ QWEN2_MOE = Family(
         NORM_OF_BEST,
         SparseLayers(),
     ),
-    names=names.QWEN2_MOE,
 )
 QWEN3_MOE = Family(
     name="qwen3_moe",
@@ -85,7 +82,6 @@ QWEN3_MOE = Family(
         NORM_OF_BEST,
         SparseLayers(),
     ),
-    names=names.QWEN3_MOE,
 )
 OLMOE = Family(
     name="olmoe",
@@ -100,7 +96,6 @@ OLMOE = Family(
         *experts("num_experts", 64, 8),
         NORM_OF_BEST,
     ),
-    names=names.OLMOE,
 )
 GRANITE_MOE = Family(
     name="granitemoe",
@@ -114,7 +109,6 @@ GRANITE_MOE = Family(
         *GRANITE_MULTIPLIERS,
         *experts("num_local_experts", 8, 2),
     ),
-    names=names.GRANITE_MOE,
 )
 LATENT_FIELDS = {
     **LLAMA_FIELDS,
@@ -149,7 +143,6 @@ DEEPSEEK_V2 = Family(
         Choice("scoring_func", "softmax", {"softmax": {"moe_router_score_function": "softmax"}}),
         never("norm_topk_prob"),
     ),
-    names=names.DEEPSEEK_V2,
 )
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
@@ -170,7 +163,6 @@ DEEPSEEK_V3 = Family(
         Choice("scoring_func", "sigmoid", {"sigmoid": {"moe_router_score_function": "sigmoid"}}),
         Choice("norm_topk_prob", True, {True: {}}),
     ),
-    names=names.DEEPSEEK_V3,
     further_layers="num_nextn_predict_layers",
 )
 SIGMOID = {"moe_router_dtype": "fp32", "moe_router_score_function": "sigmoid"}
@@ -192,7 +184,6 @@ GLM4_MOE = Family(
         Number("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
         Choice("norm_topk_prob", True, {True: {}}),
     ),
-    names=names.GLM4_MOE,
     further_layers="num_nextn_predict_layers",
 )
 MINIMAX_M2 = Family(
@@ -211,7 +202,6 @@ MINIMAX_M2 = Family(
         Rotary(default_base=5000000.0, is_partial=True, channels="rotary_dim"),
         *experts("num_local_experts", 256, 8),
     ),
-    names=names.MINIMAX_M2,
 )
 GPT_OSS = Family(
     name="gpt_oss",
@@ -233,7 +223,6 @@ GPT_OSS = Family(
         Window(default=128, has_types=True, full_every=2),
         *experts("num_local_experts", 128, 4),
     ),
-    names=names.GPT_OSS,
     packed_weights=("mxfp4",),
 )
 KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")  # as its file calls it; the same model

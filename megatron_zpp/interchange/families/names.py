@@ -1,35 +1,23 @@
-"""The names of a GPT's weights in Hugging Face's files, a table for each kind of model.
+"""The names of a GPT's weights in files of others: `names.toml`, a table for each kind of model.
 
 Each row pairs a module of `megatron_zpp.model.gpt.GPT` with the Hugging Face modules whose weights
 and biases hold the same numbers. `{}` stands for the number of the block, and `{expert}`, `{head}`
 and `{kv_head}` for that of an expert, of a query head and of a key-value head, each of which has
-modules of its own. Tables of dense families are beside their settings, in `dense/`. The tables are
-read in both directions, by import and export. A model uses only the parameters that it has: biases,
-learned positions and a separate output layer depend on its configuration.
+modules of its own. The tables are read in both directions, by import and export. A model uses only
+the parameters that it has: biases, learned positions and a separate output layer depend on its
+configuration.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
-from megatron_zpp.interchange.families.forms import (
-    ALL_EXPERTS,
-    ALL_EXPERTS_TRANSPOSED,
-    EACH_EXPERT,
-    EVEN_BIASES,
-    EVEN_OUTPUTS,
-    FIRST_HALF,
-    FIRST_HALVES,
-    ODD_BIASES,
-    ODD_OUTPUTS,
-    PADDED_VOCABULARY,
-    QKV,
-    SAME,
-    SECOND_HALF,
-    SECOND_HALVES,
-    Form,
-)
+from megatron_zpp.interchange.families import forms
+from megatron_zpp.interchange.families.forms import SAME, Form
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.settings.no_effect_tables import read_toml
 
 
 @dataclass(frozen=True)
@@ -121,141 +109,29 @@ def counts_in(model: ModelConfig | None) -> dict[str, int]:
     }
 
 
-LLAMA_BLOCK = "model.layers.{}."
-LLAMA = NameTable(
-    rows=(
-        NameRow("tokens", ("model.embed_tokens",), PADDED_VOCABULARY),
-        NameRow("blocks.{}.norm1", (LLAMA_BLOCK + "input_layernorm",)),
-        NameRow(
-            "blocks.{}.attention.qkv",
-            tuple(f"{LLAMA_BLOCK}self_attn.{part}_proj" for part in "qkv"),
-            QKV,
-        ),
-        NameRow("blocks.{}.attention.output", (LLAMA_BLOCK + "self_attn.o_proj",)),
-        NameRow("blocks.{}.norm2", (LLAMA_BLOCK + "post_attention_layernorm",)),
-        NameRow("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_proj",)),
-        NameRow("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.up_proj",)),
-        NameRow("blocks.{}.mlp.output", (LLAMA_BLOCK + "mlp.down_proj",)),
-        NameRow("norm", ("model.norm",)),
-        NameRow("head", ("lm_head",), PADDED_VOCABULARY),
-    ),
-    prefix="model.",
-    embedding="model.embed_tokens.weight",
-    constants=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
-)
+@cache
+def name_table(name: str) -> NameTable:
+    """Return a table of `names.toml`, and Llama's for names that it does not have."""
+    rows, fields = _rows_and_fields(name)
+    return NameTable(rows=tuple(_row(*row) for row in rows.items()), **fields)
 
 
-def llama_with(*rows: NameRow) -> NameTable:
-    """Return Llama's names with other rows for some modules, and rows for further modules."""
-    others = {row.gpt_name for row in rows}
-    same = tuple(row for row in LLAMA.rows if row.gpt_name not in others)
-    return replace(LLAMA, rows=(*same, *rows))
+def _rows_and_fields(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a table and those that it is like say: its rows, and the other fields."""
+    own = dict(_tables().get(name, {"like": "llama"}))
+    rows, fields = _rows_and_fields(own.pop("like")) if "like" in own else ({}, {})
+    for part in own.pop("parts", ()):
+        rows |= _tables()["parts"][part]
+    return rows | own.pop("rows", {}), fields | own
 
 
-def block_rows(hf_names: Mapping[str, str]) -> tuple[NameRow, ...]:
-    """Return rows of modules of Llama's blocks, by the GPT's names."""
-    return tuple(
-        NameRow(f"blocks.{{}}.{gpt_name}", (LLAMA_BLOCK + hf_name,))
-        for gpt_name, hf_name in hf_names.items()
-    )
+@cache
+def _tables() -> Mapping[str, Any]:
+    return read_toml(__package__, "names.toml")
 
 
-QK_NORMS = block_rows(
-    {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-)
-GATE_UP = (
-    NameRow("blocks.{}.mlp.gate", (LLAMA_BLOCK + "mlp.gate_up_proj",), FIRST_HALF),
-    NameRow("blocks.{}.mlp.input", (LLAMA_BLOCK + "mlp.gate_up_proj",), SECOND_HALF),
-)
-
-
-def expert_rows(module: str, gate: str, input: str, output: str) -> tuple[NameRow, ...]:
-    """Return the rows of experts that have a module each in `module` of a block."""
-    names = {"gate": gate, "input": input, "output": output}
-    return tuple(
-        NameRow(
-            f"blocks.{{}}.mlp.experts.{ours}",
-            (f"{LLAMA_BLOCK}{module}.experts.{{expert}}.{theirs}",),
-            EACH_EXPERT,
-        )
-        for ours, theirs in names.items()
-    )
-
-
-def shared_rows(module: str) -> tuple[NameRow, ...]:
-    """Return the rows of the MLP that all tokens pass, which is `module` of a block."""
-    names = {"gate": "gate_proj", "input": "up_proj", "output": "down_proj"}
-    return block_rows({f"mlp.shared.{ours}": f"{module}.{name}" for ours, name in names.items()})
-
-
-QWEN_EXPERTS = (
-    *block_rows({"mlp.router": "mlp.gate"}),
-    *expert_rows("mlp", "gate_proj", "up_proj", "down_proj"),
-)
-QWEN2_MOE = llama_with(
-    *QWEN_EXPERTS,
-    *shared_rows("mlp.shared_expert"),
-    *block_rows({"mlp.shared_gate": "mlp.shared_expert_gate"}),
-)
-QWEN3_MOE = llama_with(*QK_NORMS, *QWEN_EXPERTS)
-MIXTRAL = llama_with(
-    *block_rows({"mlp.router": "block_sparse_moe.gate"}),
-    *expert_rows("block_sparse_moe", "w1", "w3", "w2"),
-)
-NORMS_OF_ALL_HEADS = block_rows(
-    {"attention.queries_norm": "self_attn.q_norm", "attention.keys_norm": "self_attn.k_norm"}
-)
-OLMOE = llama_with(*NORMS_OF_ALL_HEADS, *QWEN_EXPERTS)
-GRANITE_BLOCK = LLAMA_BLOCK + "block_sparse_moe."
-GRANITE_EXPERTS = llama_with(
-    *block_rows({"mlp.router": "block_sparse_moe.router.layer"}),
-    NameRow("blocks.{}.mlp.experts.gate", (GRANITE_BLOCK + "input_linear",), FIRST_HALVES),
-    NameRow("blocks.{}.mlp.experts.input", (GRANITE_BLOCK + "input_linear",), SECOND_HALVES),
-    NameRow("blocks.{}.mlp.experts.output", (GRANITE_BLOCK + "output_linear",), ALL_EXPERTS),
-)
-GRANITE_MOE = replace(GRANITE_EXPERTS, experts=GRANITE_BLOCK + "experts")
-LATENT_ATTENTION = block_rows(
-    {
-        "attention.q": "self_attn.q_proj",
-        "attention.q_down": "self_attn.q_a_proj",
-        "attention.q_down_norm": "self_attn.q_a_layernorm",
-        "attention.q_up": "self_attn.q_b_proj",
-        "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-        "attention.kv_down_norm": "self_attn.kv_a_layernorm",
-        "attention.kv_up": "self_attn.kv_b_proj",
-    }
-)
-DEEPSEEK_V2 = llama_with(*LATENT_ATTENTION, *QWEN_EXPERTS, *shared_rows("mlp.shared_experts"))
-
-
-def with_expert_bias(table: NameTable, hf_name: str) -> NameTable:
-    """Return a table with the bias of the choice of experts, which is `hf_name` of a block."""
-    ours = "blocks.{}.mlp.router.expert_bias"
-    row = NameRow(ours, (LLAMA_BLOCK + hf_name,), keeps_dtype=True)
-    return replace(table, rows=(*table.rows, row))
-
-
-V3_BIAS = "mlp.gate.e_score_correction_bias"
-DEEPSEEK_V3 = with_expert_bias(DEEPSEEK_V2, V3_BIAS)
-GLM4_MOE = with_expert_bias(
-    llama_with(*QK_NORMS, *QWEN_EXPERTS, *shared_rows("mlp.shared_experts")), V3_BIAS
-)
-MINIMAX_M2 = with_expert_bias(
-    replace(MIXTRAL, rows=(*MIXTRAL.rows, *NORMS_OF_ALL_HEADS)),
-    "block_sparse_moe.e_score_correction_bias",
-)
-GPT_OSS = llama_with(
-    *block_rows({"mlp.router": "mlp.router"}),
-    *(
-        NameRow(f"blocks.{{}}.{ours}", (LLAMA_BLOCK + theirs,), form)
-        for ours, theirs, form in (
-            ("attention.sinks", "self_attn.sinks", SAME),
-            ("mlp.experts.gate.weight", "mlp.experts.gate_up_proj", EVEN_OUTPUTS),
-            ("mlp.experts.gate.bias", "mlp.experts.gate_up_proj_bias", EVEN_BIASES),
-            ("mlp.experts.input.weight", "mlp.experts.gate_up_proj", ODD_OUTPUTS),
-            ("mlp.experts.input.bias", "mlp.experts.gate_up_proj_bias", ODD_BIASES),
-            ("mlp.experts.output.weight", "mlp.experts.down_proj", ALL_EXPERTS_TRANSPOSED),
-            ("mlp.experts.output.bias", "mlp.experts.down_proj_bias", ALL_EXPERTS),
-        )
-    ),
-)
+def _row(gpt_name: str, content: str | Mapping[str, Any]) -> NameRow:
+    """Return a row of a name, or of names, their form and whether they keep their dtype."""
+    fields = {"hf_names": [content]} if isinstance(content, str) else content
+    names, form = tuple(fields["hf_names"]), getattr(forms, fields.get("form", "SAME"))
+    return NameRow(gpt_name, names, form, fields.get("keeps_dtype", False))

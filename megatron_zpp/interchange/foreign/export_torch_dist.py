@@ -28,7 +28,7 @@ from megatron_zpp.checkpoint.safetensors_files import DTYPES, Item
 from megatron_zpp.interchange.converted_weights import converted_items
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.foreign.megatron_args import megatron_args
-from megatron_zpp.interchange.foreign.megatron_names import MEGATRON, MEGATRON_GATED, stored_names
+from megatron_zpp.interchange.foreign.megatron_names import megatron_names, stored_names
 from megatron_zpp.interchange.foreign.torch_dist import COMMON
 from megatron_zpp.interchange.open_model import OpenedModel
 from megatron_zpp.settings.config import ModelConfig
@@ -58,9 +58,10 @@ def export_torch_dist(opened: OpenedModel, output: Path, dtype: str | None = Non
         raise InputError(f"--to-megatron {output}: exists already: name a new folder")
     model, rows = opened.config, opened.padded_vocab_size
     args = megatron_args(model, rows, f"--to-megatron: {opened.path}")
-    table = MEGATRON_GATED if model.is_gated else MEGATRON
     sizes = Sizes(model=model, vocab_rows=rows, padded_rows=rows)
-    items = converted_items(opened.weights, table, sizes, DTYPES[dtype] if dtype else None)
+    items = converted_items(
+        opened.weights, megatron_names(model), sizes, DTYPES[dtype] if dtype else None
+    )
     folder = output / RELEASE
     folder.mkdir(parents=True)
     is_stacked = len(set(model.moe_layers)) == 1

@@ -14,9 +14,9 @@ from megatron_zpp.checkpoint.weight_source import AdamState
 from megatron_zpp.interchange.conversion import require_no_model, training_flags
 from megatron_zpp.interchange.converted_weights import ConvertedWeights
 from megatron_zpp.interchange.families.forms import Sizes
-from megatron_zpp.interchange.families.names import NameTable
+from megatron_zpp.interchange.families.names import NameTable, name_table
 from megatron_zpp.interchange.foreign.megatron_args import model_fields
-from megatron_zpp.interchange.foreign.megatron_names import MEGATRON, MEGATRON_GATED
+from megatron_zpp.interchange.foreign.megatron_names import megatron_names
 from megatron_zpp.interchange.foreign.rank_files import read_rank_files
 from megatron_zpp.interchange.foreign.tensor_files import (
     NOT_ASKED_FOR,
@@ -25,7 +25,6 @@ from megatron_zpp.interchange.foreign.tensor_files import (
 )
 from megatron_zpp.interchange.foreign.torch_dist import read_torch_dist
 from megatron_zpp.interchange.foreign.torchtitan import (
-    TORCHTITAN,
     read_torchtitan,
     torchtitan_fields,
 )
@@ -173,7 +172,7 @@ def _description(
 ) -> tuple[ModelConfig, NameTable]:
     """Return the model's settings, and the names of its weights."""
     if kind is FormatKind.SHARDS:
-        return ModelConfig(**torchtitan_fields(foreign.weights, flags)), TORCHTITAN
+        return ModelConfig(**torchtitan_fields(foreign.weights, flags)), name_table("torchtitan")
     typed = [
         f"--{name.replace('_', '-')}" for name, value in asdict(flags).items() if value is not None
     ]
@@ -182,7 +181,7 @@ def _description(
     if not foreign.args:
         raise InputError(f"{path}: has no arguments of Megatron, which say what the model is")
     model = ModelConfig(**model_fields(foreign.args, str(path)))
-    return model, MEGATRON_GATED if model.is_gated else MEGATRON
+    return model, megatron_names(model)
 
 
 def _vocab_rows(weights: NamedTensors, table: NameTable) -> int:

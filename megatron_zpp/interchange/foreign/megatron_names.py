@@ -9,68 +9,11 @@ experts in front, also where files have them apart (`rank_parts.with_experts_joi
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
-from megatron_zpp.interchange.families.forms import (
-    ALL_EXPERTS,
-    FIRST_HALF,
-    FIRST_HALVES,
-    PADDED_VOCABULARY,
-    SECOND_HALF,
-    SECOND_HALVES,
-)
-from megatron_zpp.interchange.families.names import NameRow, NameTable
+from megatron_zpp.interchange.families.names import NameTable, name_table
+from megatron_zpp.settings.config import ModelConfig
 
-LAYER = "decoder.layers.{}."
-EXPERTS, SHARED = LAYER + "mlp.experts.experts.", LAYER + "mlp.shared_experts."
-_ROWS = (
-    NameRow("tokens", ("embedding.word_embeddings",), PADDED_VOCABULARY),
-    NameRow("positions", ("embedding.position_embeddings",)),
-    NameRow("embed_norm", ("embedding.word_embeddings.norm",)),
-    NameRow("blocks.{}.norm1", (LAYER + "input_layernorm",)),
-    NameRow("blocks.{}.attention.qkv", (LAYER + "self_attention.linear_qkv",)),
-    NameRow("blocks.{}.attention.q_norm", (LAYER + "self_attention.q_layernorm",)),
-    NameRow("blocks.{}.attention.k_norm", (LAYER + "self_attention.k_layernorm",)),
-    NameRow("blocks.{}.attention.sinks", (LAYER + "self_attention.core_attention.softmax_offset",)),
-    NameRow("blocks.{}.attention.output", (LAYER + "self_attention.linear_proj",)),
-    NameRow("blocks.{}.norm2", (LAYER + "pre_mlp_layernorm",)),
-    NameRow("blocks.{}.mlp.output", (LAYER + "mlp.linear_fc2",)),
-    NameRow("blocks.{}.mlp.router", (LAYER + "mlp.router",)),
-    NameRow(
-        "blocks.{}.mlp.router.expert_bias", (LAYER + "mlp.router.expert_bias",), keeps_dtype=True
-    ),
-    NameRow("blocks.{}.mlp.experts.output", (EXPERTS + "linear_fc2",), ALL_EXPERTS),
-    NameRow("blocks.{}.mlp.shared.output", (SHARED + "linear_fc2",)),
-    NameRow("blocks.{}.mlp.shared_gate.weight", (SHARED + "gate_weight",)),
-    NameRow("norm", ("decoder.final_layernorm",)),
-    NameRow("head", ("output_layer",), PADDED_VOCABULARY),
-)
-MEGATRON = NameTable(
-    rows=(
-        *_ROWS,
-        NameRow("blocks.{}.mlp.input", (LAYER + "mlp.linear_fc1",)),
-        NameRow("blocks.{}.mlp.experts.input", (EXPERTS + "linear_fc1",), ALL_EXPERTS),
-        NameRow("blocks.{}.mlp.shared.input", (SHARED + "linear_fc1",)),
-    ),
-    prefix="",
-    embedding="embedding.word_embeddings.weight",
-    constants=r".*\.(_extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq"
-    r"|local_tokens_per_expert)",
-    head="output_layer.weight",
-)
-MEGATRON_GATED = replace(
-    MEGATRON,
-    rows=(
-        *_ROWS,
-        NameRow("blocks.{}.mlp.gate", (LAYER + "mlp.linear_fc1",), FIRST_HALF),
-        NameRow("blocks.{}.mlp.input", (LAYER + "mlp.linear_fc1",), SECOND_HALF),
-        NameRow("blocks.{}.mlp.experts.gate", (EXPERTS + "linear_fc1",), FIRST_HALVES),
-        NameRow("blocks.{}.mlp.experts.input", (EXPERTS + "linear_fc1",), SECOND_HALVES),
-        NameRow("blocks.{}.mlp.shared.gate", (SHARED + "linear_fc1",), FIRST_HALF),
-        NameRow("blocks.{}.mlp.shared.input", (SHARED + "linear_fc1",), SECOND_HALF),
-    ),
-)
 # What other names begin with or contain, and megatron-core's own; tried in this order.
 _SPELLINGS = (
     (r"^(module\.)+", ""),
@@ -101,6 +44,11 @@ _SPLIT_DIMS = MappingProxyType(
         "linear_fc2": 1,
     }
 )
+
+
+def megatron_names(model: ModelConfig) -> NameTable:
+    """Return the names of a model's weights, of which gated MLPs have others."""
+    return name_table("megatron_gated" if model.is_gated else "megatron")
 
 
 def core_name(name: str) -> str:
@@ -142,7 +90,7 @@ def split_dim(core: str) -> int | None:
 
 def is_constant(name: str) -> bool:
     """Whether an entry of a checkpoint is not a weight."""
-    return MEGATRON.is_constant(name)
+    return name_table("megatron").is_constant(name)
 
 
 def stored_names(core: str, *, has_experts: bool) -> list[str]:

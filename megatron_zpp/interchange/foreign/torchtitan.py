@@ -10,10 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from megatron_zpp.interchange.families.forms import PADDED_VOCABULARY, QKV, Form, Sizes
-from megatron_zpp.interchange.families.names import NameRow, NameTable
 from megatron_zpp.interchange.foreign.shard_tensors import ShardTensors
 from megatron_zpp.interchange.foreign.tensor_files import (
     COMMON_STATE,
@@ -116,46 +112,3 @@ def _moments(shards: ShardTensors, key: str) -> Mapping[str, LazyTensor]:
         for name in shards.shapes()
         if name.startswith(STATE) and name.endswith(ending)
     }
-
-
-def _reordered(part: Tensor, head_dim: int, pairs_first: bool) -> Tensor:
-    """Turn rows of heads [D/2, 2] into [2, D/2] if `pairs_first`, otherwise back."""
-    inner = (head_dim // 2, 2) if pairs_first else (2, head_dim // 2)
-    return part.unflatten(0, (-1, *inner)).transpose(1, 2).flatten(0, 2)
-
-
-def _join(parts: Any, sizes: Sizes) -> Tensor:
-    queries, keys, values = parts
-    dim = sizes.model.head_dim
-    return QKV.join((_reordered(queries, dim, True), _reordered(keys, dim, True), values), sizes)
-
-
-def _split(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-    queries, keys, values = QKV.split(qkv, sizes)
-    dim = sizes.model.head_dim
-    return _reordered(queries, dim, False), _reordered(keys, dim, False), values
-
-
-_LAYER = "layers.{}."
-TORCHTITAN = NameTable(
-    rows=(
-        NameRow("tokens", ("tok_embeddings",), PADDED_VOCABULARY),
-        NameRow("blocks.{}.norm1", (_LAYER + "attention_norm",)),
-        NameRow(
-            "blocks.{}.attention.qkv",
-            tuple(f"{_LAYER}attention.w{part}" for part in "qkv"),
-            Form(join=_join, split=_split),
-        ),
-        NameRow("blocks.{}.attention.output", (_LAYER + "attention.wo",)),
-        NameRow("blocks.{}.norm2", (_LAYER + "ffn_norm",)),
-        NameRow("blocks.{}.mlp.gate", (_LAYER + "feed_forward.w1",)),
-        NameRow("blocks.{}.mlp.input", (_LAYER + "feed_forward.w3",)),
-        NameRow("blocks.{}.mlp.output", (_LAYER + "feed_forward.w2",)),
-        NameRow("norm", ("norm",)),
-        NameRow("head", ("output",), PADDED_VOCABULARY),
-    ),
-    prefix="",
-    embedding=EMBEDDING,
-    constants="freqs_cis",
-    head="output.weight",
-)

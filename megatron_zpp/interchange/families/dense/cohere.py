@@ -8,9 +8,7 @@ from megatron_zpp.interchange.families.dense.shared import (
     llama_numbers,
 )
 from megatron_zpp.interchange.families.family import Family
-from megatron_zpp.interchange.families.forms import EACH_HEAD, HEADS
 from megatron_zpp.interchange.families.layers import RopeInWindows
-from megatron_zpp.interchange.families.names import LLAMA, LLAMA_BLOCK, NameRow, llama_with
 from megatron_zpp.interchange.families.rope import Rotary
 from megatron_zpp.interchange.families.settings import Number, Power, switch
 
@@ -36,10 +34,6 @@ COHERE = Family(
         Rotary(default_base=500000.0),
         switch("use_qk_norm", False, "qk_layernorm", "qk_layernorm_per_head"),
     ),
-    names=llama_with(
-        NameRow("blocks.{}.attention.q_norm", (LLAMA_BLOCK + "self_attn.q_norm",), HEADS),
-        NameRow("blocks.{}.attention.k_norm", (LLAMA_BLOCK + "self_attn.k_norm",), HEADS),
-    ),
 )
 COHERE2 = Family(
     name="cohere2",
@@ -56,7 +50,6 @@ COHERE2 = Family(
             may_be_null=False,
         ),
     ),
-    names=LLAMA,
 )
 STABLELM = Family(
     name="stablelm",
@@ -75,15 +68,5 @@ STABLELM = Family(
             "parallel_residual_single_norm",
         ),
         Rotary(is_partial=True, default_share=0.25),
-    ),
-    names=llama_with(
-        *(
-            NameRow(
-                f"blocks.{{}}.attention.{kind}_norm",
-                (f"{LLAMA_BLOCK}self_attn.{kind}_layernorm.norms.{{{head}}}",),
-                EACH_HEAD,
-            )
-            for kind, head in (("q", "head"), ("k", "kv_head"))
-        )
     ),
 )

@@ -8,7 +8,6 @@ from megatron_zpp.interchange.families.dense.shared import (
 )
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import Window
-from megatron_zpp.interchange.families.names import LLAMA, QK_NORMS, block_rows, llama_with
 from megatron_zpp.interchange.families.rope import Rotary, RotaryByLayer
 from megatron_zpp.interchange.families.settings import (
     GATED_ACTIVATIONS,
@@ -33,7 +32,6 @@ GEMMA = Family(
         Rotary(),
         never("use_bidirectional_attention"),
     ),
-    names=LLAMA,
 )
 GEMMA_FIELDS = {**GEMMA1_FIELDS, "norm_placement": "sandwich"}
 GEMMA_SETTINGS = (
@@ -42,13 +40,6 @@ GEMMA_SETTINGS = (
     activation("hidden_activation", "gelu_pytorch_tanh", GATED_ACTIVATIONS),
     Number("query_pre_attn_scalar", SCORE_SCALAR, 256),
     never("use_bidirectional_attention"),
-)
-GEMMA2_NORMS = block_rows(
-    {
-        "post_norm1": "post_attention_layernorm",
-        "norm2": "pre_feedforward_layernorm",
-        "post_norm2": "post_feedforward_layernorm",
-    }
 )
 GEMMA2 = Family(
     name="gemma2",
@@ -61,7 +52,6 @@ GEMMA2 = Family(
         Rotary(),
         Window(default=4096, has_types=True, full_every=2),
     ),
-    names=llama_with(*GEMMA2_NORMS),
 )
 GEMMA3 = Family(
     name="gemma3_text",
@@ -76,5 +66,4 @@ GEMMA3 = Family(
         ),
         Window(default=4096, has_types=True, full_every=6, full_every_key="sliding_window_pattern"),
     ),
-    names=llama_with(*GEMMA2_NORMS, *QK_NORMS),
 )

@@ -15,12 +15,6 @@ from megatron_zpp.interchange.families.dense.shared import (
     llama_numbers,
 )
 from megatron_zpp.interchange.families.family import Family
-from megatron_zpp.interchange.families.names import (
-    GATE_UP,
-    LLAMA,
-    block_rows,
-    llama_with,
-)
 from megatron_zpp.interchange.families.rope import Rotary
 from megatron_zpp.interchange.families.settings import Number, switch
 from megatron_zpp.settings.config import ModelConfig
@@ -38,17 +32,12 @@ GLM = Family(
     class_name="GlmForCausalLM",
     fields=INTERLEAVED_FIELDS,
     settings=GLM_SETTINGS,
-    names=llama_with(*GATE_UP),
 )
 GLM4 = Family(
     name="glm4",
     class_name="Glm4ForCausalLM",
     fields={**INTERLEAVED_FIELDS, "norm_placement": "sandwich"},
     settings=GLM_SETTINGS,
-    names=llama_with(
-        *GATE_UP,
-        *block_rows({"post_norm1": "post_self_attn_layernorm", "post_norm2": "post_mlp_layernorm"}),
-    ),
 )
 
 
@@ -86,7 +75,6 @@ HELIUM = Family(
         MLP_BIAS,
         Rotary(default_base=100000.0),
     ),
-    names=LLAMA,
 )
 ERNIE4_5 = Family(
     name="ernie4_5",
@@ -98,5 +86,4 @@ ERNIE4_5 = Family(
         all_biases("use_bias", False),
         Rotary(default_base=500000.0),
     ),
-    names=LLAMA,
 )

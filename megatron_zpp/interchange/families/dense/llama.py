@@ -13,18 +13,7 @@ from megatron_zpp.interchange.families.dense.shared import (
     SWIGLU,
 )
 from megatron_zpp.interchange.families.family import Family
-from megatron_zpp.interchange.families.forms import QKV_FUSED
 from megatron_zpp.interchange.families.layers import LayersWithoutRope, Window
-from megatron_zpp.interchange.families.names import (
-    GATE_UP,
-    LLAMA_BLOCK,
-    NameRow,
-    block_rows,
-    llama_with,
-)
-from megatron_zpp.interchange.families.names import (
-    LLAMA as LLAMA_NAMES,
-)
 from megatron_zpp.interchange.families.rope import (
     LONGROPE,
     Rotary,
@@ -41,7 +30,6 @@ LLAMA = Family(
     class_name="LlamaForCausalLM",
     fields=LLAMA_FIELDS,
     settings=(*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS, MLP_BIAS, Rotary()),
-    names=LLAMA_NAMES,
 )
 
 
@@ -71,7 +59,6 @@ INTERNLM3 = Family(  # a Llama by another name
     other_class_names=("InternLM3ForCausalLM",),
     fields=LLAMA_FIELDS,
     settings=(*LLAMA_NUMBERS, SWIGLU, OneBias(), Rotary()),
-    names=LLAMA_NAMES,
 )
 SMOLLM3 = Family(
     name="smollm3",
@@ -86,14 +73,12 @@ SMOLLM3 = Family(
         ATTENTION_BIAS,
         MLP_BIAS,
     ),
-    names=LLAMA_NAMES,
 )
 GRANITE = Family(
     name="granite",
     class_name="GraniteForCausalLM",
     fields=LLAMA_FIELDS,
     settings=(*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS, MLP_BIAS, Rotary(), *GRANITE_MULTIPLIERS),
-    names=LLAMA_NAMES,
 )
 PHI3 = Family(
     name="phi3",
@@ -105,10 +90,6 @@ PHI3 = Family(
         Number("resid_pdrop", "hidden_dropout", 0.0, copies=("embd_pdrop",)),
         Rotary(is_partial=True, rope_types=("default", *LONGROPE), writes_longrope=True),
         Window(default=None),
-    ),
-    names=llama_with(
-        NameRow("blocks.{}.attention.qkv", (LLAMA_BLOCK + "self_attn.qkv_proj",), QKV_FUSED),
-        *GATE_UP,
     ),
 )
 
@@ -143,12 +124,4 @@ HUNYUAN = Family(
     class_name="HunYuanDenseV1ForCausalLM",
     fields={**LLAMA_FIELDS, "qk_layernorm": True, "qk_layernorm_after_rope": True},
     settings=(*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS, AlphaRotary()),
-    names=llama_with(
-        *block_rows(
-            {
-                "attention.q_norm": "self_attn.query_layernorm",
-                "attention.k_norm": "self_attn.key_layernorm",
-            }
-        )
-    ),
 )

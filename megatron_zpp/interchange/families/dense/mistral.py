@@ -7,7 +7,6 @@ from typing import Any
 from megatron_zpp.interchange.families.dense.shared import LLAMA_FIELDS, LLAMA_NUMBERS, SWIGLU
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import Window
-from megatron_zpp.interchange.families.names import LLAMA
 from megatron_zpp.interchange.families.rope import Rotary, is_number
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
@@ -17,14 +16,12 @@ MISTRAL = Family(
     class_name="MistralForCausalLM",
     fields=LLAMA_FIELDS,
     settings=(*LLAMA_NUMBERS, SWIGLU, Rotary(), Window(default=4096)),
-    names=LLAMA,
 )
 MINISTRAL = Family(
     name="ministral",
     class_name="MinistralForCausalLM",
     fields=LLAMA_FIELDS,
     settings=(*LLAMA_NUMBERS, SWIGLU, Rotary(), Window(default=4096, has_types=True)),
-    names=LLAMA,
 )
 
 
@@ -60,5 +57,4 @@ MINISTRAL3 = Family(
         QueryScaleRotary(default_base=1000000.0),
         Window(default=None),
     ),
-    names=LLAMA,
 )

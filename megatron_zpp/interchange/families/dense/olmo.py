@@ -13,13 +13,6 @@ from megatron_zpp.interchange.families.dense.shared import (
 )
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import RopeInWindows, Window
-from megatron_zpp.interchange.families.names import (
-    LLAMA,
-    NORMS_OF_ALL_HEADS,
-    QK_NORMS,
-    block_rows,
-    llama_with,
-)
 from megatron_zpp.interchange.families.rope import Rotary, RotaryByLayer
 from megatron_zpp.interchange.families.settings import Absent
 
@@ -34,10 +27,6 @@ OLMO = Family(
         Absent("clip_qkv"),
         Rotary(),
     ),
-    names=LLAMA,
-)
-POST_NORMS = block_rows(
-    {"post_norm1": "post_attention_layernorm", "post_norm2": "post_feedforward_layernorm"}
 )
 OLMO_SETTINGS = (*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS)
 OLMO2 = Family(
@@ -50,7 +39,6 @@ OLMO2 = Family(
         "qk_layernorm_across_heads": True,
     },
     settings=(*OLMO_SETTINGS, Rotary()),
-    names=llama_with(*NORMS_OF_ALL_HEADS, *POST_NORMS),
 )
 OLMO3 = replace(
     OLMO2,
@@ -74,5 +62,4 @@ EXAONE4 = Family(
             default=4096, has_types=True, full_every=4, full_every_key="sliding_window_pattern"
         ),
     ),
-    names=llama_with(*QK_NORMS, *POST_NORMS),
 )

@@ -9,7 +9,6 @@ from megatron_zpp.interchange.families.dense.shared import (
 )
 from megatron_zpp.interchange.families.family import Family
 from megatron_zpp.interchange.families.layers import Window
-from megatron_zpp.interchange.families.names import LLAMA, QK_NORMS, llama_with
 from megatron_zpp.interchange.families.rope import Rotary
 from megatron_zpp.interchange.families.settings import Number, switch
 
@@ -25,14 +24,12 @@ QWEN2 = Family(
     class_name="Qwen2ForCausalLM",
     fields={**LLAMA_FIELDS, "add_qkv_bias": True},
     settings=(*LLAMA_NUMBERS, SWIGLU, Rotary(), QWEN_WINDOW),
-    names=LLAMA,
 )
 QWEN3 = Family(
     name="qwen3",
     class_name="Qwen3ForCausalLM",
     fields={**LLAMA_FIELDS, "qk_layernorm": True},
     settings=(*LLAMA_NUMBERS, SWIGLU, ATTENTION_BIAS, Rotary(), QWEN_WINDOW),
-    names=llama_with(*QK_NORMS),
 )
 SEED_OSS = Family(
     name="seed_oss",
@@ -47,5 +44,4 @@ SEED_OSS = Family(
         MLP_BIAS,
         Rotary(),
     ),
-    names=LLAMA,
 )

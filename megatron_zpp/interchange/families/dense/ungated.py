@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_zpp.interchange.families.dense.gpt import BLOOM_BLOCK, BLOOM_NAMES
 from megatron_zpp.interchange.families.dense.shared import (
     ATTENTION_BIAS,
     HEAD_WIDTH,
@@ -15,15 +14,7 @@ from megatron_zpp.interchange.families.dense.shared import (
     llama_numbers,
 )
 from megatron_zpp.interchange.families.family import Family
-from megatron_zpp.interchange.families.forms import QKV_HALVES_SWAPPED
 from megatron_zpp.interchange.families.layers import Window
-from megatron_zpp.interchange.families.names import (
-    LLAMA_BLOCK,
-    QK_NORMS,
-    NameRow,
-    block_rows,
-    llama_with,
-)
 from megatron_zpp.interchange.families.rope import Rotary
 from megatron_zpp.interchange.families.settings import (
     ACTIVATIONS,
@@ -70,6 +61,7 @@ FALCON_NEW = Family(  # Falcon-40B and 180B
     name="falcon",
     class_name="FalconForCausalLM",
     marks={"new_decoder_architecture": (True,), NORMS: (None, 2)},
+    names_of="falcon_new",
     fields={PARALLEL: True},
     settings=(
         *FALCON_SETTINGS,
@@ -77,25 +69,18 @@ FALCON_NEW = Family(  # Falcon-40B and 180B
         Choice("new_decoder_architecture", True, {True: {}}),
         Choice(NORMS, 2, {None: {}, 2: {}}),
     ),
-    names=replace(
-        BLOOM_NAMES,
-        rows=(
-            NameRow("blocks.{}.norm1", (BLOOM_BLOCK + "ln_attn",)),
-            NameRow("blocks.{}.norm2", (BLOOM_BLOCK + "ln_mlp",)),
-            *BLOOM_NAMES.rows,
-        ),
-    ),
 )
 FALCON2 = replace(  # Falcon 2 11B
     FALCON_NEW,
     marks={"new_decoder_architecture": (True,)},
+    names_of="falcon",
     fields={PARALLEL: True, SINGLE_NORM: True},
     settings=(*FALCON_NEW.settings[:-1], Choice(NORMS, 1, {1: {}})),
-    names=BLOOM_NAMES,
 )
 FALCON = replace(  # Falcon-7B and RW
     FALCON_NEW,
     marks={},
+    names_of="falcon",
     fields={},
     settings=(
         *FALCON_SETTINGS,
@@ -108,7 +93,6 @@ FALCON = replace(  # Falcon-7B and RW
         ),
         MultiQuery(),
     ),
-    names=BLOOM_NAMES,
 )
 STARCODER2 = Family(
     name="starcoder2",
@@ -122,7 +106,6 @@ STARCODER2 = Family(
         Rotary(),
         Window(default=None),
     ),
-    names=llama_with(*block_rows({"mlp.input": "mlp.c_fc", "mlp.output": "mlp.c_proj"})),
 )
 NEMOTRON = Family(
     name="nemotron",
@@ -135,7 +118,6 @@ NEMOTRON = Family(
         MLP_BIAS,
         Rotary(is_partial=True, default_share=0.5),
     ),
-    names=llama_with(),
 )
 APERTUS = Family(
     name="apertus",
@@ -146,16 +128,6 @@ APERTUS = Family(
         activation("hidden_act", "xielu", {**ACTIVATIONS, "xielu": {"xielu": True}}),
         ATTENTION_BIAS,
         Rotary(default_base=12000000.0),
-    ),
-    names=llama_with(
-        *QK_NORMS,
-        *block_rows(
-            {
-                "norm1": "attention_layernorm",
-                "norm2": "feedforward_layernorm",
-                "mlp.activation": "mlp.act_fn",
-            }
-        ),
     ),
 )
 NANOCHAT = Family(
@@ -173,14 +145,5 @@ NANOCHAT = Family(
         ATTENTION_BIAS,
         Number("final_logit_softcapping", "final_logit_softcapping", 15.0, may_be_none=True),
         Rotary(),
-    ),
-    # Pairs are turned backwards, which is forwards with the halves of the channels swapped.
-    names=llama_with(
-        NameRow(
-            "blocks.{}.attention.qkv",
-            tuple(f"{LLAMA_BLOCK}self_attn.{part}_proj" for part in "qkv"),
-            QKV_HALVES_SWAPPED,
-        ),
-        *block_rows({"mlp.input": "mlp.fc1", "mlp.output": "mlp.fc2"}),
     ),
 )
