@@ -90,15 +90,13 @@ def shard(
             its last axis, as DTensors or by this call in the first dim, and sharded over its first.
         cast_forward_inputs: Whether units cast their floating-point inputs to the compute format.
         keeps_root: Whether the root stays gathered throughout a step, as pipelines need it.
-        calls_units: Whether the model uses its units by calling them alone; those that it uses in
-            other ways are found in each pass otherwise.
+        calls_units: Whether the model uses units by calling them alone; else others are found.
 
     Returns:
         What the steps of training need: micro-steps, the ledger of bytes, notices of changes.
 
     Raises:
-        InputError: For several axes without `axis`, a mesh without this rank, settings that do not
-            fit the ranks, parameters that cannot be sharded, and ranks whose models differ.
+        InputError: For a mesh, settings or parameters that do not fit, and models that differ.
 
     Example:
         ```python
@@ -108,14 +106,12 @@ def shard(
         optimizer = zeropp.FusedAdam(model.parameters(), lr=1e-3)
         ```
     """
-    data = None
+    data = None if mesh is None else data_axis(mesh, axis)
     if mesh is not None:
-        data = data_axis(mesh, axis)
         inherit_time_limits(mesh)
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
-    if experts:
-        split_experts(experts)
+    split_experts(experts)
     plan = _make_plan(
         model, mesh, data, config, units, experts, cast_forward_inputs, keeps_root=keeps_root
     )
