@@ -59,7 +59,7 @@ def build_model(
         norms=apex.norms if apex else TORCH_NORMS,
     )
     with torch.device("meta"):
-        whole = GPT(config.model, vocab_size, common)
+        whole = GPT(shape, vocab_size, common)
     if ranks.pipeline_size > 1:
         sharding = _build_pipeline(config, ranks, whole, vocab_size)
     else:

@@ -121,13 +121,15 @@ class UncalledUnits:
         self._stand_ins: dict[FSDPParam, tuple[Callable[[], StandIn], Callable]] = {}
         self._found: dict[Any, FSDPModule] = {}  # parameter groups, in order, and their units
         self._said = 0  # of these
-        state = state_of(root)
-        state._pre_backward = partial(self._gather_again, state._pre_backward)
 
     def add(self, units: Iterable[FSDPModule]) -> None:
         """Include units of the root, between two passes."""
         for unit in units:
-            for group in groups_of(unit) if unit is not self._root else ():
+            if unit is self._root:
+                state = state_of(unit)
+                state._pre_backward = partial(self._gather_again, state._pre_backward)
+                continue
+            for group in groups_of(unit):
                 group.reshard = partial(self._reshard, group, group.reshard)
                 for each in group.fsdp_params:
                     make = partial(StandIn.of, each, partial(self._gather, unit, group))
