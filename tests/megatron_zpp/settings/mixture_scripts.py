@@ -1,6 +1,7 @@
-"""Flags of public launch scripts for mixtures of experts: all that they give, with sizes divided.
+"""Flags of public launch scripts for mixtures of experts: all that they give.
 
-Folders, and flags that only a fork of Megatron knows, are left out.
+Sizes and rounds of evaluation are divided, and no other processes load data. Folders, and flags
+that only a fork of Megatron knows, are left out.
 """
 
 # Of Megatron-LM for AMD's GPUs: DeepSeek-V3 with experts on ranks, without its fork's flags.
@@ -21,7 +22,7 @@ cyclic --lr-decay-iters 3 --lr-warmup-iters 2 --train-iters 5 --micro-batch-size
 --global-batch-size 8 --num-layers 4 --ffn-hidden-size 48 --log-interval 1 --eval-interval 10000
 --eval-iters -1 --save-interval 500000 --ckpt-format torch --tensorboard-queue-size 1
 --log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard
---tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-workers 8 --swiglu
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-workers 0 --swiglu
 --normalization RMSNorm --norm-epsilon 1e-06 --use-rotary-position-embeddings
 --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
 --rotary-base 10000 --rotary-scaling-factor 40 --transformer-impl transformer_engine
@@ -45,10 +46,10 @@ sigmoid --moe-router-bias-update-rate 0.001 --moe-aux-loss-coeff 0.001 --moe-lay
 cosine --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std
 0.008 --attention-dropout 0.0 --hidden-dropout 0.0 --lr-decay-iters 5 --lr-warmup-iters 1
 --train-iters 5 --micro-batch-size 1 --global-batch-size 8 --num-layers 5 --ffn-hidden-size 48
---log-interval 1 --log-throughput --eval-interval 10000 --eval-iters 10 --save-interval 5
+--log-interval 1 --log-throughput --eval-interval 10000 --eval-iters 1 --save-interval 5
 --tensorboard-queue-size 1 --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --context-parallel-size 1
---no-load-optim --no-load-rng --num-workers 8 --swiglu --normalization RMSNorm --norm-epsilon
+--no-load-optim --no-load-rng --num-workers 0 --swiglu --normalization RMSNorm --norm-epsilon
 1e-6 --use-rotary-position-embeddings --no-rope-fusion --position-embedding-type rope
 --untie-embeddings-and-output-weights --disable-bias-linear --rotary-base 10000
 --rotary-scaling-factor 40 --no-save-optim --kv-channels 8 --qk-layernorm
@@ -97,14 +98,14 @@ MOONLIGHT = """
 --seq-length 32 --max-position-embeddings 32 --num-attention-heads 4 --hidden-size 32
 --tokenizer-type NullTokenizer --vocab-size 100 --mock-data --multi-latent-attention
 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --split 99,1,0
---num-workers 8 --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 1
+--num-workers 0 --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 1
 --pipeline-model-parallel-size 1 --overlap-grad-reduce --overlap-param-gather
 --untie-embeddings-and-output-weights --no-bias-swiglu-fusion --swiglu --use-mcore-models
 --transformer-impl transformer_engine --disable-bias-linear --position-embedding-type rope
 --no-rope-fusion --rotary-percent 1.0 --rotary-base 50000 --normalization RMSNorm --norm-epsilon
 1e-5 --attention-backend auto --hidden-dropout 0.0 --num-layers 3 --ffn-hidden-size 64
 --qk-layernorm --attention-dropout 0.0 --log-interval 1 --save-interval 200 --eval-interval 2000
---eval-iters 2 --log-throughput --log-num-zeros-in-grad --log-timers-to-tensorboard
+--eval-iters 1 --log-throughput --log-num-zeros-in-grad --log-timers-to-tensorboard
 --log-params-norm --log-straggler --disable-straggler-on-startup --straggler-minmax-count 16
 --timing-log-option minmax --check-weight-hash-across-dp-replicas-interval 20000 --train-samples
 40 --lr-decay-samples 39 --lr-wsd-decay-style linear --lr-wsd-decay-samples 8
@@ -184,16 +185,16 @@ DEEPSEEK_V2_LITE = """
 --moe-token-dispatcher-type alltoall --moe-token-drop-policy probs
 --moe-router-load-balancing-type seq_aux_loss --position-embedding-type rope --no-rope-fusion
 --rotary-percent 1.0 --rotary-base 10000 --rotary-scaling-factor 40 --mscale 0.707
---mscale-all-dim 0.707 --micro-batch-size 1 --global-batch-size 8 --train-samples 40
---lr-decay-samples 39 --lr-warmup-samples 8 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4
+--mscale-all-dim 0.707 --micro-batch-size 1 --global-batch-size 2 --train-samples 10
+--lr-decay-samples 9 --lr-warmup-samples 2 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4
 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion
 --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --exit-duration-in-mins
 235000000 --no-persist-layer-norm --use-distributed-optimizer --overlap-grad-reduce
 --overlap-param-gather --tensor-model-parallel-size 4 --context-parallel-size 1
 --pipeline-model-parallel-size 1 --sequence-parallel --tiktoken-pattern v2 --split 99,1,0
---no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1
---eval-iters 3 --eval-interval 100 --save-interval 1000 --log-throughput --ckpt-format
+--no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 0 --log-interval 1
+--eval-iters 1 --eval-interval 100 --save-interval 1000 --log-throughput --ckpt-format
 torch_dist --distributed-timeout-minutes 120
 """
 
@@ -212,7 +213,7 @@ alltoall --split 10000,8,2 --micro-batch-size 1 --global-batch-size 8 --adam-bet
 --min-lr 1.0e-8 --weight-decay 0.1 --lr-warmup-iters 1 --clip-grad 1.0 --bf16
 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --sequence-parallel
 --use-distributed-optimizer --log-interval 1 --save-interval 10000 --eval-interval 1000
---eval-iters 10 --no-load-optim --no-load-rng --moe-router-load-balancing-type aux_loss
+--eval-iters 1 --no-load-optim --no-load-rng --moe-router-load-balancing-type aux_loss
 """
 
 # Of a comparison of optimizers on Ling 2.0's shape, with dist_muon.
