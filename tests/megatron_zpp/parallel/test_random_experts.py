@@ -95,9 +95,13 @@ class Drawn:
         return words
 
     def adapters(self, base: Path) -> str:
-        """Flags of adapters of layers of a trained model, in `base`; some of experts."""
+        """Flags of adapters of layers of a trained model, in `base`; some of experts.
+
+        Every stage of a pipeline has some, as it must train something.
+        """
         draw = self.draw
         targets = {draw.choice(OF_EXPERTS), *draw.sample(LAYERS, draw.randint(0, 3))}
+        targets |= {"attention.qkv"} if self.pipe > 1 else set()
         return (
             f"--pretrained-checkpoint {base} --lora-rank {draw.choice([1, 3, 4])} "
             f"--lora-target-modules {' '.join(sorted(targets))} "
