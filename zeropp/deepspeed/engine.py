@@ -67,6 +67,19 @@ class HookOfEngine:
         return HookOfEngine()
 
 
+class GradientHook(HookOfEngine):
+    """Divides gradients by what the method returns, once in each backward pass, if anything."""
+
+    _pass, _divisor, is_off = -1, None, False
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        if self.is_off:  # quick, as each parameter has this hook
+            return None
+        if (number := fsdp.backward_id()) != self._pass:
+            self._divisor, self._pass = super().__call__(), number
+        return self._divisor and gradient / self._divisor
+
+
 class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
     """A sharded model with its optimizer, schedule, loss scale and counters.
 
@@ -103,7 +116,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self._grad_norm: float | None = None
         self._forwards = self._backwards = 0  # of this micro-batch
         self._depth = 0  # of calls of the module within its own forward
-        self._in_backward = self._is_scaled = False  # by `backward` and by `scale`
+        self._is_scaled = False  # by `scale`
         self._micro_batches_done = 0  # of this step
         self._is_boundary: bool | None = None  # if the caller says so, and not the number of steps
         self._announced = 0  # micro-batches since the last `step()`, if so
@@ -112,7 +125,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self._losses = torch.zeros((), device=device)  # sum over this step's micro-batches
         self._knows_losses = True
         answer_questions(self)
-        self._gradient_hook = HookOfEngine(self._take_gradient)
+        self._gradient_hook = GradientHook(self._divisor_of_pass)
         self._hook_gradients()
         self.module.register_forward_pre_hook(HookOfEngine(self._before_forward))
         self.module.register_forward_hook(HookOfEngine(self._after_forward), always_call=True)
@@ -154,12 +167,12 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         if loss.numel() != 1:
             raise InputError(f"the loss has shape {list(loss.shape)}: give its mean, one number")
         divisor = self.batch.micro_batches if scale_wrt_gas else 1
-        self._in_backward = True
+        self._gradient_hook.is_off = True  # as `loss` is divided
         try:
             scaled = loss.float() * (self.loss_scale / divisor)
             scaled.sum().backward(retain_graph=retain_graph)
         finally:
-            self._in_backward = False
+            self._gradient_hook.is_off = False
         self._backwards += 1
         self._losses += loss.detach().sum()
         return loss if divisor == 1 else loss / divisor
@@ -302,13 +315,12 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         for parameter in self.module.parameters():
             fsdp.hook_gradient(parameter, self._gradient_hook)
 
-    def _take_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Divide what `loss.backward()` adds to a parameter's gradient, as `backward` does.
+    def _divisor_of_pass(self) -> int | None:
+        """Return what `loss.backward()` adds to gradients is divided by, as `backward` does.
 
         Other gradients, as of inputs or by `torch.autograd.grad`, are what PyTorch computes.
         """
-        is_others = self._forwards and self.training and not self._in_backward
-        if not is_others or not fsdp.adds_gradient():
+        if not self._forwards or not self.training or not fsdp.adds_gradient():
             return None
         if self.scaler and not self._is_scaled:
             raise InputError(
@@ -318,7 +330,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
             )
         self._backwards += 1
         self._knows_losses = False
-        return gradient / self.batch.micro_batches if self.batch.micro_batches > 1 else None
+        return self.batch.micro_batches if self.batch.micro_batches > 1 else None
 
     def _end_micro_batch(self) -> None:
         self._forwards = self._backwards = self._announced = 0

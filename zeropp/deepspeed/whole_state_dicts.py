@@ -23,6 +23,7 @@ from zeropp.fsdp_adapter import (
     WholeParameter,
     gather_whole,
     plain_copy,
+    shard_behind,
     shard_like,
     use_deepcopy,
 )
@@ -102,7 +103,7 @@ class WholeStateDicts:
     ) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
-            if isinstance(value, DTensor) and value is not parameter:
+            if value is not parameter and isinstance(value := shard_behind(value), DTensor):
                 state[prefix + name] = self._whole(value, parameter, state)
 
     def _whole(

@@ -3,16 +3,18 @@
 A model may call `block.forward(x)` or another method of a block, or use `block.linear.weight`. So,
 during the root's forward pass, modules hold a stand-in for each parameter that is not gathered. The
 first function of PyTorch that computes with one gathers its unit, which then stays gathered, as the
-root does, until the backward pass ends.
+root does, until the backward pass ends. The program may keep one for its loss. Else a stand-in is
+the shard outside of passes, and always for questions that need no values, as of profilers.
 """
 
 import copy
 import logging
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
@@ -26,8 +28,10 @@ from zeropp.fsdp_adapter.whole_parameters import WholeParameter
 log = logging.getLogger("zeropp")
 # What needs no values is answered by the shard, to which values are written, too.
 OF_SHARDS = frozenset(
-    "__get__ __len__ __repr__ __set__ data_ptr dim element_size get_device is_complex is_contiguous"
-    " is_floating_point ndimension nelement numel register_hook size stride type".split()
+    "__dir__ __dlpack_device__ __format__ __get__ __len__ __reduce_ex__ __repr__ __set__ data_ptr"
+    " dim dim_order element_size get_device is_complex is_contiguous is_floating_point is_pinned"
+    " is_same_size is_shared ndimension nelement numel register_hook size storage storage_offset"
+    " storage_type stride type untyped_storage".split()
 )
 WRITES = frozenset("__iadd__ __idiv__ __imul__ __ipow__ __isub__ __itruediv__ __setitem__".split())
 TRANSPOSED = frozenset(getattr(torch.Tensor, name).__get__ for name in ("H", "T", "mH", "mT"))
@@ -35,11 +39,11 @@ DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)
 
 
 class StandIn(torch.Tensor):
-    """Stands for a `parameter` whose group `gather` gathers."""
+    """Stands for a `parameter` whose group `gather` gathers, or refuses to, outside of passes."""
 
     @classmethod
     def of(
-        cls, parameter: FSDPParam, gather: Callable[[], None], *, is_leaf: bool = True
+        cls, parameter: FSDPParam, gather: Callable[[], bool], *, is_leaf: bool = True
     ) -> "StandIn":
         """Return one of a parameter whose dtypes FSDP2 has set, or of it detached."""
         dtype = parameter.param_dtype or parameter.orig_dtype
@@ -68,7 +72,7 @@ class StandIn(torch.Tensor):
         of_shards = is_write or (name in OF_SHARDS and function not in TRANSPOSED)
         behind = shard_behind if of_shards else _whole_behind
         args, kwargs = pytree.tree_map_only(cls, behind, (args, kwargs))
-        return function(*args, **kwargs)
+        return repr(args[0]) if name == "__repr__" else function(*args, **kwargs)
 
     __torch_dispatch__ = __torch_function__
 
@@ -93,9 +97,8 @@ def _replicated(shard: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _whole_behind(stand_in: StandIn) -> torch.Tensor:
     parameter = stand_in.parameter
-    if isinstance(parameter.sharded_param, WholeParameter):
-        return parameter.sharded_param
-    stand_in.gather()
+    if isinstance(parameter.sharded_param, WholeParameter) or not stand_in.gather():
+        return shard_behind(stand_in)
     return parameter._unsharded_param if stand_in._is_param else parameter._unsharded_param.detach()
 
 
@@ -107,48 +110,80 @@ def _pass_on(stand_in: StandIn) -> None:
         whole.backward(gradient)
 
 
-def _held(parameter: FSDPParam) -> torch.Tensor | None:
-    """Return what the parameter's module holds in its place."""
-    info = parameter._module_info
-    return info.module._parameters.get(info.param_name)
+class _Place:
+    """Where modules hold a parameter: its shard, its gathered values or, in forward, a stand-in."""
+
+    def __init__(self, parameter: FSDPParam, units: "UncalledUnits", gather: Callable) -> None:
+        self.parameter, self.units, self.gather = parameter, units, gather
+        self.info, self.stand_in = parameter._module_info, None
+        is_plain = type(self.info.module).__setattr__ is nn.Module.__setattr__
+        self.is_alone = is_plain and not self.info.shared_modules
+        self.set, parameter._setattr_on_modules = parameter._setattr_on_modules, self.show
+
+    def held(self) -> torch.Tensor | None:
+        return self.info.module._parameters.get(self.info.param_name)
+
+    def put(self, shown: torch.Tensor) -> None:
+        if self.is_alone:
+            self.info.module._parameters[self.info.param_name] = shown
+        else:
+            self.set(shown)
+
+    def swap(self, in_forward: bool) -> None:
+        """Replace the shard by the stand-in, or that by what it stands for."""
+        parameter, held = self.parameter, self.held()
+        if self.stand_in is None:
+            self.stand_in = StandIn.of(parameter, self.gather)
+        if held is parameter.sharded_param or type(held) is StandIn:
+            is_away = parameter.sharded_state != ShardedState.UNSHARDED
+            own = parameter.sharded_param if is_away else parameter._unsharded_param
+            self.put(self.stand_in if in_forward else own)
+
+    def show(self, shown: torch.Tensor) -> None:
+        """Do as FSDP2, but keep what the program has put there in a pass, and show no shards."""
+        in_forward = self.units.in_forward
+        if in_forward or backward_id() != -1:
+            held, shard = self.held(), self.parameter.sharded_param
+            whole = getattr(self.parameter, "_unsharded_param", shard)
+            if held is not shard and held is not self.stand_in and held is not whole:
+                return
+            if in_forward and shown is shard:
+                shown = self.stand_in
+        self.put(shown)
 
 
 class UncalledUnits:
     """Finds such units of a root in its forward passes, gathers them, and says so once."""
 
     def __init__(self, root: FSDPModule) -> None:
-        self._root, self._in_forward, self._has_gradients = root, False, False
-        self._stand_ins: dict[FSDPParam, tuple[Callable[[], StandIn], Callable]] = {}
+        self._root, self.in_forward, self._has_gradients = root, False, False
+        self._places, self._groups = [], []
         self._found: dict[Any, FSDPModule] = {}  # parameter groups, in order, and their units
         self._said = 0  # of these
 
     def add(self, units: Iterable[FSDPModule]) -> None:
         """Include units of the root, between two passes."""
         for unit in units:
+            self._groups += groups_of(unit)
             if unit is self._root:
                 state = state_of(unit)
                 state._pre_backward = partial(self._gather_again, state._pre_backward)
                 continue
             for group in groups_of(unit):
-                group.reshard = partial(self._reshard, group, group.reshard)
-                for each in group.fsdp_params:
-                    make = partial(StandIn.of, each, partial(self._gather, unit, group))
-                    show = each._setattr_on_modules
-                    self._stand_ins[each] = cache(make), show
-                    each._setattr_on_modules = partial(self._show, each, show)
+                gather = partial(self._gather, unit, group)
+                places = [_Place(each, self, gather) for each in group.fsdp_params]
+                group.reshard = partial(self._reshard, group, places, group.reshard)
+                self._places += places
 
     def watch(self, in_forward: bool) -> None:
         """Let modules hold stand-ins for the shards that they hold, or these again."""
-        if in_forward == self._in_forward:
+        if in_forward == self.in_forward:
             return
-        self._in_forward, self._has_gradients = in_forward, torch.is_grad_enabled()
+        self.in_forward, self._has_gradients = in_forward, torch.is_grad_enabled()
         if in_forward:
             state_of(self._root)._lazy_init()  # which takes what modules hold for the shards
-        for each, (stand_in, show) in self._stand_ins.items():
-            if (held := _held(each)) is each.sharded_param or type(held) is StandIn:
-                is_away = each.sharded_state != ShardedState.UNSHARDED
-                own = each.sharded_param if is_away else each._unsharded_param
-                show(stand_in() if in_forward else own)
+        for place in self._places:
+            place.swap(in_forward)
         if self._said < len(self._found):
             names = (group._module_fqn for group in [*self._found][self._said :])
             log.info(
@@ -164,32 +199,27 @@ class UncalledUnits:
             self._gather(unit, group)
         return begin(gradient)
 
-    def _show(self, parameter: FSDPParam, show: Callable, shown: torch.Tensor) -> None:
-        if self._in_forward or backward_id() != -1:
-            held, shard = _held(parameter), parameter.sharded_param
-            is_own = held is shard or held is getattr(parameter, "_unsharded_param", shard)
-            if not is_own and getattr(held, "parameter", None) is not parameter:
-                return  # the program has put another value in its place
-            if self._in_forward and shown is shard:
-                shown = self._stand_ins[parameter][0]()
-        show(shown)
-
-    def _reshard(self, group: Any, reshard: Callable[[], None]) -> None:
+    def _reshard(self, group: Any, places: Iterable[_Place], reshard: Callable[[], None]) -> None:
         """Free weights, or, where they stay gathered after a call, show stand-ins for them."""
         reshard()
-        if self._in_forward and group.is_unsharded:
-            for each in group.fsdp_params:
-                if _held(each) is each._unsharded_param:
-                    stand_in, show = self._stand_ins[each]
-                    show(stand_in())
+        if self.in_forward and group.is_unsharded:
+            for place in places:
+                if place.held() is place.parameter._unsharded_param:
+                    place.put(place.stand_in)
 
-    def _gather(self, unit: FSDPModule, group: Any, *, is_due: bool = True) -> None:
-        """Gather a unit, or let its next use do so, as its shards are about to be written to."""
+    def _gather(self, unit: FSDPModule, group: Any, *, is_due: bool = True) -> bool:
+        """Gather a unit, or let its next use do so, as its shards are about to be written to.
+
+        Return whether it is gathered: once a step's gradients are reduced, its pass is over.
+        """
         if not is_due:
             free_gathered(unit)
-            return
+        in_pass = self.in_forward or backward_id() != -1 or not self._has_gradients
+        if not is_due or not (in_pass or any(each.zeropp_reducer.is_due for each in self._groups)):
+            return False
         self._found[group] = unit
         group.zeropp_reducer.waits = True
         group.zeropp_reducer.is_due |= self._has_gradients
         group.unshard()
         group.wait_for_unshard()
+        return True

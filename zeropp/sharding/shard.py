@@ -90,13 +90,16 @@ def shard(
             its last axis, as DTensors or by this call in the first dim, and sharded over its first.
         cast_forward_inputs: Whether units cast their floating-point inputs to the compute format.
         keeps_root: Whether the root stays gathered throughout a step, as pipelines need it.
-        calls_units: Whether the model uses units by calling them alone; else others are found.
+        calls_units: Whether the model uses its units only by calling them; else other uses are
+            found in each forward pass.
 
     Returns:
         What the steps of training need: micro-steps, the ledger of bytes, notices of changes.
 
     Raises:
-        InputError: For a mesh, settings or parameters that do not fit, and models that differ.
+        InputError: For several axes without `axis`, a mesh without this rank, no mesh where one is
+            needed, settings that do not fit the ranks, units or experts that are not in the model,
+            parameters that cannot be sharded, and ranks whose models differ.
 
     Example:
         ```python
@@ -112,16 +115,13 @@ def shard(
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
     split_experts(experts)
-    plan = _make_plan(
-        model, mesh, data, config, units, experts, cast_forward_inputs, keeps_root=keeps_root
-    )
-    plan = replace(plan, calls_units=calls_units)
+    uses = dict(casts_inputs=cast_forward_inputs, keeps_root=keeps_root, calls_units=calls_units)
+    plan = _make_plan(model, mesh, data, config, units, experts, **uses)
     sharding = _carry_out(plan, Grid(model, mesh, data, experts), config, in_turn=keeps_root)
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
     _refresh(sharding)
-    stores = config.stores_frozen and _has_frozen_values(model)
-    return store_frozen(sharding, config) if stores else sharding
+    return _store_frozen_values(sharding, config)
 
 
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
@@ -194,9 +194,10 @@ def _make_plan(
     config: ZeroConfig,
     units: Iterable[nn.Module] | None,
     experts: Mapping[nn.Module, DeviceMesh],
-    cast_forward_inputs: bool,
     *,
+    casts_inputs: bool,
     keeps_root: bool,
+    calls_units: bool,
 ) -> Plan:
     """Return what `shard` does, or raise InputError; `data` is the data axis of `mesh`."""
     require_dense_gradients(model)
@@ -204,6 +205,7 @@ def _make_plan(
         stage=config.stage,
         reduces_once=config.reduces_once,
         keeps_roots=keeps_root or config.reduces_once,
+        calls_units=calls_units,
         compute_dtype=getattr(torch, config.compute_format),
     )
     needs_engine = config.offloads_weights or config.stores_frozen
@@ -231,7 +233,7 @@ def _make_plan(
         axis,
         config,
         experts={module: axes[each] for module, each in experts.items()},
-        casts_inputs=cast_forward_inputs,
+        casts_inputs=casts_inputs,
     )
     plan = replace(plan, units=planned)
     return plan.with_coding(_device_of(data)) if axis.nodes.machines > 1 else plan
@@ -257,10 +259,11 @@ def _carry_out(plan: Plan, grid: Grid, config: ZeroConfig, *, in_turn: bool) -> 
     return replace(sharding, roots=(root,))
 
 
-def _has_frozen_values(model: nn.Module) -> bool:
-    """Whether there are frozen weights, and all of them have values."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    return bool(frozen) and not any(parameter.is_meta for parameter in frozen)
+def _store_frozen_values(sharding: Sharding, config: ZeroConfig) -> Sharding:
+    """Quantize frozen weights, if the configuration says so and all of them have values."""
+    frozen = [each for each in sharding.model.parameters() if not each.requires_grad]
+    have_values = bool(frozen) and not any(parameter.is_meta for parameter in frozen)
+    return store_frozen(sharding, config) if config.stores_frozen and have_values else sharding
 
 
 def _refresh(sharding: Sharding) -> None:

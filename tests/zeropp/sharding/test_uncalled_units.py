@@ -5,12 +5,17 @@ The plain reference adds fp32 terms in another order: at most a hundred of them,
 """
 
 import copy
+import io
+import itertools
+import pickle
 import re
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -90,6 +95,10 @@ def doubled(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return functional_call(layer, {name: 2 * each for name, each in layer.named_parameters()}, x)
 
 
+def with_detached(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return functional_call(layer, {n: each.detach() for n, each in layer.named_parameters()}, x)
+
+
 # What makes a block, and how the model uses it.
 USES = {
     "holder": (
@@ -122,6 +131,7 @@ USES = {
         ),
     ),
     "called functionally": (Block, doubled),
+    "called with detached": (Block, with_detached),
     "written": (Block, written),
     "averaged": (Block, averaged),
     "copied": (Block, lambda layer, x: copy.deepcopy(layer.linear)(x).detach() + layer(x)),
@@ -254,6 +264,57 @@ def test_two_backward_passes_through_one_graph_and_whole_models_compiled(compile
         for name, weight in gathered_parameters(engine.module).items():
             expected = plain.get_parameter(name)
             near(weight, expected - LR * expected.grad, name)
+
+
+# What programs ask tensors that they find, as profilers of memory, debuggers and checkpoints do.
+QUESTIONS = (
+    repr,
+    format,
+    dir,
+    sys.getsizeof,
+    pickle.dumps,
+    torch.is_tensor,
+    torch.is_floating_point,
+    lambda each: torch.save(each, io.BytesIO()),
+    lambda each: each.untyped_storage().nbytes(),
+    lambda each: (each.nbytes, each.itemsize, each.element_size() * each.nelement()),
+    lambda each: (each.storage_offset(), each.stride(), each.shape, each.is_contiguous()),
+    lambda each: (each.is_cuda, each.is_pinned(), each.dim_order(), each.grad, each._version),
+)
+
+
+COMPUTING = (copy.deepcopy, torch.abs, lambda each: each.detach() + 1)
+
+
+class Scanned(Stack):
+    """Is asked about its weights in forward, before they are gathered."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [*self.layers.parameters()]
+        self.seen += [each.detach() for each in self.seen]
+        for each, ask in itertools.product(self.seen, QUESTIONS):
+            ask(each)
+        self.saved = self.layers[2].linear.state_dict()
+        return super().forward(x)
+
+
+@ranks(2)
+def test_who_scans_tensors_gathers_nothing():
+    called, engine = engine_of(Stack(calls=True)), engine_of(Scanned(calls=True))
+    x = torch.ones(4, WIDTH)
+    with logged() as lines:
+        for _ in range(2):
+            weights = gathered_parameters(engine.module.layers[2].linear)
+            loss = engine(x)
+            assert loss.item() == called(x).item()
+            assert all(torch.equal(each, weights[n]) for n, each in engine.module.saved.items())
+            for each in (engine, called):
+                each.backward(each(x))
+                each.step()
+            for each, ask in itertools.product(engine.module.seen, (*QUESTIONS, *COMPUTING)):
+                ask(each)
+            assert all(isinstance(torch.abs(each), DTensor) for each in engine.module.seen)
+    assert not [line for line in lines if "without calling" in line]
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
