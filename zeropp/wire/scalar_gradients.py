@@ -60,8 +60,8 @@ class ScalarGradients:
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
         """Note the backward pass of this forward pass when it begins, as all ranks' passes do."""
         if torch.is_grad_enabled():
-            for parameter in filter(_is_trained, self.parameters()):
-                self._trained.add(parameter)
+            self._trained.update(each for each in self.parameters() if each.requires_grad)
+            for parameter in self._trained:
                 fsdp.hook_gradient(parameter, self._note)
             for each in pytree.tree_leaves(output):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
@@ -81,7 +81,7 @@ class ScalarGradients:
     def _average(self) -> None:
         self._passes.clear()
         trained = [parameter for parameter in self.parameters() if parameter in self._trained]
-        self._trained = set(filter(_is_trained, trained))
+        self._trained = {parameter for parameter in trained if parameter.requires_grad}
         if not trained:
             return
         sums = torch.zeros(2, len(trained), device=self._device)
@@ -100,10 +100,6 @@ class ScalarGradients:
                 self._take()(parameter, mean)
             elif used:
                 parameter.grad = mean.to(parameter.dtype)
-
-
-def _is_trained(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad
 
 
 def _note_gradient(scalars: ref[ScalarGradients], _: torch.Tensor) -> None:
