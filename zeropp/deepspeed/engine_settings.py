@@ -138,5 +138,4 @@ class EngineSettings:
             )
         micro_batches = samples // (micro_samples * self.world_size)
         self.batch = type(self.batch)(samples, micro_samples, micro_batches)
-        # of a forward pass that has run already
         self.sharding.begin_micro_step(last=self.is_gradient_accumulation_boundary())
