@@ -46,14 +46,17 @@ def _shard_sizes(run: PlannedRun) -> tuple[int, int]:
 
 
 def saved_bytes(run: PlannedRun) -> int:
-    """Return this rank's part of a checkpoint; at stage 0 the ranks share the work."""
+    """Return this rank's part of a checkpoint; at stage 0 ranks with the same weights share it."""
     trained, frozen = _shard_sizes(run)
     num_bytes = FP32_BYTES * trained
     if not run.config.checkpoint.no_save_optim:
         num_bytes += moments_bytes(run)
     if not run.config.zero.stores_frozen:  # frozen weights that are stored as codes are not saved
         num_bytes += frozen
-    return num_bytes if run.stage else math.ceil(num_bytes / run.num_ranks)
+    if run.stage:
+        return num_bytes
+    parts = sum(unit.elements * run.num_ranks // unit.axis.nodes.num_ranks for unit in run.units)
+    return math.ceil(num_bytes * parts / (run.num_ranks * sum(unit.elements for unit in run.units)))
 
 
 def offloaded_bytes(run: PlannedRun) -> Counter:

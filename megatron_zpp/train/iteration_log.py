@@ -69,15 +69,16 @@ class IterationLog:
         Raises InputError for a loss or a norm that is not finite, and logs a line about a loss that
         is far above those before; both say where it comes from.
         """
-        run = self.run
-        iteration, samples = pending.result(), f"{pending.samples.start}:{pending.samples.stop}"
-        problem = pending.problem()
+        run, iteration, problem = self.run, pending.result(), pending.problem()
+        first, end = pending.samples.start, pending.samples.stop
+        advice = f"; --skip-samples {first}:{end} on resume leaves this batch out"
+        if run.ranks.elastic:  # where that is refused, as batches follow the number of nodes
+            advice = ""
         if problem is not None:
             raise InputError(
                 f"{problem} at iteration {iteration.iteration}, and no update was made; "
                 f"{source_of_non_finite(run.trainer, run.batches, pending)}. Lower --lr, lengthen "
-                "--lr-warmup-iters, lower --clip-grad, or look at the data; then resume from the "
-                f"last checkpoint, with --skip-samples {samples} without this batch"
+                f"--lr-warmup-iters, lower --clip-grad, or look at the data{advice}"
             )
         self._unlogged.append(iteration)
         is_due = iteration.iteration % run.config.log.log_interval == 0
@@ -90,6 +91,6 @@ class IterationLog:
         if mean is not None:
             run.console.line(
                 f"iteration {iteration.iteration}: the loss {iteration.loss:.4g} is far above the "
-                f"mean of {mean:.4g} before; {describe_spike(run.trainer, run.batches, pending)}; "
-                f"--skip-samples {samples} on resume leaves this batch out"
+                f"mean of {mean:.4g} before; {describe_spike(run.trainer, run.batches, pending)}"
+                f"{advice}"
             )

@@ -113,7 +113,8 @@ class Trainer:
         started = time.perf_counter()
         waited_before = batches.waited
         config, counters = self.config, self.counters
-        planned = self.schedules.batch_size(counters.consumed_samples)
+        of_ramp = counters.scheduled_samples if self.ranks.elastic else counters.consumed_samples
+        planned = self.schedules.batch_size(of_ramp)
         global_batch_size = planned * self.ranks.all_replicas // self.ranks.planned_replicas
         loss_scale = self.scaler.scale if self.scaler else 1.0
 

@@ -15,7 +15,7 @@ The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimi
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakMethod
 
 import torch
@@ -88,6 +88,9 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
     looked up in the model.
     """
 
+    # What the loss of the running backward pass was multiplied by, by whichever engine began it.
+    _factor: ClassVar[float] = 1.0
+
     def __init__(
         self,
         sharding: Sharding,
@@ -116,14 +119,13 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self._grad_norm: float | None = None
         self._forwards = self._backwards = 0  # of this micro-batch
         self._depth = 0  # of calls of the module within its own forward
-        self._is_scaled = False  # by `scale`
+        self._is_scaled = False  # the loss of the running backward pass, by `scale`
         self._micro_batches_done = 0  # of this step
         self._is_boundary: bool | None = None  # if the caller says so, and not the number of steps
         self._announced = 0  # micro-batches since the last `step()`, if so
         self._in_no_sync = self._has_unsent = False  # gradients that only this rank has
         self._was_applied = False
-        self._losses = torch.zeros((), device=device)  # sum over this step's micro-batches
-        self._knows_losses = True
+        self._losses, self._knows_losses = torch.zeros((), device=device), True  # sum over a step
         answer_questions(self)
         self._gradient_hook = GradientHook(self._divisor_of_pass)
         self._hook_gradients()
@@ -164,23 +166,32 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
                 "engine.backward(loss) without a forward pass: call engine(batch) first, in "
                 "train() mode and with gradients enabled, once for each engine.step()"
             )
+        if not isinstance(loss, torch.Tensor):
+            raise InputError(f"the loss is a {type(loss).__name__}: give a tensor of one number")
         if loss.numel() != 1:
             raise InputError(f"the loss has shape {list(loss.shape)}: give its mean, one number")
         divisor = self.batch.micro_batches if scale_wrt_gas else 1
-        self._gradient_hook.is_off = True  # as `loss` is divided
+        self._gradient_hook.is_off, Engine._factor = True, self.loss_scale / divisor
         try:
-            scaled = loss.float() * (self.loss_scale / divisor)
-            scaled.sum().backward(retain_graph=retain_graph)
+            (loss.float() * Engine._factor).sum().backward(retain_graph=retain_graph)
         finally:
-            self._gradient_hook.is_off = False
+            self._end_pass()
         self._backwards += 1
         self._losses += loss.detach().sum()
         return loss if divisor == 1 else loss / divisor
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times fp16's scale, for a program that calls `backward()` on it itself."""
-        self._is_scaled = True
-        return loss.float() * self.loss_scale
+        factor = self.loss_scale
+
+        def begin_pass(_: torch.Tensor) -> None:
+            self._is_scaled, Engine._factor = True, factor
+            fsdp.after_backward(self._end_pass)
+
+        scaled = loss.float() * factor
+        if scaled.requires_grad:
+            scaled.register_hook(begin_pass)
+        return scaled
 
     def step(self) -> None:
         """End a micro-batch; after the last one of a step, clip, update and step the schedule.
@@ -247,6 +258,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients: offloaded ones too, and those of the micro-batches of this step."""
         self.sharding.discard_gradients(set_to_none)
+        self._end_pass()  # which may have failed
         self._has_unsent = False
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
@@ -315,12 +327,12 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         for parameter in self.module.parameters():
             fsdp.hook_gradient(parameter, self._gradient_hook)
 
-    def _divisor_of_pass(self) -> int | None:
-        """Return what `loss.backward()` adds to gradients is divided by, as `backward` does.
+    def _divisor_of_pass(self) -> float | None:
+        """Return what passes of others are divided by that add to gradients, as `backward` does.
 
         Other gradients, as of inputs or by `torch.autograd.grad`, are what PyTorch computes.
         """
-        if not self._forwards or not self.training or not fsdp.adds_gradient():
+        if not fsdp.adds_gradient():
             return None
         if self.scaler and not self._is_scaled:
             raise InputError(
@@ -330,11 +342,14 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
             )
         self._backwards += 1
         self._knows_losses = False
-        return self.batch.micro_batches if self.batch.micro_batches > 1 else None
+        divisor = self.batch.micro_batches * (Engine._factor / self.loss_scale)
+        return divisor if divisor != 1 else None
+
+    def _end_pass(self) -> None:
+        self._gradient_hook.is_off, self._is_scaled, Engine._factor = False, False, 1.0
 
     def _end_micro_batch(self) -> None:
         self._forwards = self._backwards = self._announced = 0
-        self._is_scaled = False
 
     def _mid_step(self) -> bool:
         if self._is_boundary is not None:
@@ -362,8 +377,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self.global_steps += 1
         self.global_samples += self.batch.samples
         self.skipped_steps += result.skipped
-        self._was_applied = not result.skipped
-        self._grad_norm = result.grad_norm
+        self._was_applied, self._grad_norm = not result.skipped, result.grad_norm
         if result.skipped and not self.scaler:
             self._note_overflow()
         if self.lr_scheduler is not None and not result.skipped:

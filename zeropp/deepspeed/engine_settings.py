@@ -131,10 +131,11 @@ class EngineSettings:
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def _set_batch(self, samples: int, micro_samples: int) -> None:
-        if self._mid_step():
+        if self._mid_step() or self._backwards:
             raise InputError(
                 "batch sizes can be changed between two steps, and this step has begun: call it "
                 "after the engine.step() that updates the weights"
             )
         micro_batches = samples // (micro_samples * self.world_size)
         self.batch = type(self.batch)(samples, micro_samples, micro_batches)
+        self.sharding.begin_micro_step(last=self.is_gradient_accumulation_boundary())

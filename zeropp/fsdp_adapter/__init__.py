@@ -50,7 +50,7 @@ from zeropp.fsdp_adapter.gathered import (
     gathered_names,
     in_backward,
     is_gathered,
-    show_gathered,
+    show_between_passes,
     show_shards,
 )
 from zeropp.fsdp_adapter.gradients import (

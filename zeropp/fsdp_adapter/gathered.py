@@ -70,6 +70,13 @@ def before_use(unit: Unit, prepare: Callable[[], None]) -> Callable[[], None]:
     return undo
 
 
+def show_between_passes(unit: FSDPModule) -> None:
+    """Let modules hold their shards also after backward passes, and gathered weights when used."""
+    for group in groups_of(unit):
+        group.zeropp_shows_shards = True
+    before_use(unit, partial(show_gathered, unit))
+
+
 def show_shards(unit: FSDPModule) -> None:
     """Let modules hold their shards between passes; weights that are gathered stay so."""
     for group in groups_of(unit):

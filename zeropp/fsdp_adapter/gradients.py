@@ -137,6 +137,18 @@ class _Reducer:
             self.run(*arguments)
 
     def run(self, *arguments: object) -> None:
+        """Reduce, and show shards, frozen or trained as was set since the forward pass."""
+        own = self.group.fsdp_params if hasattr(self.group, "zeropp_shows_shards") else []
+        for parameter in filter(_is_shown, own):
+            shard, is_trained = parameter.sharded_param, parameter._unsharded_param.requires_grad
+            if shard.requires_grad != is_trained:
+                shard.requires_grad_(is_trained)
+        self._run(*arguments)
+        if self.group.is_unsharded and not torch.is_grad_enabled():  # else a pass is to come
+            for parameter in own:
+                parameter._setattr_on_modules(parameter.sharded_param)
+
+    def _run(self, *arguments: object) -> None:
         group = self.group
         if not _adds_gradients(self.state._state_ctx):
             group._training_state = TrainingState.POST_BACKWARD
@@ -203,10 +215,18 @@ def _adds_gradients(context: object) -> bool:
     if getattr(context, "zeropp_pass", (None,))[0] != number:
         groups = (group for state in context.all_states for group in groups_of_state(state))
         gathered = (each for group in groups for each in group.fsdp_params if _was_gathered(each))
-        trained = (each._unsharded_param for each in gathered if each.sharded_param.requires_grad)
+        trained = (
+            each._unsharded_param for each in gathered if each._unsharded_param.requires_grad
+        )
         leaves = (get_gradient_edge(each).node for each in trained)
         context.zeropp_pass = number, number == -1 or any(map(adds_gradient, leaves))
     return context.zeropp_pass[1]
+
+
+def _is_shown(parameter: FSDPParam) -> bool:
+    """Whether modules hold the gathered weight."""
+    info = parameter._module_info
+    return getattr(info.module, info.param_name) is getattr(parameter, "_unsharded_param", None)
 
 
 def _was_gathered(parameter: FSDPParam) -> bool:

@@ -72,7 +72,7 @@ class Passes:
         if self._uncalled:
             self._uncalled.add(units)
         for unit in units:
-            fsdp.before_use(unit, partial(fsdp.show_gathered, unit))
+            fsdp.show_between_passes(unit)
             fsdp.use_whole_parameters(unit)
         references = tuple(weakref.ref(unit) for unit in units)
         require = partial(_require_shards, references)

@@ -24,6 +24,7 @@ from zeropp.errors import InputError
 from zeropp.ranks.waits import explained_waits
 from zeropp.wire.cross_stream import HostCopy, refuse_capture
 from zeropp.wire.gradients import Gradients
+from zeropp.wire.scalar_gradients import ScalarGradients
 
 DIGEST_BYTES = 4  # of a CRC-32
 LAST_PASS = "the last pass (go back to a checkpoint if weights were stepped since)"
@@ -52,9 +53,13 @@ class GradientUse:
     """Notes each unit's reduction in a backward pass, and compares notes with the other ranks."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, gradients: Gradients | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        gradients: Gradients | None = None,
+        scalars: ScalarGradients | None = None,
     ) -> None:
-        self._group, self._device = group, device
+        self._group, self._device, self._scalars = group, device, scalars
         self._gradients = gradients or Gradients()
         self._begin: dict[fsdp.Unit, int] = {}  # of a unit's parameters among all
         self._used = bytearray()
@@ -79,6 +84,8 @@ class GradientUse:
         refuse_capture(self._device, "which gradients no rank has used")
         if fsdp.backward_id() not in self._passes:
             self._passes.add(fsdp.backward_id())
+            if self._scalars is not None:
+                self._scalars.begin()
             fsdp.after_backward(self._compare_last)
         self._order.append(unit)
         begin = self._begin[unit]

@@ -6,7 +6,8 @@ all in one all-reduce: their sums, and how many ranks had one. A parameter that 
 """
 
 from collections.abc import Callable
-from weakref import WeakMethod
+from functools import partial
+from weakref import WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ class ScalarGradients:
         self._places: list[tuple[nn.Module, str]] = []  # parameters may be replaced
         self._passes: set[int] = set()  # running backward passes at whose end means are taken
         self.is_due = True  # at the end of the next backward pass
+        self._trained: set[nn.Parameter] = set()  # in this step; some may be frozen since
+        self._note = partial(_note_gradient, ref(self))
         self._take: WeakMethod[Callable[[nn.Parameter, torch.Tensor], None]] | None = None
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -57,19 +60,28 @@ class ScalarGradients:
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
         """Note the backward pass of this forward pass when it begins, as all ranks' passes do."""
         if torch.is_grad_enabled():
+            self._trained.update(each for each in self.parameters() if each.requires_grad)
+            for parameter in self._trained:
+                fsdp.hook_gradient(parameter, self._note)
             for each in pytree.tree_leaves(output):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
-                    each.register_hook(self._begin)
+                    each.register_hook(self.begin)
 
-    def _begin(self, _: torch.Tensor) -> None:
-        if self.is_due and fsdp.backward_id() not in self._passes:
+    def begin(self, *_: torch.Tensor) -> None:
+        """Take the means at the end of the running backward pass, after its reductions.
+
+        Passes through the graph of another one's gradients may run past all outputs. Units that
+        are reduced begin those on all ranks, and what a rank adds to its gradients elsewhere.
+        """
+        if self._places and self.is_due and fsdp.backward_id() not in self._passes:
             self._passes.add(fsdp.backward_id())
-            fsdp.after_backward(self._average)
+            fsdp.after_backward(partial(fsdp.after_backward, self._average))
 
     @torch.no_grad()
     def _average(self) -> None:
         self._passes.clear()
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self.parameters() if parameter in self._trained]
+        self._trained = {parameter for parameter in trained if parameter.requires_grad}
         if not trained:
             return
         sums = torch.zeros(2, len(trained), device=self._device)
@@ -88,3 +100,8 @@ class ScalarGradients:
                 self._take()(parameter, mean)
             elif used:
                 parameter.grad = mean.to(parameter.dtype)
+
+
+def _note_gradient(scalars: ref[ScalarGradients], _: torch.Tensor) -> None:
+    if (alive := scalars()) is not None and fsdp.adds_gradient():
+        alive.begin()

@@ -117,7 +117,11 @@ def test_calls_in_the_wrong_order():
         engine.step()
     with pytest.raises(InputError, match=r"the loss has shape \[8, 5, 37\]"):
         engine.backward(engine(tokens_of(0)[:, :-1]))
+    with pytest.raises(InputError, match="the loss is a dict: give a tensor of one number"):
+        engine.backward({"loss": loss_of(engine, tokens_of(0))})
     engine.backward(loss_of(engine, tokens_of(0)))
+    with pytest.raises(InputError, match="this step has begun"):
+        engine.set_train_batch_size(24)
     engine.step()
     without, *_ = zeropp.initialize(model=small_model(), config=UNNAMED)
     assert run(engine_of(), steps=1)[0] == loss_of(without, tokens_of(0)).item()

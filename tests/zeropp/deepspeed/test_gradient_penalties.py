@@ -1,5 +1,7 @@
 """Gradients of outputs inside a step: penalties, saliency, `torch.func`; random calls of them.
 
+Parameters are frozen and trained again between any two micro-batches, a scalar one among them.
+
 The reference is one plain process that takes the micro-batches of all ranks. It adds fp32 terms in
 another order: at most a hundred of them, each rounded to 2^-24 of values of about 1, so 1e-5.
 """
@@ -23,6 +25,7 @@ class Critic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.1))
         self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)
@@ -32,7 +35,7 @@ class Critic(nn.Module):
         x = self.stem(x).tanh()
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x).squeeze(-1), x
+        return self.gain * self.head(x).squeeze(-1), x
 
 
 def critic() -> Critic:
@@ -102,18 +105,26 @@ def random_calls(stage: int) -> None:
         for step in range(3):
             for number in range(count):
                 kind, directly = draw.choice([*LOSSES]), draw.random() < 0.5
-                where = f"seed {seed}, step {step}, {kind}, {directly=}"
+                where = f"{stage=}, seed {seed}, step {step}, {kind}, {directly=}"
                 asks = draw.random() < 0.5
                 generator = torch.Generator().manual_seed(100 * step + number)
                 xs = torch.randn(world, 2, WIDTH, generator=generator)
                 if asks:
                     for of in (saliency_of, func_grad_of, hessian_of):
                         near(of(engine, xs[rank]), of(plain, xs[rank]), f"{where}, {of.__name__}")
-                for loss in LOSSES[kind](engine, xs[rank]):
+                losses = LOSSES[kind](engine, xs[rank])
+                others = [loss for x in xs for loss in LOSSES[kind](plain, x)]
+                names = draw.sample([name for name, _ in plain.named_parameters()], 2)
+                trains = {name: draw.random() < 0.7 for name in names}
+                is_late = draw.random() < 0.5  # or before the backward pass
+                where += f", {trains}, {is_late=}"
+                if not is_late:
+                    freeze((engine.module, plain), trains)
+                for loss in losses:
                     loss.backward() if directly else engine.backward(loss)
-                for x in xs:
-                    for loss in LOSSES[kind](plain, x):
-                        (loss / (count * world)).backward()
+                for loss in others:
+                    (loss / (count * world)).backward()
+                freeze((engine.module, plain), trains)
                 engine.step()
             with torch.no_grad():
                 for parameter in plain.parameters():
@@ -122,6 +133,12 @@ def random_calls(stage: int) -> None:
             plain.zero_grad()
             for name, weight in gathered_parameters(engine.module).items():
                 near(weight, plain.get_parameter(name), f"{where}, {name}")
+
+
+def freeze(models: tuple[nn.Module, ...], trains: dict[str, bool]) -> None:
+    for model in models:
+        for name, is_trained in trains.items():
+            model.get_parameter(name).requires_grad_(is_trained)
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:

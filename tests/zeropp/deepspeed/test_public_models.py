@@ -165,20 +165,32 @@ def test_a_group_without_parameters(stage, by_json):
 @pytest.mark.parametrize("stages", [(3, 3), (1, 2), (0, 3)])
 @ranks(2)
 def test_one_loss_of_two_engines(stages):
+    """Whichever engine begins the backward pass, both divide by their micro-batches once."""
     models = [built(Repeated), built(Dangling)]
     plain = copy.deepcopy(models)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in plain]
     engines = [
-        engine_of(model, stage=stage, optimizer=PLAIN, gradient_clipping=0.0, train_batch_size=6)
+        engine_of(
+            model,
+            stage=stage,
+            optimizer=PLAIN,
+            gradient_clipping=0.0,
+            train_batch_size=12,
+            micro_batches=2,
+        )
         for model, stage in zip(models, stages, strict=True)
     ]
     for step in range(3):
-        for each in (plain, engines):
-            x = inputs_of(step)
-            if each is engines:
-                x = x.chunk(2)[dist.get_rank()]
-            (each[0](x) + 0.5 * each[1](x).loss).backward()
-        for each in (*optimizers, *engines):
+        for number in range(2):
+            x = inputs_of(2 * step + number)
+            (0.5 * plain[0](x) + 0.25 * plain[1](x).loss).backward()
+            x = x.chunk(2)[dist.get_rank()]
+            loss = engines[0](x) + 0.5 * engines[1](x).loss
+            backward = (torch.Tensor.backward, engines[0].backward, engines[1].backward)[step]
+            backward(loss)
+            for each in engines:
+                each.step()
+        for each in optimizers:
             each.step()
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -71,8 +71,10 @@ class ExpertParallel(nn.Module):
         sent = dispatch(rows, bounds.diff(), self.ranks.peers)
         computed = self._of_own_experts(own, sent.rows, sent.counts)
         rows = combine(computed, sent, self.ranks.peers)
-        by_token = RowsOfTokens.apply(rows, order, index.numel()).unflatten(0, index.shape)
-        return (by_token * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
+        by_token = RowsOfTokens.apply(rows, order, index.numel())
+        by_token = by_token.unflatten(0, (*x.shape[:-1], index.shape[1]))
+        # no view, which a model may change in place: FSDP2's hooks would be lost
+        return (by_token * weights.view(*by_token.shape[:-1], 1)).sum(-2).to(x.dtype)
 
     def _of_own_experts(self, own: Mapping[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
         """Return what this rank's experts make of rows [M, H], of which each has `counts` [E/N]."""

@@ -75,7 +75,8 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.peers.exchange_rows(gradient, ctx.received, ctx.sent), None, None, None
+        back = _Exchanged.apply(gradient, ctx.received, ctx.sent, ctx.peers)
+        return back, None, None, None
 
 
 class _Permuted(torch.autograd.Function):
