@@ -23,9 +23,9 @@ from zeropp.errors import InputError
 from zeropp.ranks.coordination import among, fail_together_along, require_same
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
-    GATHER_HOOKS,
     Units,
     data_group,
+    gather_obstacle,
     obstacles,
     require_attachable_settings,
     require_module,
@@ -75,8 +75,8 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
 
     A unit keeps its collectives if it is only replicated, or if it has collectives that are not
     FSDP2's. So does a unit whose parameters have all-gather hooks, if weights are to be quantized
-    or kept. `Attached.skipped` says which ones and why. With HSDP, FSDP2 still sums over the
-    replicas, without quantization.
+    or kept, or have several types, if they are to be quantized. `Attached.skipped` says which ones
+    and why. With HSDP, FSDP2 still sums over the replicas, without quantization.
 
     Args:
         model: A model to whose blocks and root `fully_shard` was applied.
@@ -111,12 +111,13 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
     with fail_together_along(lines):
         require_sharded(model, named)
         attached = _plan_attachment(model, named, config)
-    with fail_together_along(lines), among(attached.group):
-        require_same(
-            attached.settings(),
-            "give all ranks the same settings and the same units",
-            caller="zeropp.attach",
-        )
+    for group in (attached.group, *lines):  # replicas of shards, too
+        with fail_together_along(lines), among(group):
+            require_same(
+                attached.settings(),
+                "give all ranks the same settings and the same units",
+                caller="zeropp.attach",
+            )
     attached.install()
     if dist.get_rank() == 0:
         _log(attached)
@@ -134,11 +135,9 @@ def _plan_attachment(
     units = _others(named, skipped)
     data_group(units)
     axes = _axes_of(units, config)
-    skipped |= {
-        name: GATHER_HOOKS
-        for name, unit in units.items()
-        if not axes[name].weights.is_flat and fsdp.has_gather_hooks(unit)
-    }
+    for name, unit in units.items():
+        if (reason := gather_obstacle(unit, axes[name].weights)) is not None:
+            skipped[name] = reason
     units = _others(named, skipped)
     planned = {
         name: _plan_unit(unit, axes[name], config, is_root=fsdp.module_of(unit) is model)
@@ -189,7 +188,8 @@ class Attached:
         self._kept = KeptWeights(self.model, self.copies, self.group)
         if self.plan.axis.nodes.machines > 1:
             self.plan = self.plan.with_coding(fsdp.device_of(units[0]))
-        use = GradientUse(self.group, fsdp.device_of(units[0]))
+        replicas = next(filter(None, map(fsdp.replica_group, units)), None)
+        use = GradientUse(self.group, fsdp.device_of(units[0]), replicas=replicas)
         self._wiring = Wiring(self.traffic, use, self._kept, divides=False)
         for unit, plan in zip(units, self.plan.units, strict=True):
             if plan.axis.nodes.num_ranks > 1:  # else FSDP2 sends nothing
@@ -321,6 +321,7 @@ def _plan_unit(unit: fsdp.Unit, axis: DataAxis, config: ZeroConfig, *, is_root: 
         is_root=is_root,
         regathers=fsdp.frees_after_forward(unit, is_root=is_root),
         num_shards=axis.nodes.num_ranks,
+        mixed_bytes=fsdp.mixed_bytes(unit),
     )
 
 

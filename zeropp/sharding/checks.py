@@ -19,9 +19,9 @@ from zeropp.ranks.coordination import among, require_same
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.cut import Place
 from zeropp.wire.collectives import WeightGather
+from zeropp.wire.route import UNQUANTIZED, Route
 
 Units = Mapping[str, fsdp.Unit]  # by name
-GATHER_HOOKS = "its parameters say themselves what is gathered of them (fsdp_pre_all_gather)"
 
 
 def require_same_model(
@@ -246,6 +246,20 @@ def require_common_steps(config: ZeroConfig, caller: str) -> None:
 def obstacles(units: Units) -> dict[str, str]:
     """Return by name the units that cannot be attached, and why."""
     return {name: reason for name, unit in units.items() if (reason := _obstacle(unit))}
+
+
+def gather_obstacle(unit: fsdp.Unit, route: Route) -> str | None:
+    """Return why the weights of a unit cannot take this route."""
+    if not route.is_flat and fsdp.has_gather_hooks(unit):
+        return "its parameters say themselves what is gathered of them (fsdp_pre_all_gather)"
+    dtypes = fsdp.gathered_dtypes(unit)
+    if len(dtypes) > 1 and route.bits[0] != UNQUANTIZED:
+        names = " and ".join(sorted(map(str, dtypes)))
+        return (
+            f"its weights are gathered in {names}, and only those of one type can be quantized: "
+            "shard it with MixedPrecisionPolicy(param_dtype=...)"
+        )
+    return None
 
 
 def data_group(units: Units) -> dist.ProcessGroup:

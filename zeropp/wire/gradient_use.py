@@ -49,12 +49,20 @@ class _Comparison:
 
 
 class GradientUse:
-    """Notes each unit's reduction in a backward pass, and compares notes with the other ranks."""
+    """Notes each unit's reduction in a backward pass, and compares notes with the other ranks.
+
+    `replicas` are the ranks whose gradients are summed with those of `group`, as with HSDP.
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, gradients: Gradients | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        gradients: Gradients | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group, self._device = group, device
+        self._device = device
+        self._groups = (group,) if replicas is None else (group, replicas)
         self._gradients = gradients or Gradients()
         self._begin: dict[fsdp.Unit, int] = {}  # of a unit's parameters among all
         self._used = bytearray()
@@ -79,7 +87,7 @@ class GradientUse:
         refuse_capture(self._device, "which gradients no rank has used")
         if fsdp.backward_id() not in self._passes:
             self._passes.add(fsdp.backward_id())
-            fsdp.after_backward(self._compare_last)
+            fsdp.after_backward(self._compare_last, unit)
         self._order.append(unit)
         begin = self._begin[unit]
         for index in with_gradient:
@@ -94,7 +102,10 @@ class GradientUse:
 
     def _compare_last(self) -> None:
         """Compare after what else is to be done at the end of a pass: all reductions have ended."""
-        fsdp.after_backward(self._compare)
+        if fsdp.backward_id() == -1:
+            self._compare()  # a stage of a pipeline has reduced all of its gradients
+        else:
+            fsdp.after_backward(self._compare)
 
     def require_same_order(self) -> None:
         """Raise InputError if the ranks reduced different units in the last pass.
@@ -142,6 +153,7 @@ class GradientUse:
         notes = torch.frombuffer(used + digests, dtype=torch.uint8)
         if self._device.type != "cpu":  # from pageable memory, the host would wait for the device
             notes = notes.pin_memory().to(self._device, non_blocking=True)
-        with explained_waits(self._group, lambda: "the comparison at the end of a backward pass"):
-            dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
+        for group in self._groups:
+            with explained_waits(group, lambda: "the comparison at the end of a backward pass"):
+                dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=group)
         return _Comparison(notes=HostCopy(notes), digests=digests, order=tuple(order))
