@@ -18,6 +18,7 @@ from zeropp.fsdp_adapter.param_groups import (
     ParamGroup,
     Unit,
     groups_of,
+    module_of,
     parameters_of,
     state_of,
 )
@@ -76,12 +77,18 @@ def device_of(unit: Unit) -> torch.device:
     return groups_of(unit)[0].device
 
 
-def frees_after_forward(unit: Unit, *, is_root: bool) -> bool:
+def frees_after_forward(unit: Unit, model: nn.Module) -> bool:
     """Whether a unit's weights are gathered for forward and once more for backward.
 
-    If that was left to FSDP2, it decides when the root first runs: the root stays gathered.
+    If that was left to FSDP2, it decides in the first pass: the root stays gathered. Until then the
+    unit that has all others of the model is taken to be the root.
     """
-    stays = is_root and state_of(unit)._auto_reshard_after_forward
+    state = state_of(unit)
+    is_root = state._is_root
+    if is_root is None:
+        units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        is_root = module_of(unit) is units[0] and {*units} <= {*units[0].modules()}
+    stays = is_root and state._auto_reshard_after_forward
     return groups_of(unit)[0].post_forward_mesh_info is not None and not stays
 
 

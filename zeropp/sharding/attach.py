@@ -139,10 +139,7 @@ def _plan_attachment(
         if (reason := gather_obstacle(unit, axes[name].weights)) is not None:
             skipped[name] = reason
     units = _others(named, skipped)
-    planned = {
-        name: _plan_unit(unit, axes[name], config, is_root=fsdp.module_of(unit) is model)
-        for name, unit in units.items()
-    }
+    planned = {name: _plan_unit(unit, axes[name], config, model) for name, unit in units.items()}
     require_types(units, {name: plan.wire_dtype for name, plan in planned.items()})
     first, *_ = planned.values()
     plan = Plan(
@@ -188,8 +185,8 @@ class Attached:
         self._kept = KeptWeights(self.model, self.copies, self.group)
         if self.plan.axis.nodes.machines > 1:
             self.plan = self.plan.with_coding(fsdp.device_of(units[0]))
-        replicas = next(filter(None, map(fsdp.replica_group, units)), None)
-        use = GradientUse(self.group, fsdp.device_of(units[0]), replicas=replicas)
+        groups = [self.group, *filter(None, map(fsdp.replica_group, units))][:2]
+        use = GradientUse(groups, fsdp.device_of(units[0]))
         self._wiring = Wiring(self.traffic, use, self._kept, divides=False)
         for unit, plan in zip(units, self.plan.units, strict=True):
             if plan.axis.nodes.num_ranks > 1:  # else FSDP2 sends nothing
@@ -265,7 +262,7 @@ class Attached:
     def _gather_ahead(self) -> None:
         """On CPUs, issue gathers while others compute, unless their order was set before."""
         units = [*self.units.values()]
-        root = _root_of(self.model)
+        root = next(each for each in self.model.modules() if isinstance(each, fsdp.FSDPModule))
         inside = set(root.modules())
         is_cpu = fsdp.device_of(units[0]).type == "cpu"
         if not is_cpu or not inside.issuperset(units) or any(map(fsdp.prefetches, (root, *units))):
@@ -294,11 +291,6 @@ def _log(attached: Attached) -> None:
         log.warning("zeropp.attach leaves these units as they are: %s", _listed(attached.skipped))
 
 
-def _root_of(model: nn.Module) -> fsdp.FSDPModule:
-    """Return the outermost module that is sharded."""
-    return next(module for module in model.modules() if isinstance(module, fsdp.FSDPModule))
-
-
 def _axes_of(units: Units, config: ZeroConfig) -> dict[str, DataAxis]:
     """Return by name the axis of each unit; those that are on the same ranks have one axis."""
     axes: dict[tuple[int, ...], DataAxis] = {}
@@ -312,14 +304,13 @@ def _axes_of(units: Units, config: ZeroConfig) -> dict[str, DataAxis]:
     return by_name
 
 
-def _plan_unit(unit: fsdp.Unit, axis: DataAxis, config: ZeroConfig, *, is_root: bool) -> UnitPlan:
+def _plan_unit(unit: fsdp.Unit, axis: DataAxis, config: ZeroConfig, model: nn.Module) -> UnitPlan:
     return UnitPlan(
         specs=fsdp.own_specs(unit),
         axis=axis,
         dtype=fsdp.dtypes_of(unit)[0],
         wire_dtype=_wire_dtype(unit, config),
-        is_root=is_root,
-        regathers=fsdp.frees_after_forward(unit, is_root=is_root),
+        regathers=fsdp.frees_after_forward(unit, model),
         num_shards=axis.nodes.num_ranks,
         mixed_bytes=fsdp.mixed_bytes(unit),
     )

@@ -322,8 +322,7 @@ def unit_values(model: nn.Module, units: Units) -> dict[str, object]:
         weights, gradients = fsdp.dtypes_of(unit)
         values[f"the type in which {where} gathers weights"] = weights
         values[f"the type in which {where} reduces gradients"] = gradients
-        frees = fsdp.frees_after_forward(unit, is_root=fsdp.module_of(unit) is model)
-        values[f"reshard_after_forward of {where}"] = frees
+        values[f"reshard_after_forward of {where}"] = fsdp.frees_after_forward(unit, model)
         values[f"number of ranks that share {where}"] = fsdp.shard_group(unit).size()
         shards = enumerate(fsdp.shards(unit))
         named = ((names.get(id(each), f"{name} parameter {i}"), each) for i, each in shards)

@@ -42,7 +42,7 @@ class Root:
         self.scalars = ScalarGradients(model, group, device)
         changing = group if self.stage else None
         self.kept = KeptWeights(model, self.copies, changing, self.scalars)
-        self.use = GradientUse(group, device, self.gradients) if self._num_ranks > 1 else None
+        self.use = GradientUse([group], device, self.gradients) if self._num_ranks > 1 else None
         self.passes = Passes(
             model,
             accumulates=self.reduces_once,

@@ -51,18 +51,16 @@ class _Comparison:
 class GradientUse:
     """Notes each unit's reduction in a backward pass, and compares notes with the other ranks.
 
-    `replicas` are the ranks whose gradients are summed with those of `group`, as with HSDP.
+    These are, in turn, those of `groups`: the ranks that share units, and with HSDP their replicas.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        groups: Sequence[dist.ProcessGroup],
         device: torch.device,
         gradients: Gradients | None = None,
-        replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        self._device = device
-        self._groups = (group,) if replicas is None else (group, replicas)
+        self._groups, self._device = groups, device
         self._gradients = gradients or Gradients()
         self._begin: dict[fsdp.Unit, int] = {}  # of a unit's parameters among all
         self._used = bytearray()

@@ -266,7 +266,7 @@ def test_the_host_does_not_wait_for_a_gpu_to_compare(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(fsdp, "after_backward", lambda *_: None)
     monkeypatch.setattr(fsdp, "own_specs", lambda unit: (None,))
-    use, unit = GradientUse(None, torch.device("cuda")), nn.Linear(1, 1)
+    use, unit = GradientUse([None], torch.device("cuda")), nn.Linear(1, 1)
     use.add(unit)
     use.note(unit, [0], [0])
     use._compare()
