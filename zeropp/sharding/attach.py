@@ -232,7 +232,8 @@ class Attached:
         """Return by name what must be the same on all ranks, or they would wait for each other."""
         dotted = {name: attrgetter(name)(self.config) for name in sorted(HONOURED - {STAGE})}
         per_node = [axis.nodes.ranks_per_node for axis in self.plan.axes]
-        return dotted | {"ranks per node": per_node} | unit_values(self.model, self._planned)
+        others = {"ranks per node": per_node, "units that are skipped": self.skipped}
+        return dotted | others | unit_values(self.model, self._planned)
 
     def describe(self, num_micro_batches: int = 1) -> Rows:
         """Return table rows (name, text): the collectives as they run, and the bytes a node sends.
