@@ -9,6 +9,8 @@ attributes of its parameter groups: FSDP2's methods for that refuse units of sev
 | method                           | replaced in                  | so that                        |
 |----------------------------------|------------------------------|--------------------------------|
 | `FSDPState._root_pre_forward`    | `passes`                     | ranks compare before a pass    |
+| `FSDPState._root_post_backward_` | `passes`                     | ranks compare after stages of  |
+| `final_callback`                 |                              | pipelines reduced gradients    |
 | `FSDPParamGroup.unshard`         | `gathered`                   | what is gathered of is noted   |
 |                                  | `whole_parameters`           | whole parameters are used      |
 | `FSDPParamGroup.post_backward`   | `gradients`                  | all ranks reduce one buffer    |
@@ -37,10 +39,11 @@ from zeropp.fsdp_adapter.foreign_units import (
     frees_after_forward,
     gathered_dtypes,
     has_gather_hooks,
-    is_replicated,
     keeps_part_after_forward,
+    mixed_bytes,
     named_units,
     prefetches,
+    replica_group,
     restore_collectives,
     shard_group,
 )

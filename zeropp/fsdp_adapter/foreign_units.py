@@ -18,6 +18,7 @@ from zeropp.fsdp_adapter.param_groups import (
     ParamGroup,
     Unit,
     groups_of,
+    module_of,
     parameters_of,
     state_of,
 )
@@ -65,9 +66,10 @@ def shard_group(unit: Unit) -> dist.ProcessGroup | None:
     return mesh.shard_process_group if isinstance(mesh, FSDPMeshInfo) else None
 
 
-def is_replicated(unit: Unit) -> bool:
-    """Whether FSDP2 sums a unit's gradients over a second axis of the mesh, as with HSDP."""
-    return isinstance(groups_of(unit)[0].mesh_info, DDPMeshInfo)
+def replica_group(unit: Unit) -> dist.ProcessGroup | None:
+    """Return the ranks over which FSDP2 sums a unit's shards of gradients, as with HSDP."""
+    mesh = groups_of(unit)[0].mesh_info
+    return mesh.replicate_process_group if isinstance(mesh, DDPMeshInfo) else None
 
 
 def device_of(unit: Unit) -> torch.device:
@@ -75,12 +77,18 @@ def device_of(unit: Unit) -> torch.device:
     return groups_of(unit)[0].device
 
 
-def frees_after_forward(unit: Unit, *, is_root: bool) -> bool:
+def frees_after_forward(unit: Unit, model: nn.Module) -> bool:
     """Whether a unit's weights are gathered for forward and once more for backward.
 
-    If that was left to FSDP2, it decides when the root first runs: the root stays gathered.
+    If that was left to FSDP2, it decides in the first pass: the root stays gathered. Until then the
+    unit that has all others of the model is taken to be the root.
     """
-    stays = is_root and state_of(unit)._auto_reshard_after_forward
+    state = state_of(unit)
+    is_root = state._is_root
+    if is_root is None:
+        units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        is_root = module_of(unit) is units[0] and {*units} <= {*units[0].modules()}
+    stays = is_root and state._auto_reshard_after_forward
     return groups_of(unit)[0].post_forward_mesh_info is not None and not stays
 
 
@@ -91,10 +99,12 @@ def keeps_part_after_forward(unit: Unit) -> bool:
 
 
 def dtypes_of(unit: Unit) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes in which weights are gathered and gradients are reduced."""
-    group = groups_of(unit)[0]
-    compute = group.mp_policy.param_dtype or parameters_of(unit)[0].sharded_param.dtype
-    return compute, group.mp_policy.reduce_dtype or compute
+    """Return the dtypes in which weights are gathered and trained weights' gradients reduced."""
+    policy = groups_of(unit)[0].mp_policy
+    weights = [each.sharded_param for each in parameters_of(unit)]
+    trained = next((each for each in weights if each.requires_grad), weights[0])
+    reduced = policy.reduce_dtype or policy.param_dtype or trained.dtype
+    return policy.param_dtype or weights[0].dtype, reduced
 
 
 def gathered_dtypes(unit: Unit) -> set[torch.dtype]:
@@ -102,6 +112,15 @@ def gathered_dtypes(unit: Unit) -> set[torch.dtype]:
     cast = groups_of(unit)[0].mp_policy.param_dtype
     plain = [each for each in parameters_of(unit) if not _has_gather_hooks(each)]
     return {cast or parameter.sharded_param.dtype for parameter in plain}
+
+
+def mixed_bytes(unit: Unit) -> int | None:
+    """Return the bytes of a shard of several dtypes, which FSDP2 gathers as bytes; else None."""
+    sizes = (
+        each.padded_sharded_param_size.numel() * each.sharded_param.dtype.itemsize
+        for each in parameters_of(unit)
+    )
+    return sum(sizes) if len(gathered_dtypes(unit)) > 1 else None
 
 
 def has_gather_hooks(unit: Unit) -> bool:

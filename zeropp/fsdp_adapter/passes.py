@@ -23,9 +23,24 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the running backward pass, before `backward()` returns."""
-    Variable._execution_engine.queue_callback(callback)
+def after_backward(callback: Callable[[], None], unit: Unit | None = None) -> None:
+    """Call `callback` at the end of the running backward pass, before `backward()` returns.
+
+    A stage of a pipeline reduces its gradients after its backward passes: `callback` is then called
+    when FSDP2 has finished those of the root that has this `unit`.
+    """
+    if unit is None or backward_id() != -1:
+        Variable._execution_engine.queue_callback(callback)
+        return
+    root = next(each for each in state_of(unit)._state_ctx.all_states if each._is_root)
+    finish = root._root_post_backward_final_callback
+
+    def finish_and_call() -> None:
+        vars(root).pop("_root_post_backward_final_callback", None)
+        finish()
+        callback()
+
+    root._root_post_backward_final_callback = finish_and_call
 
 
 def before_pass(model: nn.Module, prepare: Callable[[Set[nn.Module]], None]) -> Callable[[], None]:

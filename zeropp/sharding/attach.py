@@ -23,9 +23,9 @@ from zeropp.errors import InputError
 from zeropp.ranks.coordination import among, fail_together_along, require_same
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
-    GATHER_HOOKS,
     Units,
     data_group,
+    gather_obstacle,
     obstacles,
     require_attachable_settings,
     require_module,
@@ -75,8 +75,8 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
 
     A unit keeps its collectives if it is only replicated, or if it has collectives that are not
     FSDP2's. So does a unit whose parameters have all-gather hooks, if weights are to be quantized
-    or kept. `Attached.skipped` says which ones and why. With HSDP, FSDP2 still sums over the
-    replicas, without quantization.
+    or kept, or have several types, if they are to be quantized. `Attached.skipped` says which ones
+    and why. With HSDP, FSDP2 still sums over the replicas, without quantization.
 
     Args:
         model: A model to whose blocks and root `fully_shard` was applied.
@@ -111,12 +111,13 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
     with fail_together_along(lines):
         require_sharded(model, named)
         attached = _plan_attachment(model, named, config)
-    with fail_together_along(lines), among(attached.group):
-        require_same(
-            attached.settings(),
-            "give all ranks the same settings and the same units",
-            caller="zeropp.attach",
-        )
+    for group in (attached.group, *lines):  # replicas of shards, too
+        with fail_together_along(lines), among(group):
+            require_same(
+                attached.settings(),
+                "give all ranks the same settings and the same units",
+                caller="zeropp.attach",
+            )
     attached.install()
     if dist.get_rank() == 0:
         _log(attached)
@@ -134,16 +135,11 @@ def _plan_attachment(
     units = _others(named, skipped)
     data_group(units)
     axes = _axes_of(units, config)
-    skipped |= {
-        name: GATHER_HOOKS
-        for name, unit in units.items()
-        if not axes[name].weights.is_flat and fsdp.has_gather_hooks(unit)
-    }
+    for name, unit in units.items():
+        if (reason := gather_obstacle(unit, axes[name].weights)) is not None:
+            skipped[name] = reason
     units = _others(named, skipped)
-    planned = {
-        name: _plan_unit(unit, axes[name], config, is_root=fsdp.module_of(unit) is model)
-        for name, unit in units.items()
-    }
+    planned = {name: _plan_unit(unit, axes[name], config, model) for name, unit in units.items()}
     require_types(units, {name: plan.wire_dtype for name, plan in planned.items()})
     first, *_ = planned.values()
     plan = Plan(
@@ -189,7 +185,8 @@ class Attached:
         self._kept = KeptWeights(self.model, self.copies, self.group)
         if self.plan.axis.nodes.machines > 1:
             self.plan = self.plan.with_coding(fsdp.device_of(units[0]))
-        use = GradientUse(self.group, fsdp.device_of(units[0]))
+        groups = [self.group, *filter(None, map(fsdp.replica_group, units))][:2]
+        use = GradientUse(groups, fsdp.device_of(units[0]))
         self._wiring = Wiring(self.traffic, use, self._kept, divides=False)
         for unit, plan in zip(units, self.plan.units, strict=True):
             if plan.axis.nodes.num_ranks > 1:  # else FSDP2 sends nothing
@@ -235,7 +232,8 @@ class Attached:
         """Return by name what must be the same on all ranks, or they would wait for each other."""
         dotted = {name: attrgetter(name)(self.config) for name in sorted(HONOURED - {STAGE})}
         per_node = [axis.nodes.ranks_per_node for axis in self.plan.axes]
-        return dotted | {"ranks per node": per_node} | unit_values(self.model, self._planned)
+        others = {"ranks per node": per_node, "units that are skipped": self.skipped}
+        return dotted | others | unit_values(self.model, self._planned)
 
     def describe(self, num_micro_batches: int = 1) -> Rows:
         """Return table rows (name, text): the collectives as they run, and the bytes a node sends.
@@ -265,7 +263,7 @@ class Attached:
     def _gather_ahead(self) -> None:
         """On CPUs, issue gathers while others compute, unless their order was set before."""
         units = [*self.units.values()]
-        root = _root_of(self.model)
+        root = next(each for each in self.model.modules() if isinstance(each, fsdp.FSDPModule))
         inside = set(root.modules())
         is_cpu = fsdp.device_of(units[0]).type == "cpu"
         if not is_cpu or not inside.issuperset(units) or any(map(fsdp.prefetches, (root, *units))):
@@ -294,11 +292,6 @@ def _log(attached: Attached) -> None:
         log.warning("zeropp.attach leaves these units as they are: %s", _listed(attached.skipped))
 
 
-def _root_of(model: nn.Module) -> fsdp.FSDPModule:
-    """Return the outermost module that is sharded."""
-    return next(module for module in model.modules() if isinstance(module, fsdp.FSDPModule))
-
-
 def _axes_of(units: Units, config: ZeroConfig) -> dict[str, DataAxis]:
     """Return by name the axis of each unit; those that are on the same ranks have one axis."""
     axes: dict[tuple[int, ...], DataAxis] = {}
@@ -312,15 +305,15 @@ def _axes_of(units: Units, config: ZeroConfig) -> dict[str, DataAxis]:
     return by_name
 
 
-def _plan_unit(unit: fsdp.Unit, axis: DataAxis, config: ZeroConfig, *, is_root: bool) -> UnitPlan:
+def _plan_unit(unit: fsdp.Unit, axis: DataAxis, config: ZeroConfig, model: nn.Module) -> UnitPlan:
     return UnitPlan(
         specs=fsdp.own_specs(unit),
         axis=axis,
         dtype=fsdp.dtypes_of(unit)[0],
         wire_dtype=_wire_dtype(unit, config),
-        is_root=is_root,
-        regathers=fsdp.frees_after_forward(unit, is_root=is_root),
+        regathers=fsdp.frees_after_forward(unit, model),
         num_shards=axis.nodes.num_ranks,
+        mixed_bytes=fsdp.mixed_bytes(unit),
     )
 
 

@@ -19,9 +19,9 @@ from zeropp.ranks.coordination import among, require_same
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.cut import Place
 from zeropp.wire.collectives import WeightGather
+from zeropp.wire.route import UNQUANTIZED, Route
 
 Units = Mapping[str, fsdp.Unit]  # by name
-GATHER_HOOKS = "its parameters say themselves what is gathered of them (fsdp_pre_all_gather)"
 
 
 def require_same_model(
@@ -248,6 +248,20 @@ def obstacles(units: Units) -> dict[str, str]:
     return {name: reason for name, unit in units.items() if (reason := _obstacle(unit))}
 
 
+def gather_obstacle(unit: fsdp.Unit, route: Route) -> str | None:
+    """Return why the weights of a unit cannot take this route."""
+    if not route.is_flat and fsdp.has_gather_hooks(unit):
+        return "its parameters say themselves what is gathered of them (fsdp_pre_all_gather)"
+    dtypes = fsdp.gathered_dtypes(unit)
+    if len(dtypes) > 1 and route.bits[0] != UNQUANTIZED:
+        names = " and ".join(sorted(map(str, dtypes)))
+        return (
+            f"its weights are gathered in {names}, and only those of one type can be quantized: "
+            "shard it with MixedPrecisionPolicy(param_dtype=...)"
+        )
+    return None
+
+
 def data_group(units: Units) -> dist.ProcessGroup:
     """Return the ranks that share the units: of several groups the one that contains the others.
 
@@ -308,8 +322,7 @@ def unit_values(model: nn.Module, units: Units) -> dict[str, object]:
         weights, gradients = fsdp.dtypes_of(unit)
         values[f"the type in which {where} gathers weights"] = weights
         values[f"the type in which {where} reduces gradients"] = gradients
-        frees = fsdp.frees_after_forward(unit, is_root=fsdp.module_of(unit) is model)
-        values[f"reshard_after_forward of {where}"] = frees
+        values[f"reshard_after_forward of {where}"] = fsdp.frees_after_forward(unit, model)
         values[f"number of ranks that share {where}"] = fsdp.shard_group(unit).size()
         shards = enumerate(fsdp.shards(unit))
         named = ((names.get(id(each), f"{name} parameter {i}"), each) for i, each in shards)

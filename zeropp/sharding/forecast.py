@@ -123,6 +123,7 @@ def _gather(
     if route.is_flat or any(spec.packed_bytes for spec in specs):
         width = unit.dtype.itemsize
         row = sum(spec.packed_bytes or width * spec.elements for spec in specs)
+    row = row if unit.mixed_bytes is None else unit.mixed_bytes
     outer: ByHop = {}
     inner: ByHop = {}
     is_kept = route.keeps and not _trained(unit)  # it crosses once in the whole run

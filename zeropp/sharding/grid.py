@@ -153,9 +153,9 @@ def find_nodes_of(group: dist.ProcessGroup, config: ZeroConfig) -> Nodes:
 
 
 def own_ranks_per_node(config: ZeroConfig) -> int:
-    """Return how many ranks a node has by `zeropp.ranks_per_node`, or as this one was launched."""
-    launched_per_node = min(Environment.read().local_world_size, dist.get_world_size())
-    return config.zeropp.ranks_per_node or launched_per_node
+    """Return how many ranks a node has, by `zeropp.ranks_per_node` or as this one was launched."""
+    per_node = config.zeropp.ranks_per_node or Environment.read().local_world_size
+    return min(per_node, dist.get_world_size())
 
 
 def lines_of_ranks(parameters: Iterable[nn.Parameter]) -> list[dist.ProcessGroup]:

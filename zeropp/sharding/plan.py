@@ -81,6 +81,7 @@ class UnitPlan:
     regathers: weights are freed after forward and gathered again for backward.
     num_shards: over how many ranks it is cut; 1 where each rank has a replica.
     stored_bits: of the codes as which its frozen matrices are stored; None for numbers.
+    mixed_bytes: of one rank's shard, which is gathered as bytes; None unless it has several dtypes.
     """
 
     specs: tuple[ShardSpec, ...]
@@ -93,6 +94,7 @@ class UnitPlan:
     casts_inputs: bool = True
     num_shards: int = 1
     stored_bits: int | None = None
+    mixed_bytes: int | None = None
     modules: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
     parameters: tuple[nn.Parameter, ...] = field(default=(), compare=False, repr=False)
 

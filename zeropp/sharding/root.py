@@ -43,7 +43,7 @@ class Root:
         changing = group if self.stage else None
         self.kept = KeptWeights(model, self.copies, changing, self.scalars)
         is_alone = self._num_ranks == 1
-        self.use = None if is_alone else GradientUse(group, device, self.gradients, self.scalars)
+        self.use = None if is_alone else GradientUse([group], device, self.gradients, self.scalars)
         self.passes = Passes(
             model,
             accumulates=self.reduces_once,

@@ -66,7 +66,7 @@ class Wiring:
 
     def use_mean(self, unit: fsdp.Unit, axis: DataAxis, wire_dtype: torch.dtype) -> None:
         """Average the unit's gradients along the route of the axis."""
-        route, rounds = axis.gradients, fsdp.is_replicated(unit)
+        route, rounds = axis.gradients, fsdp.replica_group(unit) is not None
         communicators = self._communicators_of(axis, route, "gradients")
         is_cpu = fsdp.device_of(unit).type == "cpu"
         in_flight = self._in_flight if is_cpu and not rounds else None

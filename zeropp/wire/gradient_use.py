@@ -50,16 +50,19 @@ class _Comparison:
 
 
 class GradientUse:
-    """Notes each unit's reduction in a backward pass, and compares notes with the other ranks."""
+    """Notes each unit's reduction in a backward pass, and compares notes with the other ranks.
+
+    These are, in turn, those of `groups`: the ranks that share units, and with HSDP their replicas.
+    """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        groups: Sequence[dist.ProcessGroup],
         device: torch.device,
         gradients: Gradients | None = None,
         scalars: ScalarGradients | None = None,
     ) -> None:
-        self._group, self._device, self._scalars = group, device, scalars
+        self._groups, self._device, self._scalars = groups, device, scalars
         self._gradients = gradients or Gradients()
         self._begin: dict[fsdp.Unit, int] = {}  # of a unit's parameters among all
         self._used = bytearray()
@@ -86,7 +89,7 @@ class GradientUse:
             self._passes.add(fsdp.backward_id())
             if self._scalars is not None:
                 self._scalars.begin()
-            fsdp.after_backward(self._compare_last)
+            fsdp.after_backward(self._compare_last, unit)
         self._order.append(unit)
         begin = self._begin[unit]
         for index in with_gradient:
@@ -101,7 +104,10 @@ class GradientUse:
 
     def _compare_last(self) -> None:
         """Compare after what else is to be done at the end of a pass: all reductions have ended."""
-        fsdp.after_backward(self._compare)
+        if fsdp.backward_id() == -1:
+            self._compare()  # a stage of a pipeline has reduced all of its gradients
+        else:
+            fsdp.after_backward(self._compare)
 
     def require_same_order(self) -> None:
         """Raise InputError if the ranks reduced different units in the last pass.
@@ -149,6 +155,7 @@ class GradientUse:
         notes = torch.frombuffer(used + digests, dtype=torch.uint8)
         if self._device.type != "cpu":  # from pageable memory, the host would wait for the device
             notes = notes.pin_memory().to(self._device, non_blocking=True)
-        with explained_waits(self._group, lambda: "the comparison at the end of a backward pass"):
-            dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
+        for group in self._groups:
+            with explained_waits(group, lambda: "the comparison at the end of a backward pass"):
+                dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=group)
         return _Comparison(notes=HostCopy(notes), digests=digests, order=tuple(order))

@@ -110,7 +110,7 @@ class Reductions:
         if self._backward != fsdp.backward_id():
             self.end()  # a nested pass, or the last one ended with an error
             self._backward = fsdp.backward_id()
-            fsdp.after_backward(self.end)
+            fsdp.after_backward(self.end, unit)
         self._units[unit] = None
         first_work = next(hops)
         self._advance()

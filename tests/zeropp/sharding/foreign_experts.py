@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.distributed.tensor import Shard
 
-from tests.zeropp.sharding.expert_model import ExpertModel, expert_mesh
+from tests.zeropp.sharding.expert_model import ExpertModel
 
 HAS_GROUPS = hasattr(common, "ShardPlacementResult")  # not in torch 2.11
 NO_GROUPS = "a unit of this torch has one mesh"
@@ -21,22 +21,30 @@ def sharded_experts(
     layout: str,
     size: int = 2,
     *,
+    replicas: int = 1,
     num_experts: int = 8,
     num_blocks: int = 2,
     reshards: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> FSDPModule:
-    """The model, whose experts `size` consecutive ranks split, sharded as `layout` does."""
-    experts = expert_mesh(size)
-    model = ExpertModel(num_experts, experts, num_blocks)
-    data = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    """The model, whose experts `size` consecutive ranks split, sharded as `layout` does.
+
+    With `replicas` its shards are replicated, as with HSDP.
+    """
+    shape, names = (replicas, dist.get_world_size() // replicas), ("replica", "data")
+    data = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    shape, names = (replicas, shape[1] // size, size), ("replica", "expert_data", "expert")
+    experts = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = ExpertModel(num_experts, experts["expert_data", "expert"], num_blocks)
+    outer = ("replica",) * (replicas > 1)
+    data, experts = data[(*outer, "data")], experts[(*outer, "expert_data")]
     options = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "reshard_after_forward": reshards}
     if layout == "transformers":
-        _as_transformers(model, data, experts["expert_data"], options)
+        _as_transformers(model, data, experts, options)
     else:
         options["dim"] = 1 if layout == "torchtitan, columns" else 0
         blocks = [] if layout == "one unit" else model.blocks
-        _as_torchtitan(model, blocks, data, experts["expert_data"], **options)
+        _as_torchtitan(model, blocks, data, experts, **options)
     return model
 
 
@@ -50,7 +58,12 @@ def _as_torchtitan(
     **options: object,
 ) -> None:
     """Each block, and the model, is one unit; experts in it are on the second of two meshes."""
-    dense, sparse = (common.FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in (data, experts))
+    dense, sparse = (
+        common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        if mesh.ndim == 1
+        else common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for mesh in (data, experts)
+    )
     of_experts = {each for module in model.experts for each in module.parameters()}
 
     def place(parameter: nn.Parameter) -> object:
@@ -73,7 +86,7 @@ def _as_transformers(
     for module in model.experts:
         fully_shard(module, mesh=experts, **options)
         module.set_gradient_divide_factor(float(data.size()))
-        if experts.size() > 1:  # FSDP2 calls no collective for one rank, and would divide twice
+        if experts.size(-1) > 1:  # FSDP2 calls no collective for one rank, and would divide twice
             module.set_force_sum_reduction_for_comms(True)
     for block in model.blocks:
         fully_shard(block, mesh=data, **options)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -259,6 +260,60 @@ def ignored(prepare: Prepare) -> Iterator[Any]:
         yield from gradients(model)
 
 
+class Adapted(nn.Module):
+    """A block in bf16 with an adapter in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(12, 12, dtype=BF16).requires_grad_(False)
+        self.adapter = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.base(x.to(BF16)).float() + self.adapter(x)
+
+
+def adapted(prepare: Prepare) -> FSDPModule:
+    torch.manual_seed(4)
+    return sharded(Chain(Adapted(), Adapted()), prepare)
+
+
+class Chain(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def adapters(prepare: Prepare) -> Iterator[Any]:
+    """Units of several types, whose trained ones are not the first."""
+    model = adapted(prepare)
+    for number in range(2):
+        output = model(inputs(number))
+        yield output.detach()
+        output.square().mean().backward()
+        yield from gradients(model)
+        model.zero_grad()
+
+
+def pipelined(prepare: Prepare) -> Iterator[Any]:
+    """A stage of a pipeline reduces its gradients after the last backward pass of a step."""
+    torch.manual_seed(4)
+    model = sharded(Chain(Block(), Block()), prepare)
+    group = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pipeline", "data"))["pipeline"]
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=group.get_group())
+    schedule = Schedule1F1B(stage, n_microbatches=3, loss_fn=lambda x, target: (x - target).sum())
+    for number in range(2):
+        losses = []
+        schedule.step(inputs(number), target=inputs(9), losses=losses)
+        yield losses
+        yield from gradients(model)
+        model.zero_grad()
+
+
 POLICIES = {
     "bf16": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
     "inputs not cast": MixedPrecisionPolicy(
@@ -269,6 +324,7 @@ SUBJECTS = {
     subject.__name__: subject
     for subject in (frozen, clipped, scaled, states, autograd, nested, alone, extended, ignored)
 } | {name: partial(mixed_precision, policy=policy) for name, policy in POLICIES.items()}
+SUBJECTS |= {"adapters": adapters, "pipelined": pipelined}
 
 
 def attach(model: nn.Module) -> None:
@@ -308,3 +364,13 @@ def test_units_with_gather_hooks_keep_their_gathers_where_weights_are_quantized(
     assert torch.equal(block.up.weight, whole.up.weight)
     model(tokens(1)).sum().backward()
     assert all(gradient.isfinite().all() for gradient in gradients(model))
+
+
+@ranks(2)
+def test_weights_of_several_types_are_sent_as_they_are_and_not_quantized():
+    attached = []
+    with pytest.raises(zeropp.InputError, match="float32, and only those of one type can be quan"):
+        adapted(lambda model: zeropp.attach(model, QUANTIZED))
+    model = adapted(lambda model: attached.append(zeropp.attach(model, PLAIN)))
+    model(inputs(1)).sum().backward()
+    assert attached[0].traffic.take() == attached[0].expected_traffic()

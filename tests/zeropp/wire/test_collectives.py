@@ -35,7 +35,7 @@ def reduced_sum(
     )
     nodes = Nodes(num_ranks=WORLD, ranks_per_node=ranks_per_node)
     route = Route(nodes=nodes, inner=ranks_per_node, bits=bits)
-    use = GradientUse(mesh.get_group(), torch.device("cpu"))
+    use = GradientUse([mesh.get_group()], torch.device("cpu"))
     axis = DataAxis(
         weights=route,
         gradients=route,

@@ -54,7 +54,7 @@ def split(found: Sequence[FusedExperts], mesh: DeviceMesh, config: ZeroConfig) -
     )
     inherit_time_limits(grid)
     world = dist.get_world_size()
-    nodes = Nodes(num_ranks=world, ranks_per_node=min(own_ranks_per_node(config), world))
+    nodes = Nodes(num_ranks=world, ranks_per_node=own_ranks_per_node(config))
     hop = Hop(members=tuple(lines["expert"]), nodes=nodes)
     result = SplitExperts(lines=(_line(found, hop),))
     peers = Peers(

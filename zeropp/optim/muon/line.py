@@ -118,7 +118,8 @@ def require_rows(parameter: Tensor, matrix: Matrix, line: Line) -> None:
     if local != expected and rows:
         raise InputError(
             f"Muon: this rank has {local} of a matrix of shape {list(parameter.shape)}, expected "
-            f"{expected}: its rows are to be in chunks of one size, as fully_shard makes them"
+            f"{expected}: its rows are to be in chunks of one size, as fully_shard makes them, and "
+            f"axes that split it beside those of data to be named {', '.join(sorted(MODEL_AXES))}"
         )
 
 

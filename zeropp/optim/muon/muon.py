@@ -56,7 +56,6 @@ class MuonGroups(FusedAdam):
         scale = 1.0 if factor is None else factor.item()  # the host waits
         if not math.isfinite(scale):
             return
-        super()._apply(updates, factor)
         trained = [
             (parameter, group)
             for group in self.param_groups
@@ -64,6 +63,9 @@ class MuonGroups(FusedAdam):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+        for parameter, _ in trained:
+            self.matrices.line(parameter)  # may refuse it, before anything has moved
+        super()._apply(updates, factor)
         scale_gradients((parameter.grad for parameter, _ in trained), scale)
         self.matrices.run(
             (parameter, group, self._momentum_of(parameter), self.copies.get(parameter))
