@@ -141,7 +141,7 @@ class GPT(nn.Module):
                 x = x + self.positions(position_ids)
         if self.config.scale_embeddings:
             # Rounded to the dtype of x before the product, as Gemma's was trained.
-            x = x * x.new_tensor(math.sqrt(self.config.hidden_size))
+            x = x * x.new_full((), math.sqrt(self.config.hidden_size))
         if self.config.embedding_multiplier != 1:
             x = x * self.config.embedding_multiplier
         if self.embed_norm is not None:

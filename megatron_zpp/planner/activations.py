@@ -1,7 +1,7 @@
-"""Measure the memory of activations by running the model on fake tensors, without memory.
+"""Measure the memory of activations by running the model on the meta device, without memory.
 
 A block of each kind, and a stage without its blocks, each run one forward and one backward pass on
-fake tensors of the compute format, and the live storages are counted after every op. This includes
+meta tensors of the compute format, and the live storages are counted after every op. This includes
 dropout, rotary positions, gated MLPs, attention, experts with balanced routing, and what tensor,
 context and expert parallelism exchange, without a formula for each.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,8 +25,9 @@ from megatron_zpp.model.attention.sequences import Sequences
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.part import Part
-from megatron_zpp.planner.parts.balanced_routing import BalancedRouting, IntegersWithValues
+from megatron_zpp.planner.parts.balanced_routing import BalancedRouting
 from megatron_zpp.planner.parts.meta_model import META, MetaModel, largest_block
+from megatron_zpp.planner.parts.meta_tensors import AsOnCpus, AttentionOfCpus, run_backward
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step_or_skip import local_part
@@ -90,8 +90,6 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable, types: Sequence, args: tuple = (), kwargs: Mapping | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return _device_of(args[0])  # most of all calls, which need not pass other modes
         result = func(*args, **(kwargs or {}))
         has_new = self._add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         if has_new or func._schema.is_mutable:  # a mutable op may have resized a storage
@@ -121,15 +119,9 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, InFlightTensor):
                 continue  # it wraps a buffer that is counted
             storage = tensor.untyped_storage()
-            device = _device_of(tensor) if isinstance(tensor, FakeTensor) else tensor.device
-            if device.type != "meta" and storage not in self._excluded:
+            if storage not in self._excluded:
                 self._storages.add(storage)
         return len(self._storages) != num_before
-
-
-def _device_of(tensor: FakeTensor) -> torch.device:
-    """Return the device of a fake tensor, which in a kernel is on the meta device."""
-    return META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +158,7 @@ class ActivationTraces:
             if block_key not in self._traced:
                 traced = _trace_block(model.split(ranks), ranks, micro_batch, has_experts)
                 self._traced[block_key] = traced
-                lower_right_mask.cache_clear()  # a mask of fake tensors is of no use to others
+                lower_right_mask.cache_clear()  # a mask without values is of no use to others
             blocks[has_experts], stream = self._traced[block_key]
         ends_key = (*key, stage.is_first, stage.is_last)
         if ends_key not in self._traced:
@@ -216,42 +208,42 @@ def _trace_block(
         attention_dropout=micro_batch.attention_dropout,
         selective=micro_batch.selective,
     )
-    with FakeTensorMode(allow_non_fake_inputs=True):  # integers that decide numbers of rows
-        weights = _weights(block, micro_batch.dtype)
-        stream = _stream(config, ranks, micro_batch).requires_grad_()
-        rotary: tuple[Tensor, ...] = ()
-        if config.position_embedding_type == "rope":
-            positions = torch.arange(config.seq_length // ranks.context_size)[None]
-            if ranks.context_size > 1:
-                positions = positions.expand(micro_batch.size, -1)
-            rotary = rotary_tables(config, positions)[GLOBAL]
-        sequences = Sequences(
-            rotary=(rotary,) * len(KINDS) if rotary else (),
-            is_split=ranks.context_size > 1,
-            splits_rows=ranks.tensor_size > 1 and ranks.parallel.sequence_parallel,
-        )
+    weights = _weights(block, micro_batch.dtype)
+    stream = _stream(config, ranks, micro_batch).requires_grad_()
+    rotary: tuple[Tensor, ...] = ()
+    if config.position_embedding_type == "rope":
+        positions = torch.arange(config.seq_length // ranks.context_size, device=META)[None]
+        if ranks.context_size > 1:
+            positions = positions.expand(micro_batch.size, -1)
+        rotary = rotary_tables(config, positions)[GLOBAL]
+    sequences = Sequences(
+        rotary=(rotary,) * len(KINDS) if rotary else (),
+        is_split=ranks.context_size > 1,
+        splits_rows=ranks.tensor_size > 1 and ranks.parallel.sequence_parallel,
+    )
 
-        def routing() -> BalancedRouting | None:
-            num_tokens = stream.shape[:2].numel()
-            return BalancedRouting(num_tokens=num_tokens, config=config) if has_experts else None
+    def routing() -> BalancedRouting | None:
+        num_tokens = stream.shape[:2].numel()
+        return BalancedRouting(num_tokens=num_tokens, config=config) if has_experts else None
 
-        with IntegersWithValues(), LiveBytes([*weights.values(), stream, *rotary]) as live:
-            if ranks.context_size > 1:  # masks, which all layers share, stay from the first forward
-                functional_call(block, weights, (stream, replace(sequences, routing=routing())))
-                live.exclude_alive()
-            segments = _Segments(live)
-            if has_experts and ranks.expert_ranks > 1:
-                _divide(block.mlp.experts, weights, segments)
-            sequences = replace(sequences, routing=routing())
-            result = functional_call(block, weights, (stream, sequences))
-            saved, forward = live.current, segments.take()
-            gradient = torch.empty_like(result)
-            result.backward(gradient)
-            backward = tuple(peak - result.nbytes for peak in segments.take())
-            del gradient
-        beside = max(0, segments.beside - result.nbytes)
-        memory = BlockMemory(saved=saved, forward=forward, backward=backward, beside=beside)
-        return memory, stream.nbytes
+    excluded = [*weights.values(), *block.buffers(), stream, *rotary]
+    with AttentionOfCpus(), AsOnCpus(), LiveBytes(excluded) as live:
+        if ranks.context_size > 1:  # masks, which all layers share, stay from the first forward
+            functional_call(block, weights, (stream, replace(sequences, routing=routing())))
+            live.exclude_alive()
+        segments = _Segments(live)
+        if has_experts and ranks.expert_ranks > 1:
+            _divide(block.mlp.experts, weights, segments)
+        sequences = replace(sequences, routing=routing())
+        result = functional_call(block, weights, (stream, sequences))
+        saved, forward = live.current, segments.take()
+        gradient = torch.empty_like(result)
+        run_backward(result, gradient)
+        backward = tuple(peak - result.nbytes for peak in segments.take())
+        del gradient
+    beside = max(0, segments.beside - result.nbytes)
+    memory = BlockMemory(saved=saved, forward=forward, backward=backward, beside=beside)
+    return memory, stream.nbytes
 
 
 def _divide(experts: nn.Module, weights: Mapping[str, Tensor], segments: _Segments) -> None:
@@ -283,32 +275,31 @@ def _trace_ends(
     model.part = replace(model.part, execution=losses)
     config = model.config
     measured: dict[str, int] = {}
-    with FakeTensorMode():
-        weights = _weights(model, micro_batch.dtype)
-        shape = micro_batch.size, config.seq_length
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        received = _stream(config, ranks, micro_batch).requires_grad_()
-        gradient = _stream(config, ranks, micro_batch)
-        live = LiveBytes([*weights.values(), tokens, received, gradient])
+    weights = _weights(model, micro_batch.dtype)
+    shape = micro_batch.size, config.seq_length
+    tokens = torch.empty(shape, dtype=torch.int64, device=META)
+    received = _stream(config, ranks, micro_batch).requires_grad_()
+    gradient = _stream(config, ranks, micro_batch)
+    live = LiveBytes([*weights.values(), *model.buffers(), tokens, received, gradient])
 
-        def after_embedding(block: nn.Module, inputs: tuple, stream: Tensor) -> None:
-            if not stream.requires_grad:  # as after blocks with adapters
-                stream.requires_grad_()
-            measured["embedding_saved"] = live.current
-            measured["embedding_forward"] = live.take_peak()
-            stream.register_hook(after_head_backward)
+    def after_embedding(block: nn.Module, inputs: tuple, stream: Tensor) -> None:
+        if not stream.requires_grad:  # as after blocks with adapters
+            stream.requires_grad_()
+        measured["embedding_saved"] = live.current
+        measured["embedding_forward"] = live.take_peak()
+        stream.register_hook(after_head_backward)
 
-        def after_head_backward(_: Tensor) -> None:
-            measured["after_head"] = live.current
-            measured["head_backward"] = live.take_peak()
+    def after_head_backward(_: Tensor) -> None:
+        measured["after_head"] = live.current
+        measured["head_backward"] = live.take_peak()
 
-        model.blocks[0].register_forward_hook(after_embedding)
-        inputs, options = (tokens, tokens, torch.ones(shape)), {"received": received}
-        with live:
-            result = functional_call(model, weights, inputs, options)
-            saved, forward = live.current, live.take_peak()
-            result.backward(None if result.ndim == 0 else gradient)
-            embedding_backward = live.take_peak()
+    model.blocks[0].register_forward_hook(after_embedding)
+    inputs, options = (tokens, tokens, torch.empty(shape, device=META)), {"received": received}
+    with AsOnCpus(), live:
+        result = functional_call(model, weights, inputs, options)
+        saved, forward = live.current, live.take_peak()
+        result.backward(None if result.ndim == 0 else gradient)
+        embedding_backward = live.take_peak()
     embedding_saved = measured["embedding_saved"]
     embedding = PassMemory(
         saved=embedding_saved,
@@ -330,12 +321,12 @@ def _fake_losses(logits: Tensor, labels: Tensor, mask: Tensor, chunk: int) -> Te
     rows = max(1, chunk // logits.shape[1])
     fp32_logits = logits[:rows].float()
     assert fp32_logits.dtype == torch.float32
-    return torch.empty(len(logits), dtype=torch.float32)
+    return logits.new_empty(len(logits), dtype=torch.float32)
 
 
 def _weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return {
-        name: torch.empty(parameter.shape, dtype=dtype, requires_grad=parameter.requires_grad)
+        name: torch.empty_like(parameter, dtype=dtype, requires_grad=parameter.requires_grad)
         for name, parameter in module.named_parameters()
     }
 
@@ -346,4 +337,4 @@ def _stream(config: ModelConfig, ranks: PlannedRanks, micro_batch: MicroBatch) -
     rows = config.seq_length // ranks.context_size
     if ranks.parallel.sequence_parallel:
         rows //= ranks.tensor_size
-    return torch.empty(micro_batch.size, rows, config.hidden_size, dtype=dtype)
+    return torch.empty(micro_batch.size, rows, config.hidden_size, dtype=dtype, device=META)

@@ -1,6 +1,6 @@
 """Estimate the peak memory of a rank during a step, by kind, without running it.
 
-The step is simulated (`step_simulation.py`), with activations that are traced on fake tensors
+The step is simulated (`step_simulation.py`), with activations that are traced on the meta device
 (`activations.py`), and of experts with balanced routing.
 """
 

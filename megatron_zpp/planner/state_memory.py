@@ -4,7 +4,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron_zpp.planner.parts.planned_run import FP32_BYTES, PlannedRun
+from megatron_zpp.planner.parts.planned_run import PlannedRun
+from megatron_zpp.planner.parts.planned_unit import FP32_BYTES
 from zeropp.ranks.host_memory import pinned_bytes
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"

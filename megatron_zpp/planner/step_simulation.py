@@ -13,13 +13,14 @@ from types import MappingProxyType
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from megatron_zpp.planner.activations import Activations, BlockMemory
-from megatron_zpp.planner.parts.planned_run import FP32_BYTES, PlannedRun, Unit
+from megatron_zpp.planner.parts.planned_run import PlannedRun
+from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit
 from megatron_zpp.planner.state_memory import GRADIENTS, WEIGHTS, initial_bytes
 from zeropp.fsdp_adapter import AHEAD
 
 GATHERED, COPIES = "gathered weights", "secondary copies (hpZ)"
 IN_FLIGHT, ACTIVATIONS, HEAD = "gradients in flight", "activations", "logits and loss"
-DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them, of each rank of a pipeline
+DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,8 @@ class _Chunk:
     def experts(self, position: int) -> int | None:
         """Return the experts of a block, if they are a unit."""
         following = self.blocks[position] + 1
-        is_next = following in self.blocks or following == self.root
+        is_last = position + 1 == len(self.blocks)
+        is_next = following == (self.root if is_last else self.blocks[position + 1])
         return None if is_next else following
 
 
@@ -77,7 +79,9 @@ class StepSimulation:
         self._record()
         ranks = self.run.ranks
         size = ranks.pipeline_size
-        count = min(self.run.num_micro_batches, DISTINCT_MICRO_BATCHES * size)
+        # Of one stage, those that are in flight at once end as they began.
+        distinct = DISTINCT_MICRO_BATCHES * size if len(self._chunks) > 1 else size + 2
+        count = min(self.run.num_micro_batches, distinct)
         order = passes(ranks.pipeline_place, size, count, len(self._chunks))
         self.allocated[ACTIVATIONS] += self._arriving(order[0])
         for each, following in pairwise([*order, None]):

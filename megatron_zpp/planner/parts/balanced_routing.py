@@ -7,15 +7,11 @@ values.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_zpp.model.routing_record import Assignment, RoutingRecord
 from megatron_zpp.settings.config import ModelConfig
@@ -58,36 +54,3 @@ class BalancedRouting(RoutingRecord):
             return num_pairs
         even = math.ceil(num_pairs / self.config.num_experts * factor)
         return max(even, self.config.moe_min_capacity)
-
-
-class IntegersWithValues(TorchDispatchMode):
-    """Computes integers, which decide how many rows there are, where other tensors are fake.
-
-    It also allocates the results of grouped products, which PyTorch does for fake tensors of bf16
-    alone.
-    """
-
-    def __torch_dispatch__(
-        self, func: Callable, types: Sequence, args: tuple = (), kwargs: Mapping | None = None
-    ) -> Any:
-        options = dict(kwargs or {})
-        if func.name() == "aten::_grouped_mm":
-            first, second, ends, *_ = args
-            shape = (len(first), second.shape[-1])
-            if second.ndim == 2:  # of rows and their gradients: one matrix for each expert
-                shape = (len(ends), *shape)
-            return first.new_empty(shape)
-        tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-        has_values = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if has_values if tensors else _makes_integers(func, options):
-            with _disable_current_modes():
-                return func(*args, **options)
-        return func(*args, **options)
-
-
-def _makes_integers(func: Callable, options: Mapping[str, Any]) -> bool:
-    """Whether a function that takes no tensors returns one of integers or booleans."""
-    dtype = options.get("dtype")
-    if dtype is None:
-        return func.name().startswith("aten::arange")
-    return not (dtype.is_floating_point or dtype.is_complex)

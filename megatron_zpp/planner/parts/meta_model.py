@@ -27,12 +27,18 @@ class MetaUnit(NamedTuple):
     """The parameters of each subunit of a unit.
 
     layer: that of a block, None for a root. is_experts: it is the experts of the block before it,
-    which ranks split.
+    which ranks split. shapes: of each parameter its shape, and whether it is trained.
     """
 
     layer: int | None
     is_experts: bool
     subunits: Subunits
+    shapes: tuple = ()
+
+    def with_shapes(self) -> "MetaUnit":
+        """Return the unit with the shapes of its parameters."""
+        shapes = (tuple((p.shape, p.requires_grad) for p in each) for each in self.subunits)
+        return self._replace(shapes=tuple(shapes))
 
 
 class MetaModel:
@@ -96,9 +102,18 @@ class MetaModel:
             units = [
                 unit
                 for layer in stage.layers
-                for unit in _block_units(model.blocks[layer], layer, ranks, *separates)
+                for unit in self._units_of_block(model.blocks[layer], layer, ranks, separates)
             ]
-            self._units[key] = (*units, root)
+            self._units[key] = (*units, root.with_shapes())
+        return self._units[key]
+
+    def _units_of_block(
+        self, block: nn.Module, layer: int, ranks: PlannedRanks, separates: tuple[bool, bool]
+    ) -> tuple[MetaUnit, ...]:
+        key = _axes_key(ranks), layer, separates
+        if key not in self._units:
+            units = _block_units(block, layer, ranks, *separates)
+            self._units[key] = tuple(unit.with_shapes() for unit in units)
         return self._units[key]
 
     def partial(self, ranks: PlannedRanks) -> tuple[nn.Parameter, ...]:

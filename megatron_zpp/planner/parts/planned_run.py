@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,53 +16,19 @@ from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.planner.parts.planned_unit import (
+    FP32_BYTES,
+    PlannedUnit,
+    Unit,
+    sizes_of,
+    stored_bytes,
+)
 from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
-from zeropp.fsdp_adapter import ShardSpec
 from zeropp.optim.offload import HOST, master_devices
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan, spec_of
-from zeropp.wire.collectives import gradient_layouts, weight_layout
 from zeropp.wire.route import Nodes
-
-FP32_BYTES = 4  # of a weight or a gradient
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """The sizes of an FSDP unit, which is gathered and reduced at once; bytes if not stated.
-
-    layer: that of a block, None for a root. is_experts: it is the experts of the block before it,
-    which are gathered and reduced within the passes of the block.
-    axis: its data axis. num_shards: over how many ranks it is cut.
-    elements: number of elements of a rank's padded shard.
-    trained: number of elements of a rank's padded shard that have gradients and moments.
-    frozen: the part of the shard that is never trained.
-    gathered: the weights of all ranks in the compute format, and the codes they are decoded from.
-    gradient: the whole gradient in the compute format.
-    fp32_gradient: the whole gradient in fp32.
-    gather_buffer: what a gather receives, before it is copied out.
-    packed_buffer: packed rows that a gather receives from other nodes.
-    repeated_buffer: the same where the secondary copy exists, none if that has all rows.
-    secondary_copy: hpZ's secondary copy.
-    hop_buffers: gradients that are sent and received, for each hop.
-    """
-
-    layer: int | None
-    is_experts: bool
-    axis: DataAxis
-    num_shards: int
-    elements: int
-    trained: int
-    frozen: int
-    gathered: int
-    gradient: int
-    fp32_gradient: int
-    gather_buffer: int
-    packed_buffer: int
-    repeated_buffer: int
-    secondary_copy: int
-    hop_buffers: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +45,7 @@ class PlannedRun:
     ranks: PlannedRanks
     stages: tuple[Part, ...]
     plan: Plan
-    planned: tuple["PlannedUnit", ...]
+    planned: tuple[PlannedUnit, ...]
     units: tuple[Unit, ...]
     is_cpu: bool
 
@@ -208,20 +173,7 @@ class PlannedRun:
             temporary_elements += max(parameter.numel() for parameter in self.parameters)
         elif self.offloads:
             specs = [spec for spec in specs if not spec.trainable]
-        return _stored_bytes(specs) + FP32_BYTES * temporary_elements
-
-
-class PlannedUnit(NamedTuple):
-    """The units of a plan that are gathered and reduced together, and what they are of a stage."""
-
-    layer: int | None
-    is_experts: bool
-    parts: tuple[UnitPlan, ...]
-
-    @property
-    def axis(self) -> DataAxis:
-        """The data axis, with the routes over it."""
-        return self.parts[0].axis
+        return stored_bytes(specs) + FP32_BYTES * temporary_elements
 
 
 Places = list[tuple[PlannedRun, int]]  # how many ranks of a pipeline are like each, in its order
@@ -267,7 +219,7 @@ def plan_run(
         stages=tuple(stages),
         plan=plan,
         planned=tuple(planned),
-        units=tuple(_sizes(each, plan) for each in planned),
+        units=sizes_of(planned, plan),
         is_cpu=is_cpu,
     )
 
@@ -292,6 +244,7 @@ def _planned_units(
         shards = 1 if zero.stage == 0 else its_nodes.num_ranks
         of_experts = replace(like, axis=axis, num_shards=shards, is_apart=True)
     planned = []
+    alike: dict[tuple, list[UnitPlan]] = {}  # layers have the same sizes
     for stage in stages:
         units = model.units(
             ranks,
@@ -302,64 +255,17 @@ def _planned_units(
         for unit in units:
             kind = of_experts if unit.is_experts else like
             kind = replace(kind, regathers=zero.stage == 3 and unit.layer is not None)
-            parts = [kind.with_parameters((), parameters) for parameters in unit.subunits]
+            key = unit.is_experts, unit.layer is None, unit.shapes
+            if key not in alike:
+                alike[key] = [kind.with_parameters((), each) for each in unit.subunits]
+            parts = [
+                replace(part, parameters=each)
+                for part, each in zip(alike[key], unit.subunits, strict=True)
+            ]
             if unit.layer is None:
                 parts[-1] = replace(parts[-1], is_root=True)
             planned.append(PlannedUnit(unit.layer, unit.is_experts, tuple(parts)))
     return planned
-
-
-def _sizes(planned: PlannedUnit, plan: Plan) -> Unit:
-    """Return the sizes of a unit of a stage, its adapters included."""
-    specs = [spec for part in planned.parts for spec in part.specs]
-    itemsize, num_shards = plan.compute_dtype.itemsize, planned.parts[0].num_shards
-    trainable = [spec for spec in specs if spec.trainable]
-    trained = sum(spec.elements for spec in trainable)
-    elements = sum(spec.elements for spec in specs)
-    codes = sum(spec.packed_bytes for spec in specs)
-    row = sum(spec.packed_bytes or itemsize * spec.elements for spec in specs)
-    route = planned.axis.weights
-    packed_row = row if codes else weight_layout(specs, route, plan.compute_dtype).packed_bytes
-    if route.is_flat:
-        packed_rows = 0
-    elif route.keeps:
-        packed_rows = route.nodes.num_ranks
-    else:
-        packed_rows = route.outer
-    packed_buffer = packed_row * packed_rows if num_shards > 1 else 0
-    has_secondary_copy = route.keeps and plan.stage
-    is_copy_whole = has_secondary_copy and route.inner == 1
-    return Unit(
-        layer=planned.layer,
-        is_experts=planned.is_experts,
-        axis=planned.axis,
-        num_shards=num_shards,
-        elements=elements,
-        trained=trained,
-        frozen=_stored_bytes(specs) - FP32_BYTES * trained,
-        gathered=num_shards * (itemsize * elements + codes),
-        gradient=num_shards * trained * itemsize,
-        fp32_gradient=num_shards * trained * FP32_BYTES,
-        gather_buffer=num_shards * row if num_shards > 1 else 0,
-        packed_buffer=packed_buffer,
-        repeated_buffer=0 if is_copy_whole else packed_buffer,
-        secondary_copy=route.outer * packed_row if has_secondary_copy else 0,
-        hop_buffers=_hop_buffers(trainable, planned.parts[0]) if num_shards > 1 else (),
-    )
-
-
-def _hop_buffers(trainable: Sequence[ShardSpec], unit: UnitPlan) -> tuple[int, ...]:
-    """Return the bytes that each hop of a gradient reduction sends and receives."""
-    if not trainable:
-        return ()
-    route = unit.axis.gradients
-    inner, outer = gradient_layouts(trainable, route, unit.wire_dtype)
-    buffers = []
-    if route.inner > 1:
-        buffers.append(2 * route.nodes.num_ranks * inner.packed_bytes)
-    if route.outer > 1:
-        buffers.append(2 * route.outer * outer.packed_bytes)
-    return tuple(buffers)
 
 
 def plan_places(
@@ -392,8 +298,3 @@ def plan_places(
         )
         for _, (first, *rest) in groupby(range(size), kind)
     ]
-
-
-def _stored_bytes(specs: Sequence[ShardSpec]) -> int:
-    """Return the bytes of shards that are stored as codes or in fp32."""
-    return sum(spec.packed_bytes or FP32_BYTES * spec.elements for spec in specs)

@@ -6,6 +6,7 @@ the one before and what it needs of another stage has arrived.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
@@ -78,65 +79,48 @@ def pipeline_seconds(stages: Sequence[PassSeconds], size: int, num_micro_batches
     """
     filled = FILLED * size
     if num_micro_batches <= filled + size:
-        return _Schedule(stages, size, num_micro_batches).run()
-    fewer, more = (_Schedule(stages, size, count).run() for count in (filled, filled + size))
+        return simulated_seconds(stages, size, num_micro_batches)
+    fewer, more = (simulated_seconds(stages, size, count) for count in (filled, filled + size))
     return more + (num_micro_batches - filled - size) * (more - fewer) / size
 
 
-class _Schedule:
-    """Simulates the passes of all ranks of a pipeline."""
+@cache
+def _order(size: int, chunks: int, num_micro_batches: int) -> tuple[tuple[int, int, Pass], ...]:
+    """Return (rank, stage, pass) of all passes of a step, each behind those that it waits for."""
+    orders = [passes(rank, size, num_micro_batches, chunks) for rank in range(size)]
+    order: list[tuple[int, int, Pass]] = []
+    arrived: set[tuple[bool, int, int]] = set()  # direction, stage, micro-batch
+    remaining = [*map(iter, orders)]
+    waiting = [*map(next, remaining)]
+    while any(waiting):
+        before = len(order)
+        for rank, left in enumerate(remaining):
+            while (each := waiting[rank]) is not None:
+                stage, step = rank + each.chunk * size, 1 if each.is_forward else -1
+                is_end = stage == (0 if each.is_forward else size * chunks - 1)
+                if not is_end and (each.is_forward, stage, each.micro_batch) not in arrived:
+                    break
+                order.append((rank, stage, each))
+                arrived.add((each.is_forward, stage + step, each.micro_batch))
+                waiting[rank] = next(left, None)
+        assert len(order) > before, "each pass waits for another one"
+    return tuple(order)
 
-    def __init__(self, stages: Sequence[PassSeconds], size: int, num_micro_batches: int) -> None:
-        self._stages, self._size, self._count = stages, size, num_micro_batches
-        self._now = [0.0] * size
-        self._links: dict[tuple[int, bool], float] = {}  # when a rank's link onward or back is free
-        self._arrivals: dict[tuple[bool, int, int], float] = {}  # direction, stage, micro-batch
-        chunks = len(stages) // size
-        self._orders = [passes(rank, size, num_micro_batches, chunks) for rank in range(size)]
-        self._next = [0] * size
 
-    def run(self) -> float:
-        """Return when the last rank has ended, with its reductions."""
-        remaining = sum(map(len, self._orders))
-        while remaining:
-            before = remaining
-            for rank in range(self._size):
-                remaining -= self._advance(rank)
-            assert remaining < before, "each pass waits for another one"
-        return max(
-            now + max(stage.tail for stage in self._stages[rank :: self._size])
-            for rank, now in enumerate(self._now)
-        )
-
-    def _advance(self, rank: int) -> int:
-        """Run the passes of a rank for which all has arrived; return how many."""
-        order, first = self._orders[rank], self._next[rank]
-        while self._next[rank] < len(order):
-            each = order[self._next[rank]]
-            arrival = self._arrival(rank, each)
-            if arrival is None:
-                break
-            stage = rank + each.chunk * self._size
-            seconds = self._stages[stage].of(each, self._count)
-            self._now[rank] = max(self._now[rank], arrival) + seconds
-            self._send(rank, stage, each)
-            self._next[rank] += 1
-        return self._next[rank] - first
-
-    def _arrival(self, rank: int, each: Pass) -> float | None:
-        """Return when a pass has what it needs of another stage; None if that has not run."""
-        stage = rank + each.chunk * self._size
-        is_end = stage == (0 if each.is_forward else len(self._stages) - 1)
-        if is_end:
-            return 0.0
-        return self._arrivals.get((each.is_forward, stage, each.micro_batch))
-
-    def _send(self, rank: int, stage: int, each: Pass) -> None:
-        following = stage + (1 if each.is_forward else -1)
-        if not 0 <= following < len(self._stages):
-            return
-        sender = self._stages[stage]
-        link = rank, each.is_forward
-        start = max(self._now[rank], self._links.get(link, 0.0))
-        self._links[link] = start + (sender.onward if each.is_forward else sender.back)
-        self._arrivals[each.is_forward, following, each.micro_batch] = self._links[link]
+def simulated_seconds(stages: Sequence[PassSeconds], size: int, num_micro_batches: int) -> float:
+    """Return when the last rank has ended, with its reductions."""
+    now = [0.0] * size
+    links: dict[tuple[int, bool], float] = {}  # when a rank's link onward or back is free
+    arrivals: dict[tuple[bool, int, int], float] = {}  # direction, stage, micro-batch
+    for rank, stage, each in _order(size, len(stages) // size, num_micro_batches):
+        forward, own = each.is_forward, stages[stage]
+        arrival = arrivals.get((forward, stage, each.micro_batch), 0.0)
+        now[rank] = max(now[rank], arrival) + own.of(each, num_micro_batches)
+        following = stage + (1 if forward else -1)
+        if 0 <= following < len(stages):
+            start = max(now[rank], links.get((rank, forward), 0.0))
+            end = start + (own.onward if forward else own.back)
+            links[rank, forward] = arrivals[forward, following, each.micro_batch] = end
+    return max(
+        end + max(stage.tail for stage in stages[rank::size]) for rank, end in enumerate(now)
+    )

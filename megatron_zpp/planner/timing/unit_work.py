@@ -6,7 +6,8 @@ from functools import cached_property, partial
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.node_traffic import gradient_moves
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
-from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Unit
+from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
+from megatron_zpp.planner.parts.planned_unit import Unit
 from megatron_zpp.planner.timing.axis_messages import (
     Repeated,
     StageMessages,

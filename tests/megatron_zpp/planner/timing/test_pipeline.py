@@ -8,9 +8,9 @@ from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.planner.timing.links import HopTime
 from megatron_zpp.planner.timing.pipeline import (
     PassSeconds,
-    _Schedule,
     pass_seconds,
     pipeline_seconds,
+    simulated_seconds,
 )
 from megatron_zpp.planner.timing.timeline import NONE, Collective, Streams, UnitWork
 
@@ -52,7 +52,7 @@ def test_micro_batches_that_are_not_simulated_take_as_long_as_others(seed):
         for _ in range(size * chunks)
     ]
     count = size * draw.randint(6, 12)
-    exact = _Schedule(stages, size, count).run()
+    exact = simulated_seconds(stages, size, count)
     assert pipeline_seconds(stages, size, count) == pytest.approx(exact, rel=0.02)
     busy = max(sum(s.busy(count) for s in stages[rank::size]) for rank in range(size))
     assert busy <= exact
