@@ -13,10 +13,9 @@ The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimi
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.deepspeed.whole_steps import WholeSteps
 from zeropp.errors import InputError
+from zeropp.fsdp_adapter.owner_hooks import GradientHook, OwnerHook
 from zeropp.optim.loss_scale import deepspeed_loss_scaler
 from zeropp.optim.step_or_skip import optimizer_step
 from zeropp.ranks.topology import Environment
@@ -50,34 +50,6 @@ class ThroughputTimer:
     def update_epoch_count(self) -> None:
         """Count an epoch."""
         self.epoch_count += 1
-
-
-class HookOfEngine:
-    """Calls a method of an engine while that lives; does nothing in a copy of its module."""
-
-    def __init__(self, method: Callable | None = None) -> None:
-        self._method = (lambda: None) if method is None else WeakMethod(method)
-
-    @torch.compiler.disable
-    def __call__(self, *arguments: Any) -> Any:
-        method = self._method()
-        return None if method is None else method(*arguments)
-
-    def __deepcopy__(self, _: object) -> "HookOfEngine":
-        return HookOfEngine()
-
-
-class GradientHook(HookOfEngine):
-    """Divides gradients by what the method returns, once in each backward pass, if anything."""
-
-    _pass, _divisor, is_off = -1, None, False
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        if self.is_off:  # quick, as each parameter has this hook
-            return None
-        if (number := fsdp.backward_id()) != self._pass:
-            self._divisor, self._pass = super().__call__(), number
-        return self._divisor and gradient / self._divisor
 
 
 class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
@@ -129,8 +101,8 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         answer_questions(self)
         self._gradient_hook = GradientHook(self._divisor_of_pass)
         self._hook_gradients()
-        self.module.register_forward_pre_hook(HookOfEngine(self._before_forward))
-        self.module.register_forward_hook(HookOfEngine(self._after_forward), always_call=True)
+        self.module.register_forward_pre_hook(OwnerHook(self._before_forward))
+        self.module.register_forward_hook(OwnerHook(self._after_forward), always_call=True)
 
     def __getattr__(self, name: str) -> Any:
         try:
