@@ -79,10 +79,14 @@ class Activations:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of tensors that ops return in this mode, except those of `excluded`."""
+    """Count the bytes of tensors that ops return in this mode, except those of `excluded`.
 
-    def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
+    Those on META count with `counts_meta` alone: a run makes some whose memory nothing takes.
+    """
+
+    def __init__(self, excluded: Iterable[Tensor] = (), *, counts_meta: bool = False) -> None:
         super().__init__()
+        self._counts_meta = counts_meta
         self._excluded = weakref.WeakSet(tensor.untyped_storage() for tensor in excluded)
         self._storages: weakref.WeakSet = weakref.WeakSet()
         self.peak = 0
@@ -116,8 +120,8 @@ class LiveBytes(TorchDispatchMode):
         """Count the storages of `tensors`; return whether one of them is new."""
         num_before = len(self._storages)
         for tensor in map(local_part, tensors):
-            if isinstance(tensor, InFlightTensor):
-                continue  # it wraps a buffer that is counted
+            if isinstance(tensor, InFlightTensor) or tensor.is_meta > self._counts_meta:
+                continue  # the first wraps a buffer that is counted
             storage = tensor.untyped_storage()
             if storage not in self._excluded:
                 self._storages.add(storage)
@@ -227,7 +231,7 @@ def _trace_block(
         return BalancedRouting(num_tokens=num_tokens, config=config) if has_experts else None
 
     excluded = [*weights.values(), *block.buffers(), stream, *rotary]
-    with AttentionOfCpus(), AsOnCpus(), LiveBytes(excluded) as live:
+    with AttentionOfCpus(), AsOnCpus(), LiveBytes(excluded, counts_meta=True) as live:
         if ranks.context_size > 1:  # masks, which all layers share, stay from the first forward
             functional_call(block, weights, (stream, replace(sequences, routing=routing())))
             live.exclude_alive()
@@ -280,7 +284,8 @@ def _trace_ends(
     tokens = torch.empty(shape, dtype=torch.int64, device=META)
     received = _stream(config, ranks, micro_batch).requires_grad_()
     gradient = _stream(config, ranks, micro_batch)
-    live = LiveBytes([*weights.values(), *model.buffers(), tokens, received, gradient])
+    excluded = [*weights.values(), *model.buffers(), tokens, received, gradient]
+    live = LiveBytes(excluded, counts_meta=True)
 
     def after_embedding(block: nn.Module, inputs: tuple, stream: Tensor) -> None:
         if not stream.requires_grad:  # as after blocks with adapters

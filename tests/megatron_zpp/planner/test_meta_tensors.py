@@ -57,7 +57,7 @@ def test_ops_take_what_they_do_on_a_cpu(function, shapes):
         with ExitStack() as modes:
             for mode in (AttentionOfCpus(), AsOnCpus()) if device == "meta" else ():
                 modes.enter_context(mode)
-            live = modes.enter_context(LiveBytes(tensors))
+            live = modes.enter_context(LiveBytes(tensors, counts_meta=True))
             result = function(*tensors)
             saved, forward = live.current, live.take_peak()
             run_backward(result, torch.empty_like(result))
