@@ -3,7 +3,12 @@
 import sys
 
 from megatron_zpp.commands.pretrain import main
-from zeropp.ranks.process_group import exit_process
+from zeropp.ranks.exit import exit_process
+
+ZEROPP = {  # read by `zeropp` before it starts the ranks
+    "check": "megatron_zpp.commands.early_checks:check_pretrain",
+    "imports": ["megatron_zpp.train.pretrain"],
+}
 
 if __name__ == "__main__":
     exit_process(main(sys.argv[1:], "pretrain_zeropp_gpt.py"))

@@ -3,7 +3,7 @@
 import sys
 
 from megatron_zpp.commands.evaluate import main
-from zeropp.ranks.process_group import exit_process
+from zeropp.ranks.exit import exit_process
 
 if __name__ == "__main__":
     exit_process(main(sys.argv[1:], "python tools/evaluate.py"))
