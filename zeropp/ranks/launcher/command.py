@@ -52,8 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
         hosts = _hosts(options)
         num_ranks = _num_ranks(options, hosts)
         check(options, num_ranks)
+        is_job = len(hosts) > 1 or not all(map(is_here, hosts))
+        if not is_job:
+            share_cores(num_ranks)  # before libraries start threads, which no fork has
         needs = _check_script(options, hosts, num_ranks)
-        if len(hosts) > 1 or not all(map(is_here, hosts)):
+        if is_job:
             attempt = _job(options, hosts)
         else:
             attempt = _local(options, hosts, num_ranks, needs.imports)
@@ -134,7 +137,6 @@ def _local(
     """Return a function that runs the ranks of this machine, maybe as one of several."""
     if options.bind_cores_to_rank:
         require_cores(num_ranks)
-    share_cores(num_ranks)
     for slots in hosts.values():
         if _are_chosen(slots):
             use_gpus(slots)
