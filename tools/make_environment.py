@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 import venv
-from importlib.util import find_spec
 from pathlib import Path
 
 OLDEST_PYTHON = (3, 10)
@@ -33,6 +32,7 @@ TORCH_VERSION = "import torch; from importlib.metadata import version; print(ver
 CAN_BUILD = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
 PIP_IN_VENV = [str(VENV_PYTHON), "-m", "pip"]
 FIRST_PIP_FOR_OTHERS = 23  # pip --python
+LOG = FOLDER / "compile.log"
 BORROWED = "borrowed"  # in .venv: it imports another Python's packages
 UV_VARIABLES = {  # by what pip's configuration calls them
     "index-url": "UV_DEFAULT_INDEX",
@@ -118,7 +118,7 @@ def main() -> None:
     compiling = None if shutil.which("nvcc") else _compile()
     if not borrows and not _is_supported(version, exact_version):
         print(f"setup: installing torch {options.torch}", flush=True)
-        pip.install(f"torch=={options.torch}")
+        pip.install("--no-compile", f"torch=={options.torch}")  # most modules are never used
     version = _output_in_venv(TORCH_VERSION)
     print(f"setup: using torch {version}", flush=True)
     compiling = compiling or _compile()  # for GPUs, as that torch has them
@@ -200,7 +200,8 @@ def _install(
     print("setup: installing packages, and compiling", flush=True)
     if installer.reads_projects:
         installer.install(*options, "-r", "pyproject.toml", *(["--extra", extra] if extra else []))
-    compiling.wait()  # an error was printed; the project works without its libraries
+    if compiling.wait():
+        print(f"setup: the compiler failed, and all works without its libraries, but slower: {LOG}")
     clone = f"{ROOT}[{extra}]" if extra else str(ROOT)
     installer.install("--no-build-isolation", *options, "--editable", clone)
 
@@ -208,7 +209,8 @@ def _install(
 def _compile() -> subprocess.Popen:
     """Build the libraries of csrc/ in place, those that are not there already."""
     command = [VENV_PYTHON, "setup.py", "--quiet", "build_ext", "--inplace"]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    with open(LOG, "wb") as log:
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
 
 def _output_in_venv(code: str) -> str | None:

@@ -12,7 +12,7 @@ from megatron_zpp.data.blend import parse_blend
 from megatron_zpp.data.indexed_dataset import require_pair
 from megatron_zpp.data.instructions.examples import read_objects
 from megatron_zpp.data.path_files import with_named_paths
-from megatron_zpp.settings.arguments import parse
+from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.tokenizer import build_tokenizer
@@ -61,16 +61,6 @@ def status_of_mistakes(argv: Sequence[str], program: str, *, needs_pretrained: b
         print(f"error: {error}", file=sys.stdout, flush=True)
         return USAGE_ERROR
     return None
-
-
-def require_pretrained(config: Config, program: str) -> None:
-    """Raise InputError for a run that names no model to fine-tune."""
-    if config.lora.pretrained_checkpoint is None:
-        raise InputError(
-            f"{program} needs --pretrained-checkpoint FOLDER, the model to fine-tune: a folder of "
-            "checkpoints (tools/convert_hf.py makes one of a Hugging Face model); pretrain_gpt.py "
-            "trains from scratch"
-        )
 
 
 def _require_data(data: DataConfig) -> None:

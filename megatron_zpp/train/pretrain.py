@@ -9,13 +9,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder
-from megatron_zpp.commands.early_checks import require_pretrained
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.report.at_end import report_after_failure, report_rows
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.parallel.shared_settings import shared_settings
-from megatron_zpp.settings.arguments import parse
+from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.text.generate import generate
 from megatron_zpp.train.build import build_run

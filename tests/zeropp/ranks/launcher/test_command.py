@@ -150,7 +150,7 @@ def test_every_rank_runs_the_script_as_python_would(
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     assert sorted(output.splitlines()) == [
         f"RANK={rank} WORLD_SIZE=4 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 OMP_NUM_THREADS={threads} "
-        f"cores={usable_cores()} forked={forked} __main__ ['--num-layers', '2', '--num_ranks'] {tmp_path}"
+        f"cores={usable_cores()} forked={forked} __main__ {list(words)} {tmp_path}"
         for rank in range(4)
     ]
 
