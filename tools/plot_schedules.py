@@ -6,8 +6,11 @@ The curves are computed by `megatron_zpp/settings/scheduled_values.py`, which tr
 import sys
 from collections.abc import Callable
 
-from megatron_zpp.settings.scheduled_values import LearningRate
-from zeropp.atomic import write_atomically
+try:
+    from megatron_zpp.settings.scheduled_values import LearningRate
+    from zeropp.atomic import write_atomically
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: {missing}: type `make setup`, and run this by .venv/bin/python")
 
 WIDTH, HEIGHT = 760, 280  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 210, 16, 36  # margins; the legend is on the right

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.shared.result import write_text
 from megatron_zpp.commands.pretrain import main
-from zeropp.ranks.process_group import exit_process
+from zeropp.ranks.exit import exit_process
 
 
 def pid_file(folder: Path, rank: int) -> Path:

@@ -22,7 +22,7 @@ from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.rank_launch import ON_RANKS, RanksFailed
 from benchmarks.shared.result import begin, heading, page, save, write_text
 from zeropp.errors import InputError
-from zeropp.ranks.process_group import exit_process
+from zeropp.ranks.exit import exit_process
 from zeropp.ranks.topology import Environment
 
 SHAPE = {

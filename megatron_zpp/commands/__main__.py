@@ -13,7 +13,12 @@ from types import MappingProxyType
 
 from megatron_zpp.settings.command_line import HELP
 from zeropp import __version__
+from zeropp.ranks.exit import exit_process
 
+ZEROPP = {  # read by `zeropp --module` before it starts the ranks
+    "check": "megatron_zpp.commands.early_checks:check_command",
+    "imports": ["megatron_zpp.train.pretrain"],
+}
 PROGRAM = "megatron-zpp"
 USAGE_ERROR = 2
 
@@ -87,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     status = module.main(words[1:], f"{PROGRAM} {name}")
     if command.joins_ranks:
-        import_module("zeropp.ranks.process_group").exit_process(status)
+        exit_process(status)
     return status
 
 

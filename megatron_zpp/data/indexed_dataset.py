@@ -43,7 +43,7 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
         self.idx_path, self.bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-        _check_pair(self.prefix, self.idx_path, self.bin_path)
+        require_pair(self.prefix)
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         self.dtype, self.lengths, self.pointers, self.document_index = _parse(index, self.idx_path)
         modes = index[HEADER.size + 12 * len(self) + 8 * len(self.document_index) :]
@@ -145,7 +145,9 @@ def _check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
         )
 
 
-def _check_pair(prefix: str, idx_path: Path, bin_path: Path) -> None:
+def require_pair(prefix: str) -> None:
+    """Raise InputError if the files of a dataset are not there."""
+    idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     missing = [path for path in (idx_path, bin_path) if not path.is_file()]
     if not missing and not idx_path.stat().st_size:
         raise InputError(f"{idx_path} has 0 bytes, expected {HEADER.size} or more: not an index")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_zpp.parallel.main_thread import Glance, MainThread
 from zeropp.errors import first_few
-from zeropp.ranks.process_group import OTHER_RANK_FAILED
+from zeropp.ranks.exit import OTHER_RANK_FAILED
 
 BEAT_SECONDS = 1.0
 DEAD_SECONDS = 30.0  # without a heartbeat, or half of the time limit of collectives

@@ -112,6 +112,16 @@ def check(config: Config, num_replicas: int) -> None:
         require_divisible(config, num_replicas)
 
 
+def require_pretrained(config: Config, program: str) -> None:
+    """Raise InputError for a run that names no model to fine-tune."""
+    if config.lora.pretrained_checkpoint is None:
+        raise InputError(
+            f"{program} needs --pretrained-checkpoint FOLDER, the model to fine-tune: a folder of "
+            "checkpoints (tools/convert_hf.py makes one of a Hugging Face model); pretrain_gpt.py "
+            "trains from scratch"
+        )
+
+
 def require_divisible(config: Config, num_replicas: int) -> None:
     """Raise InputError for sizes of the model that its ranks cannot share out.
 

@@ -14,7 +14,7 @@ from megatron_zpp.monitor.report.at_end import report_after_failure, report_rows
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.parallel.shared_settings import shared_settings
-from megatron_zpp.settings.arguments import parse
+from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.text.generate import generate
 from megatron_zpp.train.build import build_run
@@ -30,7 +30,8 @@ from zeropp.checkpoint.shared_folder import hold_folder
 from zeropp.errors import NetworkError
 from zeropp.optim.local_steps.outer_group import OuterError
 from zeropp.ranks.coordination import report_on_each_machine, report_once
-from zeropp.ranks.process_group import OTHER_RANK_FAILED, refuse_to_start
+from zeropp.ranks.exit import OTHER_RANK_FAILED
+from zeropp.ranks.process_group import refuse_to_start
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import WaitError
 
@@ -53,12 +54,8 @@ def main(
             console.rank = environment.rank
             config = parse(argv, environment.world_size, program)
             console.set_level(config.log.logging_level)
-            if needs_pretrained and config.lora.pretrained_checkpoint is None:
-                raise InputError(
-                    f"{program} needs --pretrained-checkpoint FOLDER, the model to fine-tune: a "
-                    "folder of checkpoints (tools/convert_hf.py makes one of a Hugging Face "
-                    "model); pretrain_gpt.py trains from scratch"
-                )
+            if needs_pretrained:
+                require_pretrained(config, program)
             if config.training.dry_run:
                 return dry_run(config, environment, console)
             with (

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -46,6 +47,16 @@ def test_help_names_the_tool(
 ) -> None:
     assert run_here(ROOT / "tools" / f"{name}.py", ["--help"], monkeypatch) == 0
     assert capsys.readouterr().out.startswith(f"usage: python tools/{name}.py ")
+
+
+def test_without_a_set_up_scripts_say_what_to_type() -> None:
+    scripts = [*ROOT.glob("tools/*.py"), *(ROOT / name for name in ROOT_SCRIPTS)]
+    for script in scripts:
+        command = [sys.executable, "-S", "-E", str(script), "--help"]  # it sees no packages
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent)
+        needs_it = script.stem != "make_environment"
+        assert ("type `make setup`" in done.stderr) == needs_it, script
+        assert "Traceback" not in done.stderr, done.stderr
 
 
 def test_every_tool_is_tested_here() -> None:

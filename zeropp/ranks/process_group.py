@@ -2,13 +2,10 @@
 
 import logging
 import math
-import os
 import re
 import socket
-import sys
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,8 +19,6 @@ from zeropp.ranks.topology import Environment
 # Collectives of CPU tensors do not wait for the GPUs.
 GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 GLOO_OR_NCCL = re.compile("gloo|nccl")  # in the names of backends, others connect in other ways
-# Exit status of a rank that ends because another one failed: launchers then look for that one.
-OTHER_RANK_FAILED = 75  # EX_TEMPFAIL of sysexits.h
 REFUSAL_TIMEOUT = timedelta(seconds=5)
 
 log = logging.getLogger("zeropp")
@@ -113,16 +108,3 @@ def refuse_to_start(environment: Environment, reason: str) -> None:
     with suppress(RuntimeError, InputError):  # they cannot be reached, or have ended as well
         store = attempt_store(open_store(environment, REFUSAL_TIMEOUT), environment)
         refuse(dist.PrefixStore("addresses", store), environment, reason)
-
-
-def exit_process(status: int) -> NoReturn:
-    """Flush logs and streams, and exit without finalizing the interpreter.
-
-    A thread of gloo may still hold the last reference to a tensor, and in PyTorch 2.13 some groups
-    outlive `destroy_process_group`. If the thread released it while Python is finalized, the
-    process would end with SIGABRT. `atexit` handlers are not called.
-    """
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(status)

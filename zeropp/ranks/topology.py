@@ -6,6 +6,7 @@ module reads the environment.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zeropp.errors import InputError
@@ -112,6 +113,16 @@ def share_cores(num_ranks: int) -> None:
 def variables_for_other_machines() -> dict[str, str]:
     """Return the variables that ranks on other machines get from the one that starts them."""
     return {name: value for name, value in os.environ.items() if name.startswith(SENT_PREFIXES)}
+
+
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that this one starts, with these variables too."""
+    return {**os.environ, **variables}
+
+
+def use_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, a fork that stands for a new one."""
+    os.environ.update(variables)
 
 
 def use_gpus(numbers: list[int]) -> None:

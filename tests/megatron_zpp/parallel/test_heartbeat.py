@@ -31,7 +31,7 @@ import os, sys, time
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.commands.pretrain import main
 from torch.distributed.checkpoint import FileSystemWriter
-from zeropp.ranks.process_group import exit_process
+from zeropp.ranks.exit import exit_process
 
 owner, name = {"data": (Loader, "__next__"), "file": (FileSystemWriter, "write_data")}[sys.argv[1]]
 method, calls = getattr(owner, name), []

@@ -28,7 +28,7 @@ SLOW_SAVE = """
 import os, sys, time
 from megatron_zpp.commands.pretrain import main
 from torch.distributed.checkpoint import FileSystemWriter
-from zeropp.ranks.process_group import exit_process
+from zeropp.ranks.exit import exit_process
 
 write_data = FileSystemWriter.write_data
 

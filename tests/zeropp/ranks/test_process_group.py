@@ -53,7 +53,7 @@ def test_nodes_smaller_than_the_machine_do_not_hide_how_many_ranks_it_has():
 
 SCRIPT = """
 import atexit, logging, sys, threading
-from zeropp.ranks.process_group import exit_process
+from zeropp.ranks.exit import exit_process
 atexit.register(print, "Python was finalized")
 threading.Thread(target=threading.Event().wait).start()  # would be waited for, forever
 logging.getLogger().addHandler(logging.StreamHandler(sys.stdout))

@@ -1,29 +1,26 @@
 """What the command `zeropp` does: ranks of this machine, or a job on several, until they succeed.
 
-It is a thin layer over PyTorch's elastic agent, of which each machine has one.
+Mistakes are said before torch is imported, which takes longer than all else here.
 """
 
 import argparse
-import logging
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable
+from glob import glob
+from importlib import import_module
 from pathlib import Path
-
-import torch
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from zeropp.errors import InputError
 from zeropp.ranks.addresses import source_towards
-from zeropp.ranks.launcher.agent import rank_command, run_ranks
 from zeropp.ranks.launcher.hostfile import Hosts, choose, first_slots, read_hostfile
 from zeropp.ranks.launcher.job import Job
-from zeropp.ranks.launcher.meeting_point import MeetingPoint
 from zeropp.ranks.launcher.options import check, parse, program, require_cores, require_port
 from zeropp.ranks.launcher.remote_shell import RemoteShell, is_here, remote_line
-from zeropp.ranks.nodes.sync_store import keep_store
+from zeropp.ranks.launcher.script_needs import ScriptNeeds
+from zeropp.ranks.launcher.signals import StoppedBySignal
 from zeropp.ranks.topology import (
     gloo_interfaces,
     share_cores,
@@ -33,6 +30,7 @@ from zeropp.ranks.topology import (
 )
 
 USAGE_ERROR = 2  # exit code of a rank that no restart would help
+GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")  # devices of CUDA, ROCm and Windows' Linux
 HOST_PROGRAM = "zeropp.ranks.launcher.host_main"
 VARIABLES_FILE = (
     ".deepspeed_env"  # in the home folder and in the current one, which takes precedence
@@ -48,24 +46,38 @@ def main(arguments: list[str] | None = None) -> int:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         if options.keep_store is not None:
             require_port("keep_store", options.keep_store, first=0)
+            keep_store = import_module("zeropp.ranks.nodes.sync_store").keep_store
             keep_store(options.keep_store, say=lambda text: print(f"zeropp: {text}", flush=True))
             return 0
         hosts = _hosts(options)
         num_ranks = _num_ranks(options, hosts)
         check(options, num_ranks)
-        logging.disable(logging.CRITICAL)  # torch's agent; the ranks have their own logs
-        if len(hosts) > 1 or not all(map(is_here, hosts)):
+        is_job = len(hosts) > 1 or not all(map(is_here, hosts))
+        if not is_job:
+            share_cores(num_ranks)  # before libraries start threads, which no fork has
+        needs = _check_script(options, hosts, num_ranks)
+        if is_job:
             attempt = _job(options, hosts)
         else:
-            attempt = _local(options, hosts, num_ranks)
+            attempt = _local(options, hosts, num_ranks, needs.imports)
         return _run(attempt, options.max_restarts)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except SignalException as error:
-        return _report_signal(error.sigval)
+    except StoppedBySignal as error:
+        return _report_signal(error.number)
     except KeyboardInterrupt:
         return _report_signal(signal.SIGINT)
+
+
+def _check_script(options: argparse.Namespace, hosts: Hosts, num_ranks: int) -> ScriptNeeds:
+    """Let the script check its arguments where it is to run; return what it needs."""
+    name, *arguments = options.command
+    needs = ScriptNeeds.of(name, is_module=options.module)
+    if needs.check is not None and (not hosts or any(map(is_here, hosts))):
+        num_machines = len(hosts) or options.num_nodes or 1
+        needs.check(arguments, num_ranks * num_machines)
+    return needs
 
 
 def _run(attempt: Callable[[], int], max_restarts: int) -> int:
@@ -87,7 +99,7 @@ def _hosts(options: argparse.Namespace) -> Hosts:
     if options.hostfile is None and not options.include and not options.exclude:
         return {}
     if options.hostfile is None:
-        hosts = {"localhost": list(range(torch.cuda.device_count()))}
+        hosts = {"localhost": list(range(_num_gpus()))}
     else:
         hosts = read_hostfile(options.hostfile)
     hosts = choose(hosts, options.include, options.exclude)
@@ -101,7 +113,7 @@ def _num_ranks(options: argparse.Namespace, hosts: Hosts) -> int:
         return len(next(iter(hosts.values())))
     if options.num_ranks is not None:
         return options.num_ranks
-    num_gpus = torch.cuda.device_count()
+    num_gpus = _num_gpus()
     if options.num_gpus is not None:
         if options.num_gpus > num_gpus:
             raise InputError(
@@ -114,22 +126,36 @@ def _num_ranks(options: argparse.Namespace, hosts: Hosts) -> int:
     return num_gpus or 1
 
 
-def _local(options: argparse.Namespace, hosts: Hosts, num_ranks: int) -> Callable[[], int]:
+def _num_gpus() -> int:
+    """Return the number of GPUs, for which torch is asked only where there may be any."""
+    return import_module("torch").cuda.device_count() if any(map(glob, GPUS)) else 0
+
+
+def _local(
+    options: argparse.Namespace, hosts: Hosts, num_ranks: int, imports: tuple[str, ...]
+) -> Callable[[], int]:
     """Return a function that runs the ranks of this machine, maybe as one of several."""
     if options.bind_cores_to_rank:
         require_cores(num_ranks)
-    share_cores(num_ranks)
     for slots in hosts.values():
         if _are_chosen(slots):
             use_gpus(slots)
     meeting = None
     if options.node_rank is not None:
         place = (options.num_nodes, options.node_rank)
-        meeting = MeetingPoint(options.master_addr, options.master_port, *place)
+        module = import_module("zeropp.ranks.launcher.meeting_point")
+        meeting = module.MeetingPoint(options.master_addr, options.master_port, *place)
         meeting.require_interfaces(gloo_interfaces(meeting.interface()))
     num_cores = len(usable_cores()) // num_ranks if options.bind_cores_to_rank else 0
-    command = rank_command(program(options), num_cores, options.ranks_per_node)
-    return lambda: run_ranks(command, num_ranks, meeting)
+    ranks = import_module("zeropp.ranks.launcher.local_ranks").LocalRanks(
+        program=program(options),
+        num_ranks=num_ranks,
+        num_cores=num_cores,
+        ranks_per_node=options.ranks_per_node,
+        imports=imports,
+        meeting=meeting,
+    )
+    return ranks.run
 
 
 def _job(options: argparse.Namespace, hosts: Hosts) -> Callable[[], int]:
@@ -156,7 +182,7 @@ def _job(options: argparse.Namespace, hosts: Hosts) -> Callable[[], int]:
 
 def _rank_options(options: argparse.Namespace, num_ranks: int) -> list[str]:
     """Return the options about ranks of each host; slots are GPUs where this host has any."""
-    on_gpus = options.num_ranks is None and torch.cuda.device_count() > 0
+    on_gpus = options.num_ranks is None and _num_gpus() > 0
     words = ["--num_gpus" if on_gpus else "--num_ranks", str(num_ranks)]
     if options.ranks_per_node is not None:
         words += ["--ranks_per_node", str(options.ranks_per_node)]

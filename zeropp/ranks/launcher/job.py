@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import BinaryIO
 
-from torch.distributed.elastic.multiprocessing import SignalException
-
-from zeropp.ranks.process_group import OTHER_RANK_FAILED
+from zeropp.ranks.exit import OTHER_RANK_FAILED
+from zeropp.ranks.launcher.signals import StoppedBySignal
 
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 15  # with the machine whose rank failed, after others have ended because of it
@@ -38,14 +37,14 @@ class Job:
         """Run the commands until all have ended; return 0, or the exit code of the first to fail.
 
         If one fails, the others are ended. So they are by SIGINT and SIGTERM, which are raised as
-        KeyboardInterrupt and SignalException when they have had time to save.
+        KeyboardInterrupt and StoppedBySignal when they have had time to save.
         """
         signal.signal(signal.SIGTERM, _raise_signal)
         try:
             for host, command in self._commands.items():
                 self._start(host, command)
             self._wait()
-        except (KeyboardInterrupt, SignalException):
+        except (KeyboardInterrupt, StoppedBySignal):
             self._end()
             self._wait()
             raise
@@ -108,4 +107,4 @@ class Job:
 
 
 def _raise_signal(number: int, frame: FrameType | None) -> None:
-    raise SignalException(f"signal {number}", signal.Signals(number))
+    raise StoppedBySignal(number)

@@ -50,11 +50,6 @@ class MeetingPoint:
             )
         return found
 
-    @property
-    def endpoint(self) -> str:
-        """Address and port as torch's rendezvous takes them."""
-        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self}"
-
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
 
@@ -74,8 +69,8 @@ class MeetingPoint:
             )
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep the store open, which agents in the block share, until all machines have left it.
+    def held(self) -> Iterator[dist.Store]:
+        """Keep the store open, which the ranks use too, until all machines have left it.
 
         Raises NetworkError if the machines do not meet.
         """
@@ -85,7 +80,7 @@ class MeetingPoint:
         options = {"wait_for_workers": False, "multi_tenant": True}
         try:
             store = dist.TCPStore(self.address, self.port, None, first, limit, **options)
-            yield
+            yield store
         except dist.DistError as error:
             raise self._explain(error) from error
         with contextlib.suppress(dist.DistError):  # the first machine may have failed and left

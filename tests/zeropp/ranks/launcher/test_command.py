@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zeropp.ranks.launcher import main
-from zeropp.ranks.launcher.failed_rank import report_failure
+from zeropp.ranks.launcher.failed_rank import EndedRank, report_failure
 from zeropp.ranks.topology import usable_cores
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -22,6 +21,7 @@ START_SECONDS = 90  # importing torch in the launcher and its ranks, on a busy m
 END_SECONDS = 60  # what is promised after a rank has died
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
 
+FORKED = 'ZEROPP = {"imports": ["colorsys"]}'  # which no program here imports by itself
 # Each rank writes its process id, then performs the action that the test chooses.
 SCRIPT = """
 import os, signal, sys, time
@@ -41,7 +41,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 if action == "show":
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     place = " ".join(f"{name}={os.environ[name]}" for name in names)
-    place += f" cores={sorted(os.sched_getaffinity(0))}"
+    place += f" cores={sorted(os.sched_getaffinity(0))} forked={'colorsys' in sys.modules}"
     os.write(1, f"{place} {__name__} {sys.argv[3:]} {sys.path[0]}\\n".encode())
     sys.exit(0)
 if action == "exit" and rank == 1:
@@ -70,7 +70,6 @@ time.sleep(600)
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
     """Start the launcher on the script with an action; kill what still runs at the end."""
-    (tmp_path / "script.py").write_text(SCRIPT)
     processes = []
 
     def run(
@@ -79,7 +78,9 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
         script: str = str(tmp_path / "script.py"),
         arguments: tuple[str, ...] = (),
         folder: Path = ROOT,
+        forked: bool = False,
     ) -> subprocess.Popen:
+        (tmp_path / "script.py").write_text(SCRIPT + FORKED * forked)
         command = [script, str(tmp_path), action, *arguments]
         # Ignored signals are inherited, and shells ignore SIGINT in background jobs.
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -105,24 +106,6 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
     for path in tmp_path.glob("pid*"):
         if is_alive(int(path.read_text())):
             os.kill(int(path.read_text()), signal.SIGKILL)
-
-
-def wait_until_watching(process: subprocess.Popen) -> None:
-    """Wait until the agent knows its ranks; a signal before that reaches them as SIGTERM.
-
-    It then looks for ended ranks ten times a second and sleeps in between, which nothing it does
-    between starting the ranks and watching them does ten times.
-    """
-    if sys.platform != "linux":
-        time.sleep(1)
-        return
-
-    def num_sleeps() -> int:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        return int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)[1])
-
-    before = num_sleeps()
-    wait_for(lambda: num_sleeps() >= before + 10, START_SECONDS, "watching")
 
 
 def is_alive(pid: int) -> bool:
@@ -155,15 +138,19 @@ def last_lines(process: subprocess.Popen) -> list[str]:
 
 
 @pytest.mark.new_interpreter
-def test_every_rank_runs_the_script_as_python_would(start: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("forked", [False, pytest.param(True, marks=ON_CPU)])
+def test_every_rank_runs_the_script_as_python_would(
+    forked: bool, start: Callable, tmp_path: Path
+) -> None:
     options = ("--num_nodes", "1", "--num_ranks", "4", "--ranks_per_node", "2")
-    process = start("show", *options, arguments=("--num-layers", "2", "--num_ranks"))
+    words = ("--num-layers", "2", "--num_ranks")
+    process = start("show", *options, arguments=words, forked=forked)
     output, errors = process.communicate(timeout=START_SECONDS)
     assert (process.returncode, errors) == (0, "")
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     assert sorted(output.splitlines()) == [
         f"RANK={rank} WORLD_SIZE=4 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 OMP_NUM_THREADS={threads} "
-        f"cores={usable_cores()} __main__ ['--num-layers', '2', '--num_ranks'] {tmp_path}"
+        f"cores={usable_cores()} forked={forked} __main__ {list(words)} {tmp_path}"
         for rank in range(4)
     ]
 
@@ -198,7 +185,7 @@ def test_ranks_are_pinned_to_their_own_cores_on_request(start: Callable) -> None
 
 
 def test_a_rank_that_exits_ends_the_others_and_is_named(start: Callable, tmp_path: Path) -> None:
-    process = start("exit", "--num_ranks", "2")
+    process = start("exit", "--num_ranks", "2", forked=True)
     running = pids(tmp_path, 2)
     assert last_lines(process) == ["error: no such corpus", "zeropp: rank 1 exited with code 3"]
     assert process.returncode == 3
@@ -206,7 +193,7 @@ def test_a_rank_that_exits_ends_the_others_and_is_named(start: Callable, tmp_pat
 
 
 def test_a_killed_rank_ends_the_others_and_is_named(start: Callable, tmp_path: Path) -> None:
-    process = start("sleep", "--num_ranks", "3")
+    process = start("sleep", "--num_ranks", "3", forked=True)
     running = pids(tmp_path, 3)
     os.kill(running[2], signal.SIGKILL)
     lines = last_lines(process)
@@ -262,28 +249,22 @@ def test_a_terminated_rank_is_named_although_another_one_follows_at_once(
         ((3, 1, -9), (5.2, 5.1, 36), "rank 1 exited with code 1"),  # the agent lost patience
         ((75, -15, 1), (5.1, 5.2, 5.3), "rank 2 exited with code 1"),
         ((75, -9, 75), (5.1, 35, 5.2), "rank 1 did not respond and was ended with SIGKILL"),
-        ((3, -15, 75), (None, None, None), "rank 0 exited with code 3"),
+        ((3, -15, 75), (5.1, 5.1, 5.1), "rank 0 exited with code 3"),
     ],
 )
 def test_the_rank_that_really_failed_is_named(codes, seconds, line, capsys) -> None:
-    failures = {
-        rank: ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="")
-        for rank, code in enumerate(codes)
-    }
-    times = {100 + rank: time for rank, time in enumerate(seconds) if time is not None}
-    code = report_failure(failures, times)
+    code = report_failure(dict(enumerate(map(EndedRank, codes, seconds))))
     assert capsys.readouterr().err == f"zeropp: {line}\n"
     named = codes[int(line.split()[1])]
     assert code == (named if named > 0 else 128 - named)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "forked"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_signals_reach_the_ranks_which_may_save(
-    start: Callable, tmp_path: Path, number: signal.Signals
+    start: Callable, tmp_path: Path, number: signal.Signals, forked: bool
 ) -> None:
-    process = start("wait", "--num_ranks", "2")
+    process = start("wait", "--num_ranks", "2", forked=forked)
     running = pids(tmp_path, 2)
-    wait_until_watching(process)
     process.send_signal(number)
     assert last_lines(process) == [f"zeropp: stopped by {number.name}"]
     assert process.returncode == 128 + number
@@ -293,7 +274,7 @@ def test_signals_reach_the_ranks_which_may_save(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals when a parent ends")
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(start: Callable, tmp_path: Path) -> None:
-    process = start("wait", "--num_ranks", "2")
+    process = start("wait", "--num_ranks", "2", forked=True)
     running = pids(tmp_path, 2)
     process.kill()
     wait_for(lambda: not any(is_alive(pid) for pid in running), END_SECONDS, "ending")
@@ -355,6 +336,45 @@ def test_mistakes_are_explained(
     assert main([argument.format(**given) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and re.search(words, error.strip(), re.DOTALL), error
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ZEROPP = ['x']", "expected a dict with the keys check and imports"),
+        ("ZEROPP = {'checks': 'a:b'}", "expected a dict with the keys check and imports"),
+        ("ZEROPP = {'check': 'no_module:f'}", "cannot be imported: No module named 'no_module'"),
+        ("ZEROPP = {'check': 'json:no_function'}", "cannot be imported: .*no_function"),
+    ],
+)
+def test_a_line_of_a_script_that_is_not_as_expected(
+    line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(line)
+    assert main(["--num_ranks", "1", str(script)]) == 2
+    assert re.match(rf"error: {script}: ZEROPP = .*{words}", capsys.readouterr().err)
+
+
+@pytest.mark.new_interpreter
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["{script}", "--data-path", "none"], "no dataset at none: expected none.idx"),
+        (["{script}", "--num-layer", "2"], "unknown flag --num-layer"),
+        (["{script}", "--deepspeed_config", "none"], "none: No such file"),
+        (["{script}", "--save", "{script}/x"], "nothing can be written in {script}"),
+        (["--module", "megatron_zpp.commands", "finetune"], "needs --pretrained-checkpoint"),
+    ],
+)
+def test_mistakes_are_said_before_torch_is_imported(words: list[str], error: str) -> None:
+    script = str(ROOT / "pretrain_gpt.py")
+    arguments = ["--num_ranks", "4", *(word.format(script=script) for word in words)]
+    code = f"""import sys; from zeropp.ranks.launcher import main; status = main({arguments})
+assert "torch" not in sys.modules; sys.exit(status)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and error.format(script=script) in done.stderr
 
 
 @ON_CPU
