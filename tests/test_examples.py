@@ -205,7 +205,7 @@ def clone(tmp_path) -> Path:
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
-    for name in ("bin/activate", ".setup-done"):
+    for name in ("bin/activate", ".setup-done", ".setup-done-gguf", ".setup-done-test"):
         (tmp_path / ".venv" / name).touch()
     lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[:50]]
     (tmp_path / "corpus.jsonl").write_text("".join(lines))

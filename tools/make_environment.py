@@ -122,7 +122,8 @@ def main() -> None:
     version = _output_in_venv(TORCH_VERSION)
     print(f"setup: using torch {version}", flush=True)
     compiling = compiling or _compile()  # for GPUs, as that torch has them
-    _install(installer, options.extra, f"torch=={version}", compiling)
+    extras = ["plots", *([options.extra] if options.extra else [])]  # a run ends with a report
+    _install(installer, extras, f"torch=={version}", compiling)
     print(f"setup: took {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -191,7 +192,7 @@ def _settings_of_pip() -> dict[str, str]:
 
 
 def _install(
-    installer: Installer, extra: str | None, torch: str, compiling: subprocess.Popen
+    installer: Installer, extras: list[str], torch: str, compiling: subprocess.Popen
 ) -> None:
     """Install this clone, editable, and what it needs; torch keeps its version."""
     constraints = FOLDER / "constraints.txt"
@@ -199,10 +200,11 @@ def _install(
     options = ["--constraint", str(constraints)]
     print("setup: installing packages, and compiling", flush=True)
     if installer.reads_projects:
-        installer.install(*options, "-r", "pyproject.toml", *(["--extra", extra] if extra else []))
+        named = [word for extra in extras for word in ("--extra", extra)]
+        installer.install(*options, "-r", "pyproject.toml", *named)
     if compiling.wait():
         print(f"setup: the compiler failed, and all works without its libraries, but slower: {LOG}")
-    clone = f"{ROOT}[{extra}]" if extra else str(ROOT)
+    clone = f"{ROOT}[{','.join(extras)}]"
     installer.install("--no-build-isolation", *options, "--editable", clone)
 
 

@@ -24,6 +24,7 @@ class IterationLog:
     loss_watch: LossWatch = field(default_factory=LossWatch)
     unread: PendingIteration | None = None
     _has_announced_save: bool = False
+    _has_logged: bool = False
     _unlogged: list[Iteration] = field(default_factory=list)
 
     def add(self, iteration: PendingIteration) -> None:
@@ -49,6 +50,12 @@ class IterationLog:
         iterations, self._unlogged = self._unlogged, []
         for iteration in over_worlds(iterations, self.run.ranks):
             interval = self.run.metrics.iteration(iteration)
+            if interval is None and not self._has_logged:
+                self.run.console.line(
+                    f"iteration {iteration.iteration}: loss {iteration.loss:.4f}; the log goes on "
+                    f"every {self.run.config.log.log_interval} iterations"
+                )
+            self._has_logged = True
             if interval is not None and not self._has_announced_save:
                 self._announce_save(interval)
 

@@ -1,0 +1,146 @@
+"""How long a newcomer waits: for help, for a mistake to be said, for ranks to start, for a loss.
+
+    python -m benchmarks.step.first_minutes [--against FOLDER] [--rounds 3] [--clones]
+
+Each command runs in this clone and in that of FOLDER in turn, an earlier commit with a `.venv`.
+Wall and processor seconds are medians. `--clones` also times `make pretrain` in fresh clones of
+both, from the first command to the first loss of training.
+"""
+
+import argparse
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.table import Column, table
+from zeropp.errors import InputError
+
+HERE = Path(__file__).resolve().parents[2]
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    "--global-batch-size 8 --train-iters 1 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 500 --deepspeed_config examples/ds_code_steps_two_nodes.json --eval-iters 0 "
+    "--num-workers 0 --log-interval 1"
+).split()
+LAUNCH = ["-m", "zeropp.ranks.launcher"]
+RANKS = [*LAUNCH, "--num_ranks", "4", "pretrain_gpt.py"]
+PATH = ["--data-path", "none", "--tokenizer-type", "ByteLevelTokenizer"]
+COMMANDS = {  # what it is: arguments of Python, exit status, what must be printed
+    "import zeropp": (["-c", "import zeropp"], 0, ""),
+    "zeropp --help": ([*LAUNCH, "--help"], 0, "--num_ranks"),
+    "a wrong flag": ([*RANKS, "--num-layer", "2"], 2, "--num-layer"),
+    "a wrong path": ([*RANKS, *PATH], 2, "no dataset at none"),
+    "four ranks, one step": ([*RANKS, *MODEL], 0, "lm loss: "),
+}
+FIRST_LOSS = ("iteration 1: loss", "lm loss: ")  # as it is printed now, and as it was
+
+
+def measure(options: argparse.Namespace, result: dict) -> None:
+    """Time each command in turn; raises Disagreement where it does not do what it should."""
+    folders = {"here": HERE, **({"against": options.against} if options.against else {})}
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for _ in range(options.rounds):
+        for name, (arguments, status, said) in COMMANDS.items():
+            for place, folder in folders.items():
+                seconds = _run(folder, arguments, status, said)
+                times.setdefault((name, place), []).append(seconds)
+    result["rows"] = [
+        _row(name, {place: times[name, place] for place in folders}) for name in COMMANDS
+    ]
+    if options.clones:
+        clones = {place: [_first_loss(folder)] for place, folder in folders.items()}
+        result["rows"].append(_row("git clone, make pretrain, first loss", clones))
+
+
+def show(result: dict) -> str:
+    """A line for each command."""
+    columns = [Column("command", "command")]
+    for place in [each for each in ("here", "against") if each in result["rows"][0]]:
+        for number, kind in enumerate(("wall", "processor")):
+            columns.append(
+                Column(f"{place}, {kind} s", lambda row, p=place, n=number: row[p][n], ".2f")
+            )
+    return table(result["rows"], *columns)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError for a clone without `.venv`."""
+    if options.against is None:
+        return
+    options.against = Path(options.against).resolve()
+    if not (options.against / ".venv/bin/python").exists():
+        raise InputError(f"--against {options.against}: expected a clone with a .venv")
+
+
+def _row(name: str, times: dict[str, list[tuple[float, float]]]) -> dict:
+    medians = {
+        place: [statistics.median(column) for column in zip(*seconds, strict=True)]
+        for place, seconds in times.items()
+    }
+    return {"command": name, **medians}
+
+
+def _run(folder: Path, arguments: list[str], status: int, said: str) -> tuple[float, float]:
+    """Return the wall and processor seconds of a command and its children."""
+    command = [folder / ".venv/bin/python", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    began, used = time.perf_counter(), _used()
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    seconds = time.perf_counter() - began, _used() - used
+    if (done.returncode != 0) != (status != 0) or said not in done.stdout + done.stderr:
+        raise Disagreement(f"{folder}: {arguments}: status {done.returncode}\n{done.stderr}")
+    return seconds
+
+
+def _first_loss(folder: Path) -> tuple[float, float]:
+    """Return the seconds to the first loss in a fresh clone; processor seconds are of all of it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        began, used = time.perf_counter(), _used()
+        subprocess.run(["git", "clone", "--quiet", folder, temporary], check=True)
+        process = subprocess.Popen(
+            ["make", "pretrain"],
+            cwd=temporary,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for line in process.stdout:
+            if any(words in line for words in FIRST_LOSS):
+                break
+        else:
+            raise Disagreement(f"make pretrain in a clone of {folder} printed no loss")
+        seconds = time.perf_counter() - began
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate()
+        return seconds, _used() - used
+
+
+def _used() -> float:
+    """Return the processor seconds of the children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+BENCHMARK = Benchmark(
+    spec=__spec__,
+    question=__doc__,
+    measure=measure,
+    show=show,
+    check=check,
+    flags=(
+        Flag("--against", None, "a clone of an earlier commit, with a .venv"),
+        Flag("--rounds", 3, "times that each command runs", least=1),
+        Flag("--clones", False, "time make pretrain in fresh clones too; minutes"),
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())
