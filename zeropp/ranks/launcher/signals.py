@@ -4,7 +4,6 @@ import signal
 import socket
 
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
-WAITED_FOR = (*ENDING, signal.SIGCHLD)
 LEAST_SECONDS = 0.01  # of a wait
 
 
@@ -23,7 +22,7 @@ class Signals:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, _note) for number in WAITED_FOR}
+        self._handlers = {number: signal.signal(number, _note) for number in _waited_for()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,9 +44,16 @@ class Signals:
 def reset_signals() -> None:
     """Let signals do in a forked process what they do in a new program."""
     signal.set_wakeup_fd(-1)
-    for number in WAITED_FOR:
+    for number in _waited_for():
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _waited_for() -> list[signal.Signals]:
+    """Return the signals, without SIGHUP where nohup lets programs go on after it."""
+    numbers = (*ENDING, signal.SIGCHLD)
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in numbers if number != signal.SIGHUP or not ignored]
 
 
 def _note(*_: object) -> None:

@@ -272,6 +272,20 @@ def test_signals_reach_the_ranks_which_may_save(
     assert not any(is_alive(pid) for pid in running)
 
 
+def test_under_nohup_ranks_go_on_when_the_terminal_is_closed(
+    start: Callable, tmp_path: Path
+) -> None:
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which programs inherit
+    process = start("wait", "--num_ranks", "2", forked=True)
+    signal.signal(signal.SIGHUP, handler)
+    running = pids(tmp_path, 2)
+    for pid in (process.pid, *running):
+        os.kill(pid, signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert last_lines(process) == ["zeropp: stopped by SIGTERM"]
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["SIGTERM"] * 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals when a parent ends")
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(start: Callable, tmp_path: Path) -> None:
     process = start("wait", "--num_ranks", "2", forked=True)
