@@ -204,7 +204,7 @@ def _adds_gradients(context: object) -> bool:
         groups = (group for state in context.all_states for group in groups_of_state(state))
         gathered = (each for group in groups for each in group.fsdp_params if _was_gathered(each))
         trained = (each._unsharded_param for each in gathered if each.sharded_param.requires_grad)
-        leaves = (get_gradient_edge(each).node for each in trained)
+        leaves = (get_gradient_edge(each).node for each in trained if each.requires_grad)
         context.zeropp_pass = number, number == -1 or any(map(adds_gradient, leaves))
     return context.zeropp_pass[1]
 
@@ -261,6 +261,23 @@ def forget_forward(group: object) -> None:
     """Let no reduction of these parameters be due: their last forward pass was abandoned."""
     if reducer := getattr(group, "zeropp_reducer", None):
         reducer.is_due = False
+
+
+def reduce_accumulated(root: FSDPModule, also: Callable[[torch.Tensor], None]) -> None:
+    """Reduce what the passes of a root have accumulated, in a backward pass without a model.
+
+    Its units must be set to reduce gradients. `also` is called as that pass begins.
+    """
+    state = state_of(root)
+
+    def begin(gradient: torch.Tensor) -> None:
+        state._state_ctx.zeropp_pass = torch._C._current_graph_task_id(), True
+        state._register_root_post_backward_final_callback()
+        also(gradient)
+
+    start = torch.zeros((), requires_grad=True)
+    start.register_hook(begin)
+    (start + 0).backward()
 
 
 def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:

@@ -59,9 +59,10 @@ class ScalarGradients:
         if torch.is_grad_enabled():
             for each in pytree.tree_leaves(output):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
-                    each.register_hook(self._begin)
+                    each.register_hook(self.begin)
 
-    def _begin(self, _: torch.Tensor) -> None:
+    def begin(self, _: torch.Tensor) -> None:
+        """Average at the end of the running backward pass, if that is a step's last one."""
         if self.is_due and fsdp.backward_id() not in self._passes:
             self._passes.add(fsdp.backward_id())
             fsdp.after_backward(self._average)

@@ -40,11 +40,17 @@ def run_ranks(command: list[str], num_ranks: int, meeting: MeetingPoint | None) 
     return 0
 
 
-def rank_command(program: list[str], num_cores: int, ranks_per_node: int | None) -> list[str]:
+def rank_command(
+    program: list[str], num_cores: int, ranks_per_node: int | None, tells_local_rank: bool
+) -> list[str]:
     """Return the command line of each rank; `env` overrides the node size that the agent sets.
 
-    `num_cores` of its own to which each rank is pinned; 0: none.
+    `num_cores` of its own to which each rank is pinned; 0: none. With `tells_local_rank`, the
+    program gets `--local_rank=N` before its arguments.
     """
+    begin = 2 if program[0] == "--module" else 1
+    if tells_local_rank:
+        program = [*program[:begin], f"--local_rank={LOCAL_RANK}", *program[begin:]]
     command = [
         *(sys.executable, "-u", str(RANK_SCRIPT)),
         *(str(os.getpid()), str(num_cores), LOCAL_RANK),

@@ -128,7 +128,8 @@ def _local(options: argparse.Namespace, hosts: Hosts, num_ranks: int) -> Callabl
         meeting = MeetingPoint(options.master_addr, options.master_port, *place)
         meeting.require_interfaces(gloo_interfaces(meeting.interface()))
     num_cores = len(usable_cores()) // num_ranks if options.bind_cores_to_rank else 0
-    command = rank_command(program(options), num_cores, options.ranks_per_node)
+    tells = not options.no_local_rank
+    command = rank_command(program(options), num_cores, options.ranks_per_node, tells)
     return lambda: run_ranks(command, num_ranks, meeting)
 
 
@@ -160,7 +161,8 @@ def _rank_options(options: argparse.Namespace, num_ranks: int) -> list[str]:
     words = ["--num_gpus" if on_gpus else "--num_ranks", str(num_ranks)]
     if options.ranks_per_node is not None:
         words += ["--ranks_per_node", str(options.ranks_per_node)]
-    return [*words, *(["--bind_cores_to_rank"] if options.bind_cores_to_rank else [])]
+    words += ["--bind_cores_to_rank"] * options.bind_cores_to_rank
+    return words + ["--no_local_rank"] * options.no_local_rank
 
 
 def _address_of_first(hosts: Hosts, shell: RemoteShell) -> str:
