@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from zeropp.deepspeed.names import attribute_of
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 
@@ -62,19 +61,6 @@ class Accelerator:
         """Whether operations have ended when they return, as the CPU's have."""
         return self._device.type == "cpu"
 
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is page-locked."""
-        return tensor.is_pinned()
-
-    def pin_memory(self, tensor: torch.Tensor, **_: bool) -> torch.Tensor:
-        """Return a page-locked copy of a tensor for the GPU; the tensor itself on the CPU."""
-        return tensor if self._device.type == "cpu" else tensor.pin_memory()
-
-    def range_push(self, *_: str) -> None:
-        """Do nothing: ranges are not marked for a profiler."""
-
-    range_pop = range_push
-
     def communication_backend_name(self) -> str:
         """Return "nccl" or "gloo"."""
         return "nccl" if self._device.type == "cuda" else "gloo"
@@ -119,6 +105,3 @@ def get_accelerator() -> Accelerator:
         ```
     """
     return Accelerator()
-
-
-__getattr__ = attribute_of(__name__)

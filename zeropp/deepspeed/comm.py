@@ -105,11 +105,6 @@ def _meet_at(
         ) from error
 
 
-def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """Return the rank that one of a group, by default of all, has among all."""
-    return dist.get_global_rank(group or dist.group.WORLD, group_rank)
-
-
 def get_local_rank() -> int:
     """Return this rank's number on its node."""
     return Environment.read().local_rank

@@ -13,7 +13,7 @@ The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimi
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.deepspeed.whole_steps import WholeSteps
 from zeropp.errors import RefusedCall, Unavailable
+from zeropp.optim.adam import parameters_in
 from zeropp.optim.loss_scale import DeepSpeedLossScaler, deepspeed_loss_scaler
 from zeropp.optim.step_or_skip import optimizer_step
 from zeropp.ranks.topology import Environment
@@ -116,6 +117,7 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         self._in_no_sync = self._has_unsent = False  # gradients that only this rank has
         self._coalesces = self._in_step = False
         self._was_applied = self._was_skipped = False
+        self._told: Collection[str] = ()  # names of attributes that the optimizer got
         self._losses = torch.zeros((), device=device)  # sum over this step's micro-batches
         self._knows_losses = True
         answer_questions(self)
@@ -194,7 +196,7 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
             )
         if self._in_no_sync:
             raise RefusedCall("engine.step() inside engine.no_sync(): call it after the context")
-        if not self._backwards and not self._has_gradients():
+        if not self._backwards and not self._has_others_gradients():
             hint = ": one outside engine.no_sync() sends its gradients" if self._has_unsent else ""
             raise RefusedCall(f"engine.step() without engine.backward(loss) before it{hint}")
         self._in_step = True
@@ -260,18 +262,16 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
             return nullcontext()
         return torch.autocast(self.device.type, getattr(torch, dtype))
 
-    def _has_gradients(self) -> bool:
-        """Whether the program has set gradients itself."""
-        return any(
-            parameter.grad is not None
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        )
+    def _has_others_gradients(self) -> bool:
+        """Whether the program has set gradients itself, and no pass of this step has begun."""
+        held = parameters_in(self.optimizer.param_groups)
+        is_clear = not self._forwards and not self._mid_step()
+        return is_clear and any(parameter.grad is not None for parameter in held)
 
     def _tell_optimizer(self) -> None:
-        """Give the optimizer the attributes that DeepSpeed's has, as they are after a step."""
+        """Give the optimizer what DeepSpeed's has and it has not, as it is after a step."""
         scaler = self.scaler or DeepSpeedLossScaler(scale=1.0, dynamic=False)
-        vars(self.optimizer).update(
+        values = dict(
             optimizer=proxy(self.optimizer),
             loss_scaler=scaler,
             loss_scale_config=scaler,
@@ -283,6 +283,8 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
             needs_scaler=partial(bool, self.scaler),
             is_sharded=self.sharding.stage > 0,
         )
+        self._told = self._told or values.keys() - {*dir(self.optimizer)}  # leaves its own alone
+        vars(self.optimizer).update({name: values[name] for name in self._told})
 
     def _before_forward(self, *_: object) -> None:
         self._depth += 1

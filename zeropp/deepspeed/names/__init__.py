@@ -62,6 +62,8 @@ def _find(module: str, name: str) -> Any:
     for place, names in ELSEWHERE.get(module, {}).items():
         place = f"{ROOT}{place}".rstrip(".") if place.startswith(".") else place
         their_names = dict(each.partition("=")[::2] for each in names)
+        if name in their_names and not place:
+            return lambda *_, **__: int(their_names[name])
         if name in their_names:
             return getattr(import_module(place), their_names[name] or name)
         if "*" in names and not name.startswith("__") and hasattr(import_module(place), name):

@@ -23,33 +23,6 @@ torch_info = MappingProxyType(
 )
 
 
-class OpBuilder:
-    """Says whether a library of DeepSpeed's has its like here; there is nothing to build."""
-
-    NAME = ""
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether there is one."""
-        return compatible_ops[self.NAME]
-
-    def load(self, verbose: bool = False) -> Any:
-        """Raise InputError: the optimizers have their libraries."""
-        raise Unavailable(f"the op {self.NAME} cannot be loaded: use the optimizer itself")
-
-
-CPUAdamBuilder, FusedAdamBuilder, CPULionBuilder, FusedLionBuilder, FusedLambBuilder = (
-    type(f"Builder of {name}", (OpBuilder,), {"NAME": name})
-    for name in ("cpu_adam", "fused_adam", "cpu_lion", "fused_lion", "fused_lamb")
-)
-CPUAdagradBuilder, AsyncIOBuilder, QuantizerBuilder, TransformerBuilder, UtilsBuilder = (
-    type(f"Builder of {name}", (OpBuilder,), {"NAME": name})
-    for name in ("cpu_adagrad", "async_io", "quantizer", "transformer", "utils")
-)
-compatible_ops = MappingProxyType(
-    {kind.NAME: "adam" in kind.NAME for kind in OpBuilder.__subclasses__()}
-)
-
-
 class _OfShards(type):
     def __instancecheck__(cls, optimizer: object) -> bool:
         return getattr(optimizer, "is_sharded", False)
@@ -116,16 +89,6 @@ def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> 
     (recursive_getattr(model, owner) if owner else model).register_module(name, module)
 
 
-def one() -> int:
-    """Return how many ranks work on one sample."""
-    return 1
-
-
-def zero() -> int:
-    """Return the rank among those that work on one sample."""
-    return 0
-
-
 def world() -> dist.ProcessGroup:
     """Return the group of all ranks, which is that of the data-parallel ones."""
     return dist.group.WORLD
@@ -134,8 +97,3 @@ def world() -> dist.ProcessGroup:
 def identity(function: Callable) -> Callable:
     """Return a function as it is, as one that is not marked for a profiler."""
     return function
-
-
-def always(*_: object, **__: object) -> bool:
-    """Return that PyTorch's version will do."""
-    return True

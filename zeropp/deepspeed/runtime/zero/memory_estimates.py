@@ -12,7 +12,7 @@ from torch import nn
 SHARD_BYTES, COMPUTE_BYTES, GB = 16, 2, 2**30
 
 
-def _print_estimates(
+def estimate_zero3_model_states_mem_needs_all_cold(
     total_params: int,
     largest_layer_params: int,
     num_gpus_per_node: int = 1,
@@ -29,21 +29,17 @@ def _print_estimates(
     )
 
 
-def _print_of_model(model: nn.Module, *numbers: float, stage: int, **more: float) -> None:
-    layers = [[*model.parameters()]]
-    if stage == 3:
-        layers = [[*module.parameters(recurse=False)] for module in model.modules()]
-    largest = max(sum(each.numel() for each in layer) for layer in layers)
-    _print_estimates(sum(each.numel() for each in model.parameters()), largest, *numbers, **more)
+def estimate_zero2_model_states_mem_needs_all_cold(total_params: int, *more: int, **k: int) -> None:
+    """Print the same at stage 2, for numbers of GPUs per node and nodes."""
+    estimate_zero3_model_states_mem_needs_all_cold(total_params, total_params, *more, **k)
 
 
-def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, *numbers: float, **more: float
-) -> None:
-    """Print the memory at stage 2 of `total_params` weights, on GPUs per node and nodes."""
-    _print_estimates(total_params, total_params, *numbers, **more)
+def _all_live(model: nn.Module, *more: int, stage: int, **k: int) -> None:
+    total = sum(each.numel() for each in model.parameters())
+    layers = ([*module.parameters(recurse=False)] for module in model.modules())
+    largest = total if stage == 2 else max(sum(each.numel() for each in own) for own in layers)
+    estimate_zero3_model_states_mem_needs_all_cold(total, largest, *more, **k)
 
 
-estimate_zero2_model_states_mem_needs_all_live = partial(_print_of_model, stage=2)
-estimate_zero3_model_states_mem_needs_all_cold = _print_estimates
-estimate_zero3_model_states_mem_needs_all_live = partial(_print_of_model, stage=3)
+estimate_zero2_model_states_mem_needs_all_live = partial(_all_live, stage=2)
+estimate_zero3_model_states_mem_needs_all_live = partial(_all_live, stage=3)
