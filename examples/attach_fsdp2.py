@@ -41,6 +41,7 @@ def main() -> None:
     """Train, and print losses and bytes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
     environment = Environment.read()
     device = pick_device(environment)

@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--config", default=Path(__file__).with_name("ds_hugging_face.json"))
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
     environment = Environment.read()
     device = pick_device(environment)

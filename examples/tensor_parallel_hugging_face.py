@@ -59,6 +59,7 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
     environment = Environment.read()
     device = pick_device(environment)

@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--deepspeed_config", required=True)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save", type=Path, help="checkpoint folder; resumed if it exists")
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 

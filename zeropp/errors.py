@@ -8,6 +8,14 @@ class InputError(ValueError):
     """Says what was given, what was expected and what to do; shown without a traceback."""
 
 
+class RefusedCall(InputError, AssertionError):
+    """A call that DeepSpeed refuses by an assertion, which its programs may catch."""
+
+
+class Unavailable(InputError, NotImplementedError):
+    """A use of something that is not available here."""
+
+
 class NetworkError(InputError):
     """The ranks cannot meet. Each machine shows it, as no rank can tell the others."""
 
@@ -17,8 +25,8 @@ def picklable(error: Exception, other: Callable[[str], Exception] = RuntimeError
 
     An InputError and an OSError stay what they are; of any other error, `other(its traceback)`.
     """
-    if type(error) is InputError:
-        return InputError(str(error))
+    if type(error) in (InputError, RefusedCall, Unavailable):
+        return type(error)(str(error))
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, error.filename)
     return other("".join(traceback.format_exception(error)))

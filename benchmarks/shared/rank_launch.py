@@ -29,6 +29,7 @@ def run_on_ranks(
     `variables` are added to the environment. Raises RanksFailed if there is no answer.
     """
     launcher = [sys.executable, "-m", "zeropp.ranks.launcher", "--num_ranks", str(num_ranks)]
+    launcher += ["--no_local_rank"]
     if ranks_per_node is not None:
         launcher += ["--ranks_per_node", str(ranks_per_node)]
     with tempfile.TemporaryDirectory() as folder:

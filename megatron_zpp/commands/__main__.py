@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 
-from megatron_zpp.settings.command_line import HELP
+from megatron_zpp.settings.command_line import HELP, typed_words
 from zeropp import __version__
 from zeropp.ranks.exit import exit_process
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns the exit status, except for commands that join ranks: those end the process.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = typed_words(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in HELP:
         print(help_text())
         return 0 if words else USAGE_ERROR

@@ -20,6 +20,7 @@ from zeropp.errors import InputError
 from zeropp.settings.schema import TYPE_NAMES, settings_of
 
 HELP = ("-h", "--help")
+OF_LAUNCHER = ("--local_rank=", "--local-rank=")  # zeropp's and torch.distributed.launch's
 WIDTH = 100
 FLAG_COLUMN = 42
 log = logging.getLogger("megatron_zpp")
@@ -75,7 +76,7 @@ def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, Assi
     problems: list[str] = []
     typed: dict[str, Assignment] = {}
     repeated: dict[str, Assignment] = {}
-    for spelling, values in _groups(argv):
+    for spelling, values in _groups(typed_words(argv)):
         meaning = meanings.get(_plain(spelling[2:]))
         if meaning is None:
             problems.append(_unknown(spelling, meanings))
@@ -109,7 +110,7 @@ def split_flags(
     ours: list[str] = []
     others: list[str] = []
     words = others
-    for word in argv:
+    for word in typed_words(argv):
         if word.startswith("-" if short else "--"):
             is_ours = word.startswith("--") and _plain(word[2:].partition("=")[0]) in names
             words = ours if is_ours else others
@@ -157,6 +158,11 @@ def help_text(
         lines = [line for why, names in reasons.items() for line in _idle_help(why, names)]
         parts.append("\n".join(["Flags that are accepted and have no effect, because:", *lines]))
     return "\n\n".join(parts)
+
+
+def typed_words(argv: Sequence[str]) -> list[str]:
+    """The words of a command line without a launcher's `--local_rank=N`."""
+    return [word for word in argv if not word.startswith(OF_LAUNCHER)]
 
 
 def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -8,6 +8,7 @@ All ranks call `save` and `load`; an error on one rank is raised on all.
 
 import io
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from zeropp.checkpoint.state_tensors import (
     tied_names,
     without_frozen,
 )
-from zeropp.errors import InputError, first_lines
+from zeropp.errors import InputError, RefusedCall, first_few, first_lines
 from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
 
 IMPORT = "the model's own from_pretrained reads a Hugging Face folder, before zeropp.initialize"
@@ -58,10 +59,10 @@ def save(
 
     `exclude_frozen` leaves out parameters that do not require gradients.
     The `state` of rank 0 is saved: tensors, numbers, strings and containers of them. Raises
-    InputError on all ranks for anything else in it, for a tag that is not a folder name or differs
-    between ranks, and if the folder cannot be written.
+    InputError on all ranks for anything else in it, for a tag that is not a folder name, if ranks
+    have other folders or tags, and if the folder cannot be written.
     """
-    _check_tag(tag)
+    _check_place(folder, tag)
     frozen = frozen_names(model)
     names = {
         "tied": tied_names(model),
@@ -175,10 +176,14 @@ def _require_own(folder: Path, tag: str | None) -> None:
         raise foreign_error(*foreign, f"load_checkpoint of {folder}", IMPORT)
 
 
-def _check_tag(tag: str) -> None:
-    tags = gather_objects(tag)
-    if len(set(tags)) > 1:
-        raise InputError(f"the tag must be the same on all ranks, and it is {', '.join(tags)}")
+def _check_place(folder: Path, tag: str) -> None:
+    folders, tags = zip(*gather_objects((os.path.realpath(folder), tag)), strict=True)
+    for name, values in (("save_dir, the folder,", folders), ("tag", tags)):
+        if len(set(values)) > 1:
+            raise RefusedCall(
+                f"the {name} must be the same on all ranks, and it is {first_few([*set(values)])}: "
+                "send the first rank's to all, by torch.distributed.broadcast_object_list"
+            )
     if not tag or tag.startswith(".") or Path(tag).name != tag or tag == LATEST:
         raise InputError(f"the tag {tag!r} is not a folder's name")
 

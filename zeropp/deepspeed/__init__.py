@@ -7,20 +7,23 @@
 
 Modules and names are where DeepSpeed has them. `initialize` and `DeepSpeedEngine` are
 `zeropp.initialize` and `zeropp.Engine`. Names are imported when they are first used.
+`names/names.toml` has DeepSpeed's other names, and those that are refused when they are used.
 """
 
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from zeropp.deepspeed import names
+
 if TYPE_CHECKING:
     from zeropp.deepspeed import accelerator, checkpoint, comm, ops, runtime, utils, zero
     from zeropp.deepspeed.accelerator import get_accelerator
-    from zeropp.deepspeed.arguments import add_config_arguments
     from zeropp.deepspeed.build_engine import initialize
     from zeropp.deepspeed.comm import init_distributed
     from zeropp.deepspeed.engine import Engine as DeepSpeedEngine
     from zeropp.deepspeed.runtime.activation_checkpointing import checkpointing
+    from zeropp.deepspeed.runtime.arguments import add_config_arguments
 
 __all__ = [
     "DeepSpeedEngine",
@@ -38,11 +41,15 @@ __all__ = [
     "zero",
 ]
 
+__version__ = "0.18.1+zeropp"  # of the DeepSpeed whose interface and defaults these are
+__version_major__, __version_minor__, __version_patch__ = 0, 18, 1
+__git_hash__ = __git_branch__ = None
+
 _SUBMODULES = ("accelerator", "checkpoint", "comm", "ops", "runtime", "utils", "zero")
 _MODULES = MappingProxyType(
     {
         "DeepSpeedEngine": "zeropp.deepspeed.runtime.engine",
-        "add_config_arguments": "zeropp.deepspeed.arguments",
+        "add_config_arguments": "zeropp.deepspeed.runtime.arguments",
         "get_accelerator": "zeropp.deepspeed.accelerator",
         "init_distributed": "zeropp.deepspeed.comm",
         "initialize": "zeropp.deepspeed.build_engine",
@@ -55,10 +62,13 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name == "checkpointing":
         return import_module(f"{__name__}.runtime.activation_checkpointing.checkpointing")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    return names.attribute_of(__name__)(name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+names.add_modules()

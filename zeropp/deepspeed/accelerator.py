@@ -13,7 +13,7 @@ class Accelerator:
     """The GPU of this rank, or the CPU on a machine without one.
 
     What is not defined here, such as `memory_allocated` or `Stream`, is that of `torch.cuda` or
-    `torch.cpu`.
+    `torch.cpu`, or of torch itself, as `get_rng_state` of the CPU is.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Accelerator:
         self._torch = torch.cuda if self._device.type == "cuda" else torch.cpu
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._torch, name)
+        return getattr(self._torch if hasattr(self._torch, name) else torch, name)
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return "cpu", "cuda", or "cuda:N" for a number."""
@@ -56,6 +56,10 @@ class Accelerator:
     def device_count(self) -> int:
         """Return the number of GPUs of this machine; 1 for the CPU."""
         return torch.cuda.device_count() if self._device.type == "cuda" else 1
+
+    def is_synchronized_device(self) -> bool:
+        """Whether operations have ended when they return, as the CPU's have."""
+        return self._device.type == "cpu"
 
     def communication_backend_name(self) -> str:
         """Return "nccl" or "gloo"."""

@@ -24,9 +24,10 @@ from zeropp.deepspeed.expert_parallel.ranks import experts_to_split, split
 from zeropp.deepspeed.fp32_weights import use_fp32_weights
 from zeropp.deepspeed.ops import adam
 from zeropp.deepspeed.parameter_values import has_engine
+from zeropp.deepspeed.runtime.config import as_refusals
 from zeropp.deepspeed.runtime.named_optimizer import named_optimizer
-from zeropp.deepspeed.sample_stream import SamplesOfRank
-from zeropp.errors import InputError
+from zeropp.deepspeed.runtime.sample_stream import SamplesOfRank
+from zeropp.errors import RefusedCall
 from zeropp.optim.adam import FusedAdam, parameters_in
 from zeropp.optim.cpu_adam import CPUAdam
 from zeropp.optim.lr_schedule import build_scheduler
@@ -78,13 +79,14 @@ def initialize(
     """
     _refuse_unsupported(distributed_port, mpu, mesh_param)
     _require_model(model)
-    zero = ZeroConfig.from_json(_config_source(args, config, config_params))
+    zero = _read_config(args, config, config_params)
     _require_clear(zero, optimizer, lr_scheduler)
     environment, device = _join(dist_init_required)
     mesh = _data_mesh(mesh_param, environment, device)
     notices = tuple(_notices(zero, optimizer, lr_scheduler))
     environment = replace(environment, world_size=mesh.size())
-    batch = zero.resolve_batch(mesh.size())
+    with as_refusals():
+        batch = zero.resolve_batch(mesh.size())
     names = names_of(model)
     parameters = None if model_parameters is None else listed(model_parameters)
     require_same_model(model, mesh, caller="zeropp.initialize", with_buffers=True)
@@ -93,7 +95,7 @@ def initialize(
     held = parameters or getattr(optimizer, "param_groups", ())
     use_fp32_weights(model, parameters_in(held), zero.compute_format)
     experts = split(found, mesh, zero)
-    sharding = shard(model, mesh, zero, experts=experts.meshes)
+    sharding = shard(model, mesh, zero.without_engine(), experts=experts.meshes)
     _require_memory(model)
     if not sharding.units:
         model.to(device)
@@ -125,15 +127,15 @@ def _require_model(model: Any) -> None:
     """Raise InputError for anything but a model in at most fp32 that is not sharded yet."""
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        raise InputError(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
+        raise RefusedCall(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
     if any(isinstance(each, DTensor) or has_engine(each) for each in model.parameters()):
-        raise InputError(
+        raise RefusedCall(
             "the model given to zeropp.initialize is sharded already, by an earlier call: go on "
             "with the engine of that call, or build the model anew and load what was saved"
         )
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float64:
-            raise InputError(
+            raise RefusedCall(
                 f"parameter {name} is torch.float64, but an engine computes and updates at most "
                 "fp32: call model.float() first"
             )
@@ -142,32 +144,34 @@ def _require_model(model: Any) -> None:
 def _refuse_unsupported(distributed_port: int, mpu: Any, mesh_param: Any) -> None:
     refuse_port(distributed_port)
     if mpu is not None:
-        raise InputError(
+        raise RefusedCall(
             "mpu: there are no tensor- or pipeline-parallel ranks here; leave it out, and all "
             "ranks are data-parallel"
         )
     if mesh_param is not None and not isinstance(mesh_param, DeviceMesh):
-        raise InputError(
+        raise RefusedCall(
             f"mesh_param = {mesh_param!r}: expected a torch DeviceMesh of one axis, or nothing for "
             "all ranks; sequence parallelism is not available"
         )
 
 
-def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+def _read_config(args: Any, config: Any, config_params: Any) -> ZeroConfig:
     arguments = {
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),  # its oldest name
     }
     sources = {name: value for name, value in arguments.items() if value is not None}
     if not sources:
-        raise InputError(
+        raise RefusedCall(
             "zeropp.initialize needs config=, a path or a dict of DeepSpeed's JSON "
             "(or args.deepspeed_config)"
         )
     if len(sources) > 1:
-        raise InputError(f"{' and '.join(sources)} are both given; keep one")
-    return next(iter(sources.values()))
+        raise RefusedCall(f"{' and '.join(sources)} are both given; keep one")
+    with as_refusals():
+        return ZeroConfig.from_json(*sources.values())
 
 
 def _require_clear(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> None:
@@ -178,13 +182,13 @@ def _require_clear(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> None:
         name for name in zero.unresolved_auto_keys if not given.get(name.partition(".")[0])
     )
     if unfilled:
-        raise InputError(
+        raise RefusedCall(
             f'{zero.source}: {", ".join(unfilled)} = "auto": zeropp.initialize has no other '
             "setting to take it from; write the value"
         )
     has_schedule = zero.scheduler.type is not None or lr_scheduler is not None
     if has_schedule and optimizer is None and zero.optimizer.type is None:
-        raise InputError("a learning-rate schedule without an optimizer: give or name one too")
+        raise RefusedCall("a learning-rate schedule without an optimizer: give or name one too")
 
 
 def _notices(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> Iterator[str]:
@@ -223,7 +227,7 @@ def _data_mesh(
 def _require_memory(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
-            raise InputError(
+            raise RefusedCall(
                 f"{name} is on the meta device, and its values are unknown: build the model inside "
                 "zeropp.zero.Init(), which records its initialization"
             )
@@ -246,7 +250,7 @@ def _build_optimizer(
     if chosen is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
-            raise InputError(
+            raise RefusedCall(
                 "all parameters are frozen, and an optimizer is named or given: leave it out, or "
                 "train some (requires_grad_(True)); adapters may be added before zeropp.initialize"
             )
@@ -255,7 +259,7 @@ def _build_optimizer(
     if optimizer is not None:
         result = optimizer(parameters)
         if not isinstance(result, torch.optim.Optimizer):
-            raise InputError(
+            raise RefusedCall(
                 f"optimizer= is neither a torch.optim.Optimizer nor a function that makes one: it "
                 f"made a {type(result).__name__}"
             )
@@ -271,7 +275,7 @@ def _compare(optimizer: torch.optim.Optimizer, chosen: list | None) -> None:
     held = {*map(id, parameters_in(optimizer.param_groups))}
     given = held if chosen is None else {*map(id, parameters_in(chosen))}
     if not held <= given:
-        raise InputError(
+        raise RefusedCall(
             "model_parameters are not those of the optimizer that is given too: leave them out"
         )
     if held < given:
@@ -304,12 +308,12 @@ def _offload_optimizer(
         supported = ", ".join(
             f"{cls.__module__.rpartition('.')[0]}.{cls.__name__}" for cls in OFFLOADABLE
         )
-        raise InputError(
+        raise RefusedCall(
             f"{kind.__name__} cannot be offloaded: of optimizers given to zeropp.initialize "
             f"{supported} can; or name Adam or AdamW in the JSON"
         )
     if len(optimizer.state):
-        raise InputError(
+        raise RefusedCall(
             f"the {kind.__name__} given to zeropp.initialize has state already, and offloading "
             "cannot keep it: give one without state"
         )
@@ -334,7 +338,7 @@ def _build_schedule(
         return lr_scheduler(optimizer)
     scheduled = getattr(lr_scheduler, "optimizer", optimizer)
     if scheduled.param_groups is not optimizer.param_groups:  # one that is offloaded shares them
-        raise InputError(
+        raise RefusedCall(
             f"lr_scheduler=, a {type(lr_scheduler).__name__}, was made for another optimizer than "
             "the engine's, whose rates it would not change: give that one as optimizer=, or a "
             "function that makes the schedule from the engine's optimizer"

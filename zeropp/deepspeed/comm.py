@@ -6,34 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # noqa: F401  (names of deepspeed.comm)
-    ReduceOp,
-    all_gather,
-    all_gather_into_tensor,
-    all_gather_object,
-    all_reduce,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    broadcast_object_list,
-    destroy_process_group,
-    gather,
-    get_backend,
-    get_rank,
-    get_world_size,
-    irecv,
-    is_available,
-    is_initialized,
-    isend,
-    monitored_barrier,
-    new_group,
-    recv,
-    reduce,
-    reduce_scatter_tensor,
-    scatter,
-    send,
-)
 
+from zeropp.deepspeed.names import attribute_of
 from zeropp.errors import InputError, NetworkError
 from zeropp.ranks.process_group import choose_backend, pick_device, start_process_group
 from zeropp.ranks.topology import Environment
@@ -143,3 +117,6 @@ def refuse_port(distributed_port: int) -> None:
             f"distributed_port = {distributed_port}: the launcher chooses the port; give it to "
             "torchrun (--master-port), or start the ranks with zeropp, which finds a free one"
         )
+
+
+__getattr__ = attribute_of(__name__)

@@ -13,9 +13,11 @@ The names are DeepSpeed's; the work is done by `zeropp.shard` and `zeropp.optimi
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -26,13 +28,15 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.checkpoint.state_tensors import settle
 from zeropp.deepspeed.engine_files import EngineFiles
 from zeropp.deepspeed.engine_settings import EngineSettings
+from zeropp.deepspeed.gradient_accumulation import GradientAccumulation
 from zeropp.deepspeed.parameter_values import answer_questions
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.deepspeed.whole_steps import WholeSteps
-from zeropp.errors import InputError
+from zeropp.errors import InputError, RefusedCall, Unavailable
 from zeropp.fsdp_adapter.owner_hooks import GradientHook, OwnerHook
-from zeropp.optim.loss_scale import deepspeed_loss_scaler
+from zeropp.optim.adam import parameters_in
+from zeropp.optim.loss_scale import DeepSpeedLossScaler, deepspeed_loss_scaler
 from zeropp.optim.step_or_skip import optimizer_step
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import BatchSizes, ZeroConfig
@@ -52,7 +56,7 @@ class ThroughputTimer:
         self.epoch_count += 1
 
 
-class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
+class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.Module):
     """A sharded model with its optimizer, schedule, loss scale and counters.
 
     `global_steps` counts optimizer steps, including skipped ones, and `global_samples` their
@@ -84,7 +88,9 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self._is_first = dist.get_rank(sharding.group) == 0
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self._micro_steps = 0
-        self.scaler = deepspeed_loss_scaler(config.fp16)
+        self.scaler = deepspeed_loss_scaler(config.loss_scaling)
+        adds = config.gradient_allreduce_op == "sum"
+        self._gradient_factor = self.world_size if adds else 1  # of means over the ranks
         self._state_dicts = WholeStateDicts(sharding)
         self._state_dicts.include(self.module)
         self.tput_timer = ThroughputTimer()
@@ -93,12 +99,18 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self._depth = 0  # of calls of the module within its own forward
         self._is_scaled = False  # the loss of the running backward pass, by `scale`
         self._micro_batches_done = 0  # of this step
-        self._is_boundary: bool | None = None  # if the caller says so, and not the number of steps
+        self._is_gradient_accumulation_boundary: bool | None = (
+            None  # if the caller says so, and not the number of steps
+        )
         self._announced = 0  # micro-batches since the last `step()`, if so
         self._in_no_sync = self._has_unsent = False  # gradients that only this rank has
-        self._was_applied = False
+        self._coalesces = self._in_step = False
+        self._was_applied = self._was_skipped = False
+        self._told: Collection[str] = ()  # names of attributes that the optimizer got
         self._losses, self._knows_losses = torch.zeros((), device=device), True  # sum over a step
         answer_questions(self)
+        if optimizer is not None:
+            self._tell_optimizer()
         self._gradient_hook = GradientHook(self._divisor_of_pass)
         self._hook_gradients()
         self.module.register_forward_pre_hook(OwnerHook(self._before_forward))
@@ -114,7 +126,8 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. In train() mode with gradients, this begins a micro-batch."""
-        output = self.module(*args, **kwargs)
+        with self._autocast():
+            output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() and self.sharding.stage == 3:
             self.sharding.release()
         return output
@@ -134,16 +147,17 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         before it, or for a loss of several elements.
         """
         if not self._forwards:
-            raise InputError(
+            raise RefusedCall(
                 "engine.backward(loss) without a forward pass: call engine(batch) first, in "
                 "train() mode and with gradients enabled, once for each engine.step()"
             )
         if not isinstance(loss, torch.Tensor):
             raise InputError(f"the loss is a {type(loss).__name__}: give a tensor of one number")
         if loss.numel() != 1:
-            raise InputError(f"the loss has shape {list(loss.shape)}: give its mean, one number")
+            raise RefusedCall(f"the loss has shape {list(loss.shape)}: give its mean, one number")
         divisor = self.batch.micro_batches if scale_wrt_gas else 1
-        self._gradient_hook.is_off, Engine._factor = True, self.loss_scale / divisor
+        factor = self.loss_scale * self._gradient_factor / divisor
+        self._gradient_hook.is_off, Engine._factor = True, factor
         try:
             (loss.float() * Engine._factor).sum().backward(retain_graph=retain_graph)
         finally:
@@ -154,6 +168,8 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times fp16's scale, for a program that calls `backward()` on it itself."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise RefusedCall("engine.scale(loss) takes a scalar tensor, the mean of losses")
         factor = self.loss_scale
 
         def begin_pass(_: torch.Tensor) -> None:
@@ -172,56 +188,28 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         and for non-finite gradients if there is no loss scale to lower.
         """
         if self.optimizer is None:
-            raise InputError(
+            raise RefusedCall(
                 "engine.step() needs an optimizer: give zeropp.initialize one, or name one in the "
                 "JSON's optimizer section"
             )
         if self._in_no_sync:
-            raise InputError("engine.step() inside engine.no_sync(): call it after the context")
-        if not self._backwards:
+            raise RefusedCall("engine.step() inside engine.no_sync(): call it after the context")
+        if not self._backwards and not self._has_others_gradients():
             hint = ": one outside engine.no_sync() sends its gradients" if self._has_unsent else ""
-            raise InputError(f"engine.step() without engine.backward(loss) before it{hint}")
-        is_boundary = self.is_gradient_accumulation_boundary()
+            raise RefusedCall(f"engine.step() without engine.backward(loss) before it{hint}")
+        self._in_step = True
+        is_boundary, self._in_step = self.is_gradient_accumulation_boundary(), False
         count = max(1, self._announced)
+        if not self.managed_gradient_accumulation():
+            count = max(1, self._forwards)
+            self.sharding.reduce_accumulated()
         self._micro_steps += count
         self._micro_batches_done += count
         self._was_applied = False
         self._end_micro_batch()
         if is_boundary:
             self._micro_batches_done = 0
-            self._optimizer_step()
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches so far; setting the number says also which of its step the next one is."""
-        return self._micro_steps
-
-    @micro_steps.setter
-    def micro_steps(self, count: int) -> None:
-        self._micro_steps = count
-        self._micro_batches_done = count % self.batch.micro_batches
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes only add up this rank's gradients; the next one outside sends all.
-
-        Micro-batches inside are not counted, and `step()` may not be called. Raises InputError at
-        stages 2 and 3, which average gradients after each pass, and inside itself.
-        """
-        if not self.sharding.plan.reduces_once and self.sharding.units:
-            raise InputError(
-                f"engine.no_sync() at ZeRO stage {self.sharding.stage}, which averages gradients "
-                "after each backward pass: use stage 0 or 1, or zeropp.reduce_gradients_once"
-            )
-        if self._in_no_sync:
-            raise InputError("engine.no_sync() inside engine.no_sync(): enter it once")
-        self._in_no_sync = True
-        try:
-            yield
-        finally:
-            self._in_no_sync = False
-            self._has_unsent = self._has_unsent or self._backwards > 0
-            self._end_micro_batch()
+            self._optimizer_step(count)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the weights."""
@@ -234,23 +222,6 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self._has_unsent = False
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates the weights."""
-        if self._in_no_sync:
-            return False
-        if self._is_boundary is not None:
-            return self._is_boundary
-        return self._micro_batches_done + 1 >= self.batch.micro_batches
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next backward pass is the last one of a step.
-
-        To be called before each backward pass, from the first one on.
-        """
-        self._is_boundary = bool(is_boundary)
-        self._announced += 1
-        self.sharding.begin_micro_step(last=self.is_gradient_accumulation_boundary())
 
     def quantize_nontrainable_params(self) -> None:
         """Quantize the parameters that are frozen now, and train those that were added (MixZ++).
@@ -284,11 +255,41 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         """The factor that fp16 losses are multiplied by; 1 in other formats."""
         return self.scaler.scale if self.scaler else 1.0
 
+    def _autocast(self) -> AbstractContextManager:
+        """Return `torch.autocast` as the JSON has it; without, the program's is as it is."""
+        if not (dtype := self.zero_config.autocast_format):
+            return nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, dtype))
+
+    def _has_others_gradients(self) -> bool:
+        """Whether the program has set gradients itself, and no pass of this step has begun."""
+        held = parameters_in(self.optimizer.param_groups)
+        is_clear = not self._forwards and not self._mid_step()
+        return is_clear and any(parameter.grad is not None for parameter in held)
+
+    def _tell_optimizer(self) -> None:
+        """Give the optimizer what DeepSpeed's has and it has not, as it is after a step."""
+        scaler = self.scaler or DeepSpeedLossScaler(scale=1.0, dynamic=False)
+        values = dict(
+            optimizer=proxy(self.optimizer),
+            loss_scaler=scaler,
+            loss_scale_config=scaler,
+            loss_scale=scaler.scale,
+            cur_scale=scaler.scale,
+            dynamic_loss_scale=scaler.dynamic,
+            overflow=self._was_skipped,
+            _global_grad_norm=self._grad_norm,
+            needs_scaler=partial(bool, self.scaler),
+            is_sharded=self.sharding.stage > 0,
+        )
+        self._told = self._told or values.keys() - {*dir(self.optimizer)}  # leaves its own alone
+        vars(self.optimizer).update({name: values[name] for name in self._told})
+
     def _before_forward(self, *_: object) -> None:
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled() and self.training:
             if self._forwards == 0:
-                self.sharding.begin_micro_step(last=self.is_gradient_accumulation_boundary())
+                self._begin_micro_batch()
             self._forwards += 1
 
     def _after_forward(self, *_: object) -> None:
@@ -307,37 +308,21 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         if not fsdp.adds_gradient():
             return None
         if self.scaler and not self._is_scaled:
-            raise InputError(
-                "loss.backward() under fp16 computes gradients of a loss without its scale, and "
-                "small ones would vanish: call engine.backward(loss), or "
+            raise Unavailable(
+                "Loss scaling is required: loss.backward() under fp16 computes gradients of a loss "
+                "without its scale, and small ones would vanish: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
         self._backwards += 1
         self._knows_losses = False
-        divisor = self.batch.micro_batches * (Engine._factor / self.loss_scale)
+        own = self.loss_scale * self._gradient_factor
+        divisor = self.batch.micro_batches * (Engine._factor / own)
         return divisor if divisor != 1 else None
 
     def _end_pass(self) -> None:
         self._gradient_hook.is_off, self._is_scaled, Engine._factor = False, False, 1.0
 
-    def _end_micro_batch(self) -> None:
-        self._forwards = self._backwards = self._announced = 0
-
-    def _mid_step(self) -> bool:
-        if self._is_boundary is not None:
-            return self._announced > 0 or not self._is_boundary
-        return self._micro_batches_done > 0 or self._has_unsent
-
-    def _begin_step_again(self) -> None:
-        """Discard what the micro-batches of this step have left."""
-        self.zero_grad()
-        self._end_micro_batch()
-        self._is_boundary = None
-        self._micro_steps -= self._micro_batches_done
-        self._micro_batches_done = 0
-        self._losses = torch.zeros_like(self._losses)
-
-    def _optimizer_step(self) -> None:
+    def _optimizer_step(self, micro_batches: int) -> None:
         self.sharding.release()  # an evaluation after backward may have left weights gathered
         result = optimizer_step(
             self.optimizer,
@@ -347,9 +332,13 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         )
         self._has_unsent = False
         self.global_steps += 1
-        self.global_samples += self.batch.samples
+        if self.managed_gradient_accumulation():
+            micro_batches = self.batch.micro_batches
+        self.global_samples += micro_batches * self.batch.micro_samples * self.world_size
         self.skipped_steps += result.skipped
-        self._was_applied, self._grad_norm = not result.skipped, result.grad_norm
+        self._was_applied, self._was_skipped = not result.skipped, result.skipped
+        self._grad_norm = result.grad_norm
+        self._tell_optimizer()
         if result.skipped and not self.scaler:
             self._note_overflow()
         if self.lr_scheduler is not None and not result.skipped:
@@ -360,7 +349,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         """Raise InputError for gradients that are not finite, or warn if the JSON skips them."""
         norm, step = self._grad_norm, self.global_steps
         if not self.zero_config.bf16.check_grad_overflow:
-            raise InputError(
+            raise RefusedCall(
                 f"the norm of the gradients is {norm} at step {step}, and no update was made: "
                 "lower the learning rate, clip the gradients, or look at the data"
             )

@@ -14,7 +14,7 @@ from zeropp.checkpoint import engine_checkpoint
 from zeropp.checkpoint.gathered_weights import gather_weights, save_gathered_weights
 from zeropp.checkpoint.state_tensors import masters_of
 from zeropp.deepspeed.utils.zero_to_fp32 import SCRIPT, SCRIPT_NAME
-from zeropp.errors import InputError
+from zeropp.errors import RefusedCall
 from zeropp.fsdp_adapter import WholeParameter
 from zeropp.ranks.coordination import among, fail_together
 
@@ -56,6 +56,10 @@ class EngineFiles:
         Raises InputError as `zeropp.checkpoint.engine_checkpoint.save` does.
         """
         self._require_shards("save_checkpoint")
+        if not save_dir:
+            raise RefusedCall(
+                f"save_checkpoint({save_dir!r}): give a folder, the same on all ranks"
+            )
         if self._is_first and (self._mid_step() or self._backwards):
             log.warning(
                 "save_checkpoint in the middle of a step: the gradients of its micro-batches so "
@@ -130,6 +134,7 @@ class EngineFiles:
             _restore_options(optimizer, state["param_groups"], path)
             if self.scaler and state["loss_scaler"]:
                 self.scaler.load_state_dict(state["loss_scaler"])
+            self._tell_optimizer()
         with_scheduler = load_lr_scheduler_states and not load_module_only
         if with_scheduler and self.lr_scheduler and state["lr_scheduler"]:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
@@ -137,7 +142,7 @@ class EngineFiles:
 
     def _require_shards(self, call: str) -> None:
         if any(isinstance(each, WholeParameter) for each in self.module.parameters()):
-            raise InputError(
+            raise RefusedCall(
                 f"{call} inside GatheredParameters, where parameters are whole and no shards: call "
                 "it outside; a state may be loaded inside by engine.module.load_state_dict"
             )
@@ -185,7 +190,7 @@ class EngineFiles:
                 exclude_frozen=exclude_frozen_parameters,
             )
         except OSError as error:
-            raise InputError(f"cannot write {path}: {error}") from error
+            raise RefusedCall(f"cannot write {path}: {error}") from error
         return path
 
     def empty_partition_cache(self) -> None:
@@ -222,7 +227,7 @@ def _write_script(path: Path) -> None:
         write_atomically(path, SCRIPT)
         path.chmod(0o755)
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error}") from error
+        raise RefusedCall(f"cannot write {path}: {error}") from error
 
 
 def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
@@ -240,7 +245,7 @@ def _restore_options(
     sizes = [group["params"] for group in _options(optimizer)]
     saved_sizes = [group["params"] for group in saved]
     if sizes != saved_sizes:
-        raise InputError(
+        raise RefusedCall(
             f"the optimizer has parameter groups of {sizes} parameters, the one in {path} of "
             f"{saved_sizes}: build it with the same groups, or load with "
             "load_optimizer_states=False"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from zeropp.errors import InputError
+from zeropp.errors import RefusedCall
 
 
 class EngineSettings:
@@ -33,7 +33,7 @@ class EngineSettings:
         """
         at_once = self.batch.micro_samples * self.world_size
         if train_batch_size < 1 or train_batch_size % at_once:
-            raise InputError(
+            raise RefusedCall(
                 f"set_train_batch_size({train_batch_size}): expected a multiple of {at_once}, "
                 f"{self.batch.micro_samples} samples on each of {self.world_size} ranks"
             )
@@ -46,7 +46,9 @@ class EngineSettings:
         step.
         """
         if micro_batch_size < 1:
-            raise InputError(f"set_train_micro_batch_size({micro_batch_size}): expected at least 1")
+            raise RefusedCall(
+                f"set_train_micro_batch_size({micro_batch_size}): expected at least 1"
+            )
         samples = micro_batch_size * self.batch.micro_batches * self.world_size
         self._set_batch(samples, micro_batch_size)
 
@@ -107,7 +109,7 @@ class EngineSettings:
         groups = self._groups()
         rates = [*lr] if isinstance(lr, Sequence) else [lr] * len(groups)
         if len(rates) != len(groups):
-            raise InputError(
+            raise RefusedCall(
                 f"set_lr got {len(rates)} rates for {len(groups)} parameter groups: give one each"
             )
         for group, rate in zip(groups, rates, strict=True):
@@ -117,9 +119,12 @@ class EngineSettings:
         """Return the betas of each parameter group, or its momentum."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: `backward` and `step` average gradients."""
+
     def offload_states(self, *_: Any, **__: Any) -> NoReturn:
         """Raise InputError: what is on the device stays there until the engine is gone."""
-        raise InputError(
+        raise RefusedCall(
             "engine.offload_states and reload_states are not available: offload_optimizer and "
             "offload_param in the JSON keep states on the host all the time; or save a checkpoint, "
             "delete the engine and the model, and load it into new ones"
@@ -132,7 +137,7 @@ class EngineSettings:
 
     def _set_batch(self, samples: int, micro_samples: int) -> None:
         if self._mid_step() or self._backwards:
-            raise InputError(
+            raise RefusedCall(
                 "batch sizes can be changed between two steps, and this step has begun: call it "
                 "after the engine.step() that updates the weights"
             )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from zeropp.errors import InputError
+from zeropp.errors import RefusedCall
 
 
 class RepeatingLoader:
@@ -58,14 +58,14 @@ class WholeSteps:
         """
         if data_iter is None:
             if self._repeated_data is None and self.training_dataloader is None:
-                raise InputError("train_batch() needs data: give it, or training_data at first")
+                raise RefusedCall("train_batch() needs data: give it, or training_data at first")
             self._repeated_data = self._repeated_data or RepeatingLoader(self.training_dataloader)
             data_iter = self._repeated_data
         micro_batches = [*islice(data_iter, self.batch.micro_batches)]
         if not micro_batches:
             raise StopIteration
         if len(micro_batches) < self.batch.micro_batches:
-            raise InputError(
+            raise RefusedCall(
                 f"train_batch() takes {self.batch.micro_batches} micro-batches, and the data ended "
                 f"after {len(micro_batches)}: leave out the last ones, or use RepeatingLoader"
             )
@@ -89,13 +89,13 @@ def _arguments(batch: Any, device: torch.device) -> tuple[tuple, dict]:
 
 
 def _loss_in(output: Any) -> torch.Tensor:
-    """Return the loss in what a model returned; raise InputError if there is none."""
+    """Return the loss in what a model returned; raise RefusedCall if there is none."""
     loss = output[0] if isinstance(output, tuple | list) and output else output
     if isinstance(output, Mapping):
         loss = output.get("loss")
     loss = getattr(output, "loss", loss)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise InputError(
+        raise RefusedCall(
             f"train_batch() needs a model that returns its loss, and it returned a "
             f"{type(output).__name__}: call engine(batch), engine.backward and engine.step instead"
         )

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.deepspeed.names import attribute_of
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import world_size
 from zeropp.ranks.meeting import raising_together
@@ -204,3 +205,6 @@ def _write_back(
             values = whole.detach().as_subclass(torch.Tensor).contiguous()
             _broadcast(values, parameter.device_mesh, modifier_rank)
             parameter.to_local().copy_(part_for_rank(values, parameter))
+
+
+__getattr__ = attribute_of(__name__)

@@ -61,6 +61,7 @@ from zeropp.fsdp_adapter.gradients import (
     adds_gradient,
     before_reduction,
     discard_gradients,
+    reduce_accumulated,
     set_gradient_dtypes,
     take_gradients,
     unreduced_gradient,

@@ -283,6 +283,23 @@ def forget_forward(group: object) -> None:
         reducer.is_due = False
 
 
+def reduce_accumulated(root: FSDPModule, also: Callable[[torch.Tensor], None]) -> None:
+    """Reduce what the passes of a root have accumulated, in a backward pass without a model.
+
+    Its units must be set to reduce gradients. `also` is called as that pass begins.
+    """
+    state = state_of(root)
+
+    def begin(gradient: torch.Tensor) -> None:
+        state._state_ctx.zeropp_pass = torch._C._current_graph_task_id(), True
+        state._register_root_post_backward_final_callback()
+        also(gradient)
+
+    start = torch.zeros((), requires_grad=True)
+    start.register_hook(begin)
+    (start + 0).backward()
+
+
 def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
     """Clear the unit's gradients, those included that FSDP2 accumulates until it reduces them."""
     for group in groups_of(unit):

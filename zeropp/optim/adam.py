@@ -77,6 +77,11 @@ class FusedAdam(torch.optim.Optimizer):
         )
         super().__init__(params, options | OPTIONS_OF_TORCH)
 
+    @property
+    def adam_w_mode(self) -> bool:
+        """Whether weight decay is decoupled, as in AdamW."""
+        return self.defaults["decoupled_weight_decay"]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as every optimizer does; raises InputError as the constructor does."""
         super().add_param_group(param_group)
@@ -223,21 +228,30 @@ def fastest_adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    adam_w_mode: bool = True,
+    bias_correction: bool = True,
     torch_on_cpu: bool = False,
     kind: type[FusedAdam] = FusedAdam,
 ) -> torch.optim.Optimizer:
     """Return AdamW for parameters or groups: a `FusedAdam` if its kernel is built, else torch's.
 
-    With `torch_on_cpu`, torch's is used on CPUs. The choice is logged at INFO.
+    With `torch_on_cpu`, torch's is used on CPUs. Without `adam_w_mode` it is Adam. The choice is
+    logged at INFO. Raises InputError for what torch's lacks if that is to be used.
     """
     groups = list(parameters)
     settings = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     reason = _why_not_fused(groups, torch_on_cpu)
     if reason is None:
         log.info("AdamW: zeropp's, one kernel to unscale, clip and update")
-        return kind(groups, **settings)
+        return kind(groups, **settings, adam_w_mode=adam_w_mode, bias_correction=bias_correction)
+    if not bias_correction:
+        raise InputError(
+            f"bias_correction = false, and PyTorch's Adam, which is used ({reason}), has a bias "
+            "correction: leave it out"
+        )
     log.info("AdamW: PyTorch's, fused (%s)", reason)
-    optimizer = torch.optim.AdamW(groups, **settings, fused=True)
+    torchs = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    optimizer = torchs(groups, **settings, fused=True)
     require_on_shards(optimizer)
     return optimizer
 

@@ -4,6 +4,7 @@ Source: Micikevicius et al. 2018, section 3.2, with Megatron's hysteresis.
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from zeropp.errors import InputError
 from zeropp.settings.sections import Fp16
@@ -80,10 +81,21 @@ class DeepSpeedLossScaler(LossScaler):
     """Grows as DeepSpeed's scale does: after `window` clean steps, in the first step behind them.
 
     With a window of 2 that is in clean steps 3, 5 and so on, where Megatron's grows in 2, 4. With
-    `consecutive_hysteresis` each clean step restores the hysteresis.
+    `consecutive_hysteresis` each clean step restores the hysteresis. It has the attributes of
+    DeepSpeed's, too; `cur_iter` counts the steps.
     """
 
     consecutive_hysteresis: bool = False
+    cur_iter: int = 0
+
+    cur_scale = loss_scale = property(attrgetter("scale"))
+    scale_window = property(attrgetter("window"))
+    dynamic_loss_scale = property(attrgetter("dynamic"))
+
+    def update(self, overflow: bool) -> None:
+        """Move the scale after a step, as `LossScaler.update` does."""
+        super().update(overflow)
+        self.cur_iter += 1
 
     def _grow(self) -> None:
         if self.consecutive_hysteresis:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +38,20 @@ OLD_NAMES: Mapping[str, tuple[tuple[str, ...], Mapping[bool, Any] | None]] = Map
             (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",),
             None,
         ),
+        **{
+            f"{_ZERO}.{name}": ((f"{_ZERO}.stage3_{name}",), None)
+            for name in (
+                "prefetch_bucket_size",
+                "param_persistence_threshold",
+                "model_persistence_threshold",
+                "max_live_parameters",
+                "max_reuse_distance",
+                "gather_16bit_weights_on_model_save",
+                "module_granularity_threshold",
+                "use_all_reduce_for_fetch_params",
+                "allgather_sequential",
+            )
+        },
     }
 )
 AUTO = "auto"
@@ -48,12 +62,14 @@ SHOWN_COLUMNS = 60  # on either side of a mistake
 class JsonValues:
     """What a JSON gives: values by dotted key, the keys set to "auto", and the old names in it.
 
-    `source` is what error messages call the JSON.
+    `others` are keys at its top that are not DeepSpeed's: its user's. `source` is what error
+    messages call the JSON.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     auto_keys: frozenset[str] = frozenset()
     old_names: tuple[str, ...] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
     source: str = "configuration"
 
     def assignment(self, dotted: str) -> str:
@@ -142,6 +158,7 @@ class _Reader:
         self._values: dict[str, Any] = {}
         self._auto_keys: set[str] = set()
         self._old_values: dict[str, Any] = {}
+        self._others: dict[str, Any] = {}
 
     def read(self, content: Any, source: str) -> JsonValues:
         """Everything in the top-level object; old names are replaced by today's."""
@@ -152,6 +169,7 @@ class _Reader:
             values=self._values,
             auto_keys=frozenset(self._auto_keys),
             old_names=tuple(self._old_values),
+            others=self._others,
             source=source,
         )
 
@@ -167,7 +185,9 @@ class _Reader:
             if dotted in self._keys and "." not in str(name):
                 self._read_value(self._keys[dotted], value)
             elif dotted not in OLD_NAMES:
-                raise unknown_key(dotted, self._root)
+                if path or _is_misspelt(name, {*self._keys, *OLD_NAMES}):
+                    raise unknown_key(dotted, self._root)
+                self._others[name] = value
             elif value is not None:
                 self._old_values[dotted] = value
 
@@ -203,6 +223,24 @@ class _Reader:
             )
         self._values.update(translated._values)
         self._auto_keys |= translated._auto_keys
+
+
+def _is_misspelt(name: Any, keys: Iterable[str]) -> bool:
+    """Whether a name at the top can only be meant for one of the keys.
+
+    It is one of `zero_optimization`, or one of the top but for one letter.
+    """
+    if not isinstance(name, str) or "." in name or f"{_ZERO}.{name}" in keys:
+        return True
+    return any(_differ_by_one_letter(name, key) for key in keys)
+
+
+def _differ_by_one_letter(one: str, other: str) -> bool:
+    """Whether a letter more, less or another makes one string the other."""
+    at = len(os.path.commonprefix([one, other]))
+    rests = (one[at:], other[at:])
+    after = [rest[1:] for rest in rests]
+    return after[0] == after[1] or rests[0] == after[1] or after[0] == rests[1]
 
 
 @functools.cache

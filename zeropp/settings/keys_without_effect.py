@@ -7,7 +7,11 @@ from types import MappingProxyType
 from zeropp.settings.json_keys import JsonSection, Key
 from zeropp.settings.no_effect_tables import read_toml, settings_without_effect
 
-_SECTIONS = ("activation_checkpointing", "tensor_parallel")  # which have no other keys
+_SECTIONS = (
+    "activation_checkpointing",
+    "checkpoint",
+    "tensor_parallel",
+)  # which have no other keys
 
 
 @cache

@@ -19,6 +19,18 @@ BITS = (4, 8, 16)
 GRADIENT_BITS = (3, *BITS)
 _NVME = 'offload to NVMe is not available here; "cpu" and "none" are'
 _DEVICES = ("none", "cpu")
+FORMATS: Mapping[str, str] = MappingProxyType(  # torch's name of each
+    {
+        "fp32": "float32",
+        "float32": "float32",
+        "fp16": "float16",
+        "float16": "float16",
+        "bf16": "bfloat16",
+        "bfp16": "bfloat16",
+        "bfloat16": "bfloat16",
+        **{f"torch.{name}": name for name in ("float32", "float16", "bfloat16")},
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +98,16 @@ class Bf16(JsonSection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TorchAutocast(JsonSection):
+    """`torch.autocast` around the forward passes of an engine, whose weights stay in fp32."""
+
+    path: ClassVar[str] = "torch_autocast"
+
+    enabled: bool = key(False)
+    dtype: str | None = key(None, choices=tuple(FORMATS), no_effect=needs("torch_autocast.enabled"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertParallel(JsonSection):
     """DeepSpeed's AutoEP, by which `autoep_size` ranks split the experts of a layer."""
 
@@ -146,6 +168,11 @@ class OptimizerParams(JsonSection):
     eps: float | None = key(None, minimum=0, auto=True)
     weight_decay: float | None = key(None, minimum=0, auto=True)
     torch_adam: bool = key(False)  # on CPUs
+    adam_w_mode: bool = key(  # false: weight decay is part of the gradient
+        True,
+        no_effect=NoEffect('it needs optimizer.type "Adam"', lambda c: c.optimizer.type != "Adam"),
+    )
+    bias_correction: bool = key(True)
     momentum: float | None = key(None, minimum=0)
     dampening: float | None = key(None)
     nesterov: bool | None = key(None)
@@ -158,7 +185,7 @@ class OptimizerParams(JsonSection):
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(_Named):
-    """`Adam` and `AdamW` are the same here, as in DeepSpeed: decoupled weight decay."""
+    """`Adam` and `AdamW` are the same, as in DeepSpeed: `adam_w_mode` tells them apart."""
 
     path: ClassVar[str] = "optimizer"
     taken = OPTIMIZERS

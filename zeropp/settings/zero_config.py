@@ -29,26 +29,17 @@ from zeropp.settings.keys_without_effect import keys_without_effect
 from zeropp.settings.rules import BATCH_KEYS, RULES
 from zeropp.settings.schema import no_effect_line
 from zeropp.settings.sections import (
+    FORMATS,
     Bf16,
     ExpertParallel,
     Fp16,
     Optimizer,
     Scheduler,
+    TorchAutocast,
     ZeroOptimization,
     Zeropp,
 )
 
-_FORMATS = MappingProxyType(  # torch's name of each
-    {
-        "fp32": "float32",
-        "float32": "float32",
-        "fp16": "float16",
-        "float16": "float16",
-        "bf16": "bfloat16",
-        "bfp16": "bfloat16",
-        "bfloat16": "bfloat16",
-    }
-)
 _FP32_MEAN = NoEffect("stage 0 averages whole gradients in fp32", when=lambda c: c.stage == 0)
 
 
@@ -66,8 +57,9 @@ class ZeroConfig(JsonSection):
 
     `file_keys` are the dotted keys that a file gave a value; `auto_keys` are those it set to "auto"
     and that have not been given a value since; `old_names` are the outdated names it used;
-    `idle_values` are the values of keys that change nothing, by dotted key. Raises `InputError` for
-    values out of range and for values that contradict each other.
+    `idle_values` are the values of keys that change nothing, by dotted key, and `others` those of
+    keys that are not DeepSpeed's. Raises `InputError` for values out of range and for values that
+    contradict each other.
     """
 
     path: ClassVar[str] = ""
@@ -76,18 +68,22 @@ class ZeroConfig(JsonSection):
     train_batch_size: int | None = key(None, minimum=1, auto=True)  # samples
     train_micro_batch_size_per_gpu: int | None = key(None, minimum=1, auto=True)  # samples
     gradient_accumulation_steps: int | None = key(None, minimum=1, auto=True)
+    managed_gradient_accumulation: bool = key(True)  # false: each engine.step() ends one
+    gradient_allreduce_op: str = key("mean", choices=("mean", "sum"))
     gradient_clipping: float = key(0.0, minimum=0, auto=True)  # 0 means none
-    communication_data_type: str | None = key(None, choices=tuple(_FORMATS), no_effect=_FP32_MEAN)
+    communication_data_type: str | None = key(None, choices=tuple(FORMATS), no_effect=_FP32_MEAN)
     zero_optimization: ZeroOptimization = key(ZeroOptimization())
     zeropp: Zeropp = key(Zeropp())
     fp16: Fp16 = key(Fp16())
     bf16: Bf16 = key(Bf16())
+    torch_autocast: TorchAutocast = key(TorchAutocast())
     optimizer: Optimizer = key(Optimizer())
     scheduler: Scheduler = key(Scheduler())
     expert_parallel: ExpertParallel = key(ExpertParallel())
     steps_per_print: int | None = key(None, minimum=1, infinity_is_null=True)
 
     idle_values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    others: Mapping[str, Any] = field(default_factory=dict, hash=False)
     file_keys: frozenset[str] = frozenset()
     auto_keys: frozenset[str] = frozenset()
     old_names: tuple[str, ...] = ()
@@ -126,6 +122,7 @@ class ZeroConfig(JsonSection):
             idle_values={
                 name: value for name, value in values.items() if name in keys_without_effect()
             },
+            others=file.others,
             file_keys=frozenset(file.values),
             auto_keys=file.auto_keys - filled.keys(),
             old_names=file.old_names,
@@ -170,10 +167,32 @@ class ZeroConfig(JsonSection):
         return "bfloat16" if self.bf16.enabled else "float32"
 
     @property
+    def autocast_format(self) -> str | None:
+        """What `torch.autocast` computes in around an engine's forward passes; None without it."""
+        if not self.torch_autocast.enabled:
+            return None
+        return FORMATS[self.torch_autocast.dtype or "bf16"]
+
+    def without_engine(self) -> "ZeroConfig":
+        """The same without what engines add to a sharded model."""
+        return replace(
+            self,
+            gradient_allreduce_op="mean",
+            managed_gradient_accumulation=True,
+            torch_autocast=TorchAutocast(),
+        )
+
+    @property
+    def loss_scaling(self) -> Fp16:
+        """The section that says how losses are scaled: float16 of any kind has a scale."""
+        is_fp16 = self.fp16.enabled or self.autocast_format == "float16"
+        return replace(self.fp16, enabled=is_fp16)
+
+    @property
     def wire_format(self) -> str:
         """What unquantized collectives send, as torch calls it."""
         named = self.communication_data_type
-        return self.compute_format if named is None else _FORMATS[named]
+        return self.compute_format if named is None else FORMATS[named]
 
     @property
     def unresolved_auto_keys(self) -> tuple[str, ...]:
@@ -200,7 +219,8 @@ class ZeroConfig(JsonSection):
         lines = [
             f"{old} is an old name of {' and '.join(OLD_NAMES[old][0])}" for old in self.old_names
         ]
-        ignored, given = dict(others), self.file_keys | self.auto_keys
+        ignored = {**others, **dict.fromkeys(self.others, "no key of DeepSpeed's has this name")}
+        given = self.file_keys | self.auto_keys
         ignored_sections: tuple[str, ...] = ()
         for dotted, entry in all_keys(ZeroConfig).items():
             is_given = any(f"{name}.".startswith(f"{dotted}.") for name in given)
@@ -230,7 +250,7 @@ class ZeroConfig(JsonSection):
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON that gives these values: every key in the file or not at its default."""
-        result: dict[str, Any] = {}
+        result: dict[str, Any] = dict(self.others)
         for dotted, entry in _value_keys().items():
             value = self.value(dotted)
             if dotted in self.file_keys or value != entry.default:

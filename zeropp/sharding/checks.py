@@ -22,6 +22,7 @@ from zeropp.wire.collectives import WeightGather
 from zeropp.wire.route import UNQUANTIZED, Route
 
 Units = Mapping[str, fsdp.Unit]  # by name
+ENGINES_KEYS = ("gradient_allreduce_op", "torch_autocast.enabled", "managed_gradient_accumulation")
 
 
 def require_same_model(
@@ -241,6 +242,17 @@ def require_common_steps(config: ZeroConfig, caller: str) -> None:
             f"{every}: all ranks of {caller} take each step together. For nodes that step alone, "
             "shard the model over the ranks of a node and call zeropp.local_steps, or leave it out"
         )
+
+
+def require_no_engine(config: ZeroConfig) -> None:
+    """Raise InputError for what only engines do, where the caller has none."""
+    for dotted in ENGINES_KEYS:
+        value, key = config.value(dotted), ZeroConfig.setting(dotted)
+        if value != key.default:
+            raise InputError(
+                f"{key.assignment(value)} is for engines of zeropp.initialize: leave it out, and "
+                "do the same in the training loop"
+            )
 
 
 def obstacles(units: Units) -> dict[str, str]:

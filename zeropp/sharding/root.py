@@ -84,14 +84,20 @@ class Root:
             ordered.insert(len(ordered) - (unit in self._apart), unit)
         return ordered
 
-    def begin_micro_step(self, *, last: bool) -> None:
+    def begin_micro_step(self, *, last: bool, accumulate: bool = False) -> None:
         """Set what the next backward does with weights and gradients."""
+        reduces = last or not (accumulate or self.reduces_once)
         self.scalars.is_due = last
         for unit in self.units:
             fsdp.set_gradient_dtypes(unit)
-            unit.set_requires_gradient_sync(last or not self.reduces_once, recurse=False)
+            unit.set_requires_gradient_sync(reduces, recurse=False)
             stays = self.stage < 3 or self.keeps_root and unit is self.model
             unit.set_reshard_after_backward(last or not stays, recurse=False)
+
+    def reduce_accumulated(self) -> None:
+        """Reduce gradients that backward passes have accumulated, without another pass."""
+        self.begin_micro_step(last=True)
+        fsdp.reduce_accumulated(self.model, self.scalars.begin)
 
     def discard_gradients(self, set_to_none: bool = True) -> None:
         """Clear all gradients of a step, including those that are not in any `.grad`."""

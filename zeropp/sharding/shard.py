@@ -34,6 +34,7 @@ from zeropp.sharding.checks import (
     require_blocks,
     require_dense_gradients,
     require_experts,
+    require_no_engine,
     require_same_model,
     require_shardable,
 )
@@ -200,6 +201,7 @@ def _make_plan(
     calls_units: bool,
 ) -> Plan:
     """Return what `shard` does, or raise InputError; `data` is the data axis of `mesh`."""
+    require_no_engine(config)
     require_dense_gradients(model)
     plan = Plan(
         stage=config.stage,

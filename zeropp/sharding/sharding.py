@@ -97,12 +97,21 @@ class Sharding:
         self.begin_micro_step(last=last)
         yield
 
-    def begin_micro_step(self, *, last: bool) -> None:
-        """Set what the next backward does with weights and gradients; call before its forward."""
+    def begin_micro_step(self, *, last: bool, accumulate: bool = False) -> None:
+        """Set what the next backward does with weights and gradients; call before its forward.
+
+        With `accumulate`, it only adds up this rank's gradients, at every stage, until
+        `reduce_accumulated`.
+        """
         if self.plan.stores_frozen:
             require_frozen(self.model)
         for root in self.roots:
-            root.begin_micro_step(last=last)
+            root.begin_micro_step(last=last, accumulate=accumulate)
+
+    def reduce_accumulated(self) -> None:
+        """Average the gradients that backward passes have accumulated; all ranks call it."""
+        for root in self.roots:
+            root.reduce_accumulated()
 
     def discard_gradients(self, set_to_none: bool = True) -> None:
         """Clear all gradients of a step that is to be repeated.

@@ -33,7 +33,8 @@ from megatron_zpp.commands.pretrain import main
 from torch.distributed.checkpoint import FileSystemWriter
 from zeropp.ranks.exit import exit_process
 
-owner, name = {"data": (Loader, "__next__"), "file": (FileSystemWriter, "write_data")}[sys.argv[1]]
+_, local_rank, where, *flags = sys.argv
+owner, name = {"data": (Loader, "__next__"), "file": (FileSystemWriter, "write_data")}[where]
 method, calls = getattr(owner, name), []
 
 def hang(*arguments):
@@ -44,7 +45,7 @@ def hang(*arguments):
     return method(*arguments)
 
 setattr(owner, name, hang)
-exit_process(main(sys.argv[2:]))
+exit_process(main(flags))
 """
 
 

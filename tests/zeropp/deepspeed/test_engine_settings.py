@@ -80,7 +80,7 @@ def test_without_sync_gradients_wait_for_the_next_pass_outside(stage, tmp_path):
             engine.backward(loss_of(engine, tokens) / 3)
         with pytest.raises(InputError, match=r"step\(\) inside engine.no_sync"):
             engine.step()
-        with pytest.raises(InputError, match="enter it once"), engine.no_sync():
+        with pytest.raises(InputError, match="reentry is unsupported"), engine.no_sync():
             pass
     assert engine.micro_steps == 0
     engine.save_checkpoint(tmp_path)
@@ -103,7 +103,7 @@ def test_without_sync_gradients_wait_for_the_next_pass_outside(stage, tmp_path):
 @ranks(2)
 def test_stages_that_average_after_each_pass_cannot_wait():
     for stage in (2, 3):
-        with pytest.raises(InputError, match=f"no_sync.. at ZeRO stage {stage}"):
+        with pytest.raises(InputError, match=f"no_sync .* ZeRO stage {stage}"):
             engine_of(stage=stage).no_sync().__enter__()
 
 

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropp
+from tests.launched import ROOT
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import logged, run
 from tests.zeropp.small_model import small_model
 from zeropp import InputError, deepspeed
+from zeropp.deepspeed import names
 from zeropp.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from zeropp.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zeropp.deepspeed.runtime.utils import see_memory_usage
@@ -37,8 +39,75 @@ def test_every_public_name_is_where_deepspeed_has_it():
     for name in deepspeed.utils.__all__:
         assert getattr(deepspeed.utils, name) is not None
     assert deepspeed.utils.logger.name == "zeropp"
-    with pytest.raises(AttributeError, match="pipe"):
-        _ = deepspeed.pipe
+    with pytest.raises(AttributeError, match="no 'pype'"):
+        _ = deepspeed.pype
+
+
+def test_names_that_are_elsewhere():
+    pending = ("register_external_parameter", "ZeroParamStatus")
+    for module, places in names.ELSEWHERE.items():
+        own = importlib.import_module(f"zeropp.deepspeed.{module}".rstrip("."))
+        for given in places.values():
+            for name in given:
+                if name != "*" and name not in pending:
+                    assert hasattr(own, name.partition("=")[0]), f"{module}: {name}"
+    fused = importlib.import_module("zeropp.deepspeed.ops.adam.fused_adam")
+    assert fused.FusedAdam is FusedAdam and deepspeed.comm.comm.ReduceOp is dist.ReduceOp
+    assert importlib.import_module("zeropp.deepspeed.git_version_info").version.endswith("+zeropp")
+
+
+def test_names_of_features_that_are_not_here_refuse_when_they_are_used():
+    page = " ".join((ROOT / "docs/deepspeed.md").read_text().split())
+    for dotted, reason in names.REFUSED.items():
+        assert reason in page
+        module, _, name = f"zeropp.deepspeed.{dotted}".rpartition(".")
+        if dotted in names.MODULES:
+            module, name = f"{module}.{name}", "Any"
+            dotted += ".Any"
+        with pytest.raises(NotImplementedError, match=re.escape(f"deepspeed.{dotted} is not")):
+            getattr(importlib.import_module(module), name)()
+    layer = importlib.import_module("zeropp.deepspeed.moe.layer")
+
+    class Experts(layer.MoE):
+        """As programs derive from DeepSpeed's classes."""
+
+    for kind in (Experts, layer.MoE):
+        with pytest.raises(InputError, match="moe.layer.MoE is not available here: experts are"):
+            kind(8, None)
+    assert not isinstance(nn.Linear(1, 1), layer.MoE)
+
+
+def test_what_programs_import_and_seldom_use(capsys):
+    utils = importlib.import_module("zeropp.deepspeed.moe.utils")
+    group = {"params": [nn.Parameter(torch.ones(1))], "name": "all"}
+    assert utils.split_params_into_different_moe_groups_for_optimizer(group) == [group]
+    group["params"][0].allreduce = False
+    with pytest.raises(InputError, match="AutoEP"):
+        utils.split_params_into_different_moe_groups_for_optimizer(group)
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        layer = nn.Linear(4, 4)
+    assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16
+    helper = importlib.import_module("zeropp.deepspeed.compression.helper")
+    model = small_model()
+    helper.recursive_setattr(model, "blocks.1.up", layer)
+    assert helper.recursive_getattr(model, "blocks.1.up") is layer
+    stage3 = importlib.import_module("zeropp.deepspeed.runtime.zero.stage3")
+    stage3.estimate_zero3_model_states_mem_needs_all_live(small_model(), 8, 2)
+    assert "2 x 8 GPUs" in capsys.readouterr().out
+
+
+def test_the_configuration_as_an_object():
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 8, "bf16": {"enabled": True}})
+    assert config.train_micro_batch_size_per_gpu == 8 and config.gradient_accumulation_steps == 1
+    assert config.bfloat16_config.enabled and config.zero_optimization_stage == 0
+    with pytest.raises(AssertionError, match="train_batch_size = 8"):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 3})
+    with pytest.raises(deepspeed.DeepSpeedConfigError):
+        deepspeed.DeepSpeedConfig({"checkpoint": {"tag_validation": "never"}})
+    zero = importlib.import_module("zeropp.deepspeed.runtime.zero.config")
+    section = zero.DeepSpeedZeroConfig(stage=3, param_persistence_threshold=5, cpu_offload=True)
+    assert section.stage3_param_persistence_threshold == section.param_persistence_threshold == 5
+    assert section.offload_optimizer.device == "cpu" and section.offload_param is None
 
 
 def test_the_flags_that_deepspeed_adds():

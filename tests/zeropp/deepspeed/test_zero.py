@@ -96,7 +96,7 @@ def test_arguments_without_a_meaning_here_are_refused():
         (dict(dtype=torch.half), "the shards are fp32"),
         (dict(remote_device="nvme"), "offload_param says where shards live"),
         (dict(sequence=3), "has no argument sequence"),
-        (dict(config={"zero": 1}), 'unknown key "zero"'),
+        (dict(config={"fp17": 1}), 'unknown key "fp17"'),
     ):
         with pytest.raises(InputError, match=message), Init(**arguments):
             pass

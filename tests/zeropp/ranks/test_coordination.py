@@ -110,7 +110,10 @@ def test_an_error_before_the_ranks_have_joined_is_reported_once(scenario, report
     script = tmp_path / "script.py"
     script.write_text(REPORTING)
     finished = subprocess.run(
-        [sys.executable, "-c", LAUNCHER, "--num_ranks", "2", str(script), scenario],
+        [
+            *(sys.executable, "-c", LAUNCHER, "--num_ranks", "2", "--no_local_rank"),
+            *(str(script), scenario),
+        ],
         capture_output=True,
         text=True,
         timeout=120,

@@ -35,6 +35,7 @@ def named_optimizer(
             "eps": 1e-8,
             "weight_decay": 0.0,
         } | settings
+        settings["adam_w_mode"] |= kind == "AdamW"
         return fastest_adamw(
             parameters,
             torch_on_cpu=settings.pop("torch_adam"),

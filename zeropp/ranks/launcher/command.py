@@ -153,6 +153,7 @@ def _local(
         num_cores=num_cores,
         ranks_per_node=options.ranks_per_node,
         imports=imports,
+        tells_rank=not options.no_local_rank,
         meeting=meeting,
     )
     return ranks.run
@@ -186,7 +187,8 @@ def _rank_options(options: argparse.Namespace, num_ranks: int) -> list[str]:
     words = ["--num_gpus" if on_gpus else "--num_ranks", str(num_ranks)]
     if options.ranks_per_node is not None:
         words += ["--ranks_per_node", str(options.ranks_per_node)]
-    return [*words, *(["--bind_cores_to_rank"] if options.bind_cores_to_rank else [])]
+    words += ["--bind_cores_to_rank"] * options.bind_cores_to_rank
+    return words + ["--no_local_rank"] * options.no_local_rank
 
 
 def _address_of_first(hosts: Hosts, shell: RemoteShell) -> str:

@@ -59,8 +59,8 @@ class LocalRanks:
 
     program: a script, or `--module` and a module, with its arguments. num_cores: to which a rank is
     pinned; 0: to none. ranks_per_node: None for all. imports: modules that ranks share; if there
-    are any, ranks on CPUs are forked. meeting: where other machines' launchers are met; None: there
-    are none.
+    are any, ranks on CPUs are forked. tells_rank: the program gets `--local_rank=N` before its
+    arguments. meeting: where other machines' launchers are met; None: there are none.
     """
 
     program: list[str]
@@ -68,6 +68,7 @@ class LocalRanks:
     num_cores: int = 0
     ranks_per_node: int | None = None
     imports: tuple[str, ...] = ()
+    tells_rank: bool = False
     meeting: MeetingPoint | None = None
 
     def run(self) -> int:
@@ -134,7 +135,10 @@ class LocalRanks:
 
     def _arguments(self, local_rank: int) -> list[str]:
         """Return those of `rank_main`."""
-        return [*map(str, (os.getpid(), self.num_cores, local_rank)), *self.program]
+        begin = 2 if self.program[0] == "--module" else 1
+        told = [f"--local_rank={local_rank}"] if self.tells_rank else []
+        program = [*self.program[:begin], *told, *self.program[begin:]]
+        return [*map(str, (os.getpid(), self.num_cores, local_rank)), *program]
 
     def _start_program(self, local_rank: int, variables: dict[str, str]) -> Process:
         command = [sys.executable, "-u", rank_main.__file__, *self._arguments(local_rank)]

@@ -13,11 +13,12 @@ from zeropp.ranks.topology import usable_cores
 USAGE = """Start one rank per GPU of this machine, N ranks on its CPU, or those of several machines.
 
     zeropp [--num_gpus N | --num_ranks N] [--ranks_per_node N] [--bind_cores_to_rank]
-           script.py [arguments of the script]
+           [--no_local_rank] script.py [arguments of the script]
     zeropp --hostfile FILE [--include HOSTS | --exclude HOSTS] [--num_nodes N] script.py ...
     zeropp [options] --module package.module [arguments of the module]
     zeropp --keep_store PORT
 
+The script gets --local_rank=N before its arguments, as by DeepSpeed's launcher.
 The ranks rendezvous on a free port, those of several machines at the first one. If a rank fails,
 the others are terminated; with --max_restarts N all are started again, up to N times. SIGINT and
 SIGTERM are forwarded to the ranks, which have time to save. Only the output of the ranks is
@@ -81,6 +82,12 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
         "--bind-cores-to-rank",
         action="store_true",
         help="pin each rank to its own cores; not for two jobs on one machine",
+    )
+    group.add_argument(
+        "--no_local_rank",
+        "--no-local-rank",
+        action="store_true",
+        help="do not give the script --local_rank=N; the variable LOCAL_RANK is always set",
     )
 
 

@@ -26,7 +26,7 @@ FORKED = 'ZEROPP = {"imports": ["colorsys"]}'  # which no program here imports b
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-folder, action = Path(sys.argv[1]), sys.argv[2]
+said, folder, action = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 rank = int(os.environ["RANK"])
 
 def save(number, frame):
@@ -42,7 +42,7 @@ if action == "show":
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     place = " ".join(f"{name}={os.environ[name]}" for name in names)
     place += f" cores={sorted(os.sched_getaffinity(0))} forked={'colorsys' in sys.modules}"
-    os.write(1, f"{place} {__name__} {sys.argv[3:]} {sys.path[0]}\\n".encode())
+    os.write(1, f"{place} {__name__} {said} {sys.argv[4:]} {sys.path[0]}\\n".encode())
     sys.exit(0)
 if action == "exit" and rank == 1:
     while not (folder / "pid0").exists():  # rank 0 must not be ended before it has written it
@@ -150,7 +150,8 @@ def test_every_rank_runs_the_script_as_python_would(
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     assert sorted(output.splitlines()) == [
         f"RANK={rank} WORLD_SIZE=4 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 OMP_NUM_THREADS={threads} "
-        f"cores={usable_cores()} forked={forked} __main__ {list(words)} {tmp_path}"
+        f"cores={usable_cores()} forked={forked} __main__ --local_rank={rank} {list(words)} "
+        f"{tmp_path}"
         for rank in range(4)
     ]
 
@@ -170,8 +171,9 @@ def test_every_rank_runs_a_module_as_python_would(start: Callable, tmp_path: Pat
     assert (process.returncode, errors) == (0, "")
     lines = sorted(output.splitlines())
     assert [line.split()[0] for line in lines] == ["RANK=0", "RANK=1"]
-    for line in lines:
-        assert line.endswith(f" __main__ ['--module', 'x'] {tmp_path / 'work'}")
+    for rank, line in enumerate(lines):
+        arguments = f"--local_rank={rank} ['--module', 'x']"
+        assert line.endswith(f" __main__ {arguments} {tmp_path / 'work'}")
 
 
 def test_ranks_are_pinned_to_their_own_cores_on_request(start: Callable) -> None:

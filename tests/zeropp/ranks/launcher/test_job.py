@@ -25,7 +25,7 @@ exec sh -c "$line"
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-folder, action = Path(sys.argv[1]), sys.argv[2]
+folder, action = Path(sys.argv[1]), sys.argv[2]  # and no --local_rank
 rank = int(os.environ["RANK"])
 
 def save(number, frame):
@@ -58,7 +58,7 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
 
     def run(action: str, *options: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen:
         command = [*prefix, sys.executable, "-m", "zeropp.ranks.launcher", "--hostfile", "hosts"]
-        command += ["--master_port", str(emulation.free_port()), *options]
+        command += ["--master_port", str(emulation.free_port()), "--no_local_rank", *options]
         variables = {"PYTHONPATH": str(ROOT), "NCCL_SENT": "", "HOME": str(tmp_path)}
         processes.append(
             subprocess.Popen(

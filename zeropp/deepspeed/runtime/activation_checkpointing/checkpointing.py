@@ -6,15 +6,17 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+from zeropp.deepspeed.names import attribute_of
+
 log = logging.getLogger("zeropp")
 
 
-def checkpoint(function: Callable, *args: Any) -> Any:
-    """Return `function(*args)`; what it keeps for backward is computed again then.
+def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`; what it keeps for backward is computed again then.
 
     This is `torch.utils.checkpoint.checkpoint` without reentrance, which restores random numbers.
     """
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 non_reentrant_checkpoint = checkpoint
@@ -42,3 +44,6 @@ def is_configured() -> bool:
 
 def reset() -> None:
     """Forget buffers of activations, of which there are none."""
+
+
+__getattr__ = attribute_of(__name__)

@@ -2,13 +2,26 @@
 
 import gc
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zeropp.deepspeed.names import attribute_of
 from zeropp.ranks.host_memory import free_bytes
 
 GB = 2**30
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Any:
+    """Clip gradients as `torch.nn.utils.clip_grad_norm_` does; return their norm."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Return a call as Python spells it."""
+    given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    return f"{base}({', '.join(given)})"
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -34,3 +47,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         lines.append(f"CPU memory that is free: {free / GB:.2f} GB")
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+__getattr__ = attribute_of(__name__)
