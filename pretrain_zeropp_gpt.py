@@ -9,7 +9,7 @@ except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: type `make setup`, and run this by .venv/bin/python")
 
 ZEROPP = {  # read by `zeropp` before it starts the ranks
-    "check": "megatron_zpp.commands.early_checks:check_pretrain",
+    "check": "megatron_zpp.commands.pretrain:check_pretrain",
     "imports": ["megatron_zpp.train.pretrain"],
 }
 

@@ -16,7 +16,7 @@ from zeropp import __version__
 from zeropp.ranks.exit import exit_process
 
 ZEROPP = {  # read by `zeropp --module` before it starts the ranks
-    "check": "megatron_zpp.commands.early_checks:check_command",
+    "check": "megatron_zpp.commands.pretrain:check_command",
     "imports": ["megatron_zpp.train.pretrain"],
 }
 PROGRAM = "megatron-zpp"

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from typing import TextIO
 
 from zeropp.ranks.launcher import rank_main
 from zeropp.ranks.launcher.signals import reset_signals
@@ -21,8 +22,7 @@ def run_forked(arguments: list[str], variables: Mapping[str, str], listener: soc
     listener.close()
     reset_signals()
     use_variables(variables)
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        setattr(sys, name, _unbuffered(descriptor))
+    sys.stdout, sys.stderr = _unbuffered(sys.stdout, 1), _unbuffered(sys.stderr, 2)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # ranks that share its state would draw the same
     try:
@@ -36,8 +36,7 @@ def run_forked(arguments: list[str], variables: Mapping[str, str], listener: soc
         sys.exit(1)
 
 
-def _unbuffered(descriptor: int) -> io.TextIOWrapper:
-    """Return a stream as `python -u` opens it."""
-    old = sys.stdout if descriptor == 1 else sys.stderr
+def _unbuffered(stream: TextIO, descriptor: int) -> TextIO:
+    """Return a stream as `python -u` opens it, with the encoding of another one."""
     raw = open(descriptor, "wb", 0, closefd=False)
-    return io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True)
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, write_through=True)

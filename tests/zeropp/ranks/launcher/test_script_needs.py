@@ -1,0 +1,51 @@
+"""What a script says to the launcher is read before torch is imported, or refused."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeropp.ranks.launcher import main
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ZEROPP = ['x']", "expected a dict with the keys check and imports"),
+        ("ZEROPP = {'checks': 'a:b'}", "expected a dict with the keys check and imports"),
+        ("ZEROPP = {'check': 'no_module:f'}", "cannot be imported: No module named 'no_module'"),
+        ("ZEROPP = {'check': 'json:no_function'}", "cannot be imported: .*no_function"),
+    ],
+)
+def test_a_line_of_a_script_that_is_not_as_expected(
+    line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(line)
+    assert main(["--num_ranks", "1", str(script)]) == 2
+    assert re.match(rf"error: {script}: ZEROPP = .*{words}", capsys.readouterr().err)
+
+
+@pytest.mark.new_interpreter
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["{script}", "--data-path", "none"], "no dataset at none: expected none.idx"),
+        (["{script}", "--num-layer", "2"], "unknown flag --num-layer"),
+        (["{script}", "--deepspeed_config", "none"], "none: No such file"),
+        (["{script}", "--save", "{script}/x"], "nothing can be written in {script}"),
+        (["--module", "megatron_zpp.commands", "finetune"], "needs --pretrained-checkpoint"),
+    ],
+)
+def test_mistakes_are_said_before_torch_is_imported(words: list[str], error: str) -> None:
+    script = str(ROOT / "pretrain_gpt.py")
+    arguments = ["--num_ranks", "4", *(word.format(script=script) for word in words)]
+    code = f"""import sys; from zeropp.ranks.launcher import main; status = main({arguments})
+assert "torch" not in sys.modules; sys.exit(status)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and error.format(script=script) in done.stderr
