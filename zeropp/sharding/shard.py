@@ -122,7 +122,7 @@ def shard(
     device = torch.device("cpu") if config.offloads_weights else _device_of(data)
     materialize_shards(recorded_tensors, sharding.group, device)
     _refresh(sharding)
-    return _store_frozen_values(sharding, config)
+    return _store_frozen_values(sharding, config) if config.stores_frozen else sharding
 
 
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
@@ -262,10 +262,10 @@ def _carry_out(plan: Plan, grid: Grid, config: ZeroConfig, *, in_turn: bool) -> 
 
 
 def _store_frozen_values(sharding: Sharding, config: ZeroConfig) -> Sharding:
-    """Quantize frozen weights, if the configuration says so and all of them have values."""
+    """Quantize frozen weights, if all of them have values."""
     frozen = [each for each in sharding.model.parameters() if not each.requires_grad]
     have_values = bool(frozen) and not any(parameter.is_meta for parameter in frozen)
-    return store_frozen(sharding, config) if config.stores_frozen and have_values else sharding
+    return store_frozen(sharding, config) if have_values else sharding
 
 
 def _refresh(sharding: Sharding) -> None:
