@@ -128,8 +128,9 @@ def _forget_what_is_elsewhere() -> None:
         names = [name for name in sys.modules if name.partition(".")[0] == package]
         modules = {name: sys.modules.pop(name) for name in names}
         spec = importlib.util.find_spec(package)
-        if modules and spec is not None and spec.origin == modules[package].__file__:
-            sys.modules.update(modules)
+        if modules and spec is not None:  # a folder may be a link to it
+            if os.path.realpath(spec.origin) == os.path.realpath(modules[package].__file__):
+                sys.modules.update(modules)
 
 
 def _status(code: object) -> int:

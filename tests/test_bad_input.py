@@ -258,7 +258,7 @@ def test_a_cache_that_cannot_be_written(prefix, closed):
 def test_a_folder_for_checkpoints_that_cannot_be_written(closed):
     """At the start, not when the first checkpoint is saved."""
     failed = closed.run("pretrain_gpt.py", *f"{MOCK} --save {closed.folder}".split())
-    assert failed.returncode == 1 and "Traceback" not in failed.stdout + failed.stderr
+    assert failed.returncode == 2 and "Traceback" not in failed.stdout + failed.stderr
     assert failed.stdout.splitlines()[-1] == (
         f"error: --save {closed.folder} cannot be written (Permission denied): name a folder that "
         "can"

@@ -6,6 +6,7 @@ Mistakes in the command line are found here without torch, by `zeropp` before it
 The ranks look for them too, as another launcher may have started them, but seconds later.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -114,5 +115,7 @@ def _require_folders(config: Config) -> None:
     if save is not None:
         path = Path(save).absolute()
         existing = next(each for each in (path, *path.parents) if each.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise InputError(f"--save {save}: nothing can be written in {existing}")
+        reason = "" if existing.is_dir() else os.strerror(errno.ENOTDIR)
+        reason = reason or ("" if os.access(existing, os.W_OK) else os.strerror(errno.EACCES))
+        if reason:
+            raise InputError(f"--save {save} cannot be written ({reason}): name a folder that can")

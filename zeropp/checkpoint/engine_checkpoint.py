@@ -181,7 +181,7 @@ def _check_place(folder: Path, tag: str) -> None:
     for name, values in (("save_dir, the folder,", folders), ("tag", tags)):
         if len(set(values)) > 1:
             raise RefusedCall(
-                f"the {name} must be the same on all ranks, and it is {first_few([*set(values)])}: "
+                f"the {name} must be the same on all ranks, and it is {first_few([*dict.fromkeys(values)])}: "
                 "send the first rank's to all, by torch.distributed.broadcast_object_list"
             )
     if not tag or tag.startswith(".") or Path(tag).name != tag or tag == LATEST:

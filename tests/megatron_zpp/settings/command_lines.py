@@ -30,7 +30,7 @@ IDLE = """
 --use-cpu-initialization
 --no-async-tensor-model-parallel-allreduce
 --local_rank 3
---local-rank=3
+--local-rank 3
 --deepspeed
 --zero-reduce-scatter
 --zero-contigious-gradients

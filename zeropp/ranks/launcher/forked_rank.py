@@ -22,6 +22,7 @@ def run_forked(arguments: list[str], variables: Mapping[str, str], listener: soc
     listener.close()
     reset_signals()
     use_variables(variables)
+    rank_main.set_name(f"rank {variables['RANK']}")
     sys.stdout, sys.stderr = _unbuffered(sys.stdout, 1), _unbuffered(sys.stderr, 2)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # ranks that share its state would draw the same

@@ -37,7 +37,7 @@ def test_a_line_of_a_script_that_is_not_as_expected(
         (["{script}", "--data-path", "none"], "no dataset at none: expected none.idx"),
         (["{script}", "--num-layer", "2"], "unknown flag --num-layer"),
         (["{script}", "--deepspeed_config", "none"], "none: No such file"),
-        (["{script}", "--save", "{script}/x"], "nothing can be written in {script}"),
+        (["{script}", "--save", "{script}/x"], "cannot be written (Not a directory)"),
         (["--module", "megatron_zpp.commands", "finetune"], "needs --pretrained-checkpoint"),
     ],
 )
