@@ -179,9 +179,10 @@ def _require_own(folder: Path, tag: str | None) -> None:
 def _check_place(folder: Path, tag: str) -> None:
     folders, tags = zip(*gather_objects((os.path.realpath(folder), tag)), strict=True)
     for name, values in (("save_dir, the folder,", folders), ("tag", tags)):
-        if len(set(values)) > 1:
+        different = [*dict.fromkeys(values)]
+        if len(different) > 1:
             raise RefusedCall(
-                f"the {name} must be the same on all ranks, and it is {first_few([*dict.fromkeys(values)])}: "
+                f"the {name} must be the same on all ranks, and it is {first_few(different)}: "
                 "send the first rank's to all, by torch.distributed.broadcast_object_list"
             )
     if not tag or tag.startswith(".") or Path(tag).name != tag or tag == LATEST:
