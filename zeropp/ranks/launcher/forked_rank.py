@@ -23,7 +23,7 @@ def run_forked(arguments: list[str], variables: Mapping[str, str], listener: soc
     reset_signals()
     use_variables(variables)
     rank_main.set_name(f"rank {variables['RANK']}")
-    sys.stdout, sys.stderr = _unbuffered(sys.stdout, 1), _unbuffered(sys.stderr, 2)
+    sys.stdout, sys.stderr = _own_stream(sys.stdout, 1), _own_stream(sys.stderr, 2)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # ranks that share its state would draw the same
     try:
@@ -37,7 +37,7 @@ def run_forked(arguments: list[str], variables: Mapping[str, str], listener: soc
         sys.exit(1)
 
 
-def _unbuffered(stream: TextIO, descriptor: int) -> TextIO:
-    """Return a stream as `python -u` opens it, with the encoding of another one."""
-    raw = open(descriptor, "wb", 0, closefd=False)
-    return io.TextIOWrapper(raw, stream.encoding, stream.errors, write_through=True)
+def _own_stream(stream: TextIO, descriptor: int) -> TextIO:
+    """Return a stream that writes whole lines, with the encoding of another one."""
+    raw = open(descriptor, "wb", closefd=False)
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)

@@ -141,7 +141,7 @@ class LocalRanks:
         return [*map(str, (os.getpid(), self.num_cores, local_rank)), *program]
 
     def _start_program(self, local_rank: int, variables: dict[str, str]) -> Process:
-        command = [sys.executable, "-u", rank_main.__file__, *self._arguments(local_rank)]
+        command = [sys.executable, rank_main.__file__, *self._arguments(local_rank)]
         process = subprocess.Popen(command, env=environment_with(variables), start_new_session=True)
         return Process(process.pid, process.poll)
 

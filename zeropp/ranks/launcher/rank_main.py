@@ -20,6 +20,7 @@ def main(arguments: list[str]) -> None:
     rank, and then a script with its arguments, or `--module` and a module with its arguments.
     """
     launcher, num_cores, local_rank = (int(text) for text in arguments[:3])
+    sys.stdout.reconfigure(line_buffering=True)  # ranks that share a pipe never mix their lines
     _end_with_launcher(launcher)
     if num_cores:
         _pin_to_cores(num_cores, local_rank)
