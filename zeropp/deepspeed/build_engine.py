@@ -23,7 +23,7 @@ from zeropp.deepspeed.engine import Engine
 from zeropp.deepspeed.expert_parallel.ranks import experts_to_split, split
 from zeropp.deepspeed.fp32_weights import use_fp32_weights
 from zeropp.deepspeed.ops import adam
-from zeropp.deepspeed.parameter_values import has_engine
+from zeropp.deepspeed.parameter_values import has_engine, mark_sharded
 from zeropp.deepspeed.runtime.named_optimizer import named_optimizer
 from zeropp.deepspeed.sample_stream import SamplesOfRank
 from zeropp.errors import InputError
@@ -105,6 +105,7 @@ def initialize(
     engine = Engine(sharding, zero, batch, environment, device, optimizer, schedule)
     engine.training_dataloader = loader
     engine.token_traffic = experts.traffic
+    mark_sharded(model.parameters(), are_sharded=zero.stage == 3)
     if optimizer is not None:  # DeepSpeed has this call on the optimizer
         optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
     if mesh.get_local_rank() == 0:

@@ -27,7 +27,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.checkpoint.state_tensors import settle
 from zeropp.deepspeed.engine_files import EngineFiles
 from zeropp.deepspeed.engine_settings import EngineSettings
-from zeropp.deepspeed.parameter_values import answer_questions
+from zeropp.deepspeed.parameter_values import answer_questions, mark_sharded
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.deepspeed.whole_steps import WholeSteps
@@ -267,6 +267,7 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         )
         self._state_dicts.include(self.module)
         self._hook_gradients()
+        mark_sharded(self.module.parameters(), are_sharded=self.sharding.stage == 3)
 
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's gradients before clipping; None before a step."""

@@ -3,16 +3,27 @@
 A function of `deepspeed.utils` gets a parameter and no engine. As a notice of written weights, it
 asks by an optimizer's step that changes nothing, whose hooks every engine has; the parameter's own
 answers.
+
+What programs ask a parameter itself are DeepSpeed's attributes `ds_id` and others, which it has at
+ZeRO stage 3 and from `zero.Init` on:
+
+    if hasattr(parameter, "ds_id"):
+        with deepspeed.zero.GatheredParameters([parameter]):
+            weight = parameter.detach().cpu().clone()
 """
 
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
@@ -20,7 +31,10 @@ from zeropp.checkpoint.state_tensors import masters_of, settle
 from zeropp.errors import InputError
 from zeropp.optim.step_or_skip import local_part
 from zeropp.sharding.materialize import part_for_rank
+from zeropp.sharding.recorded_tensor import RecordedTensor
 from zeropp.wire.kept_weights import Notice, notify_weights_written
+
+NAMES = ("ds_id", "ds_status", "ds_shape", "ds_numel", "ds_tensor")
 
 
 class Question(Notice):
@@ -156,3 +170,58 @@ def _find(
             return unit, shard
     is_plain = any(parameter is each for each in engine.module.parameters())
     return None, parameter if is_plain else None
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole on this rank, or is being gathered."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def mark_sharded(parameters: Iterable[nn.Parameter], *, are_sharded: bool = True) -> None:
+    """Set DeepSpeed's attributes on parameters, or remove them; to be repeated for new shards.
+
+    ds_id: different for each parameter of this process. ds_status: a `ZeroParamStatus`. ds_shape,
+    ds_numel: of the whole parameter. ds_tensor: this rank's rows, in the memory of the shard.
+    """
+    for parameter in parameters:
+        if are_sharded:
+            _set_attributes(parameter)
+            parameter.ds_tensor = local_part(parameter.detach())
+        else:
+            for name in NAMES:
+                vars(parameter).pop(name, None)
+
+
+@contextmanager
+def marking_recorded() -> Iterator[None]:
+    """Set the attributes, but `ds_tensor`, on parameters that are built inside without memory."""
+
+    def mark(_: nn.Module, __: str, parameter: nn.Parameter | None) -> None:
+        if isinstance(parameter, RecordedTensor):
+            _set_attributes(parameter)
+
+    with register_module_parameter_registration_hook(mark):
+        yield
+
+
+@contextmanager
+def available(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let those that have a status be available inside."""
+    marked = [each for each in parameters if hasattr(each, "ds_status")]
+    before = [each.ds_status for each in marked]
+    for each in marked:
+        each.ds_status = ZeroParamStatus.AVAILABLE
+    try:
+        yield
+    finally:
+        for each, status in zip(marked, before, strict=True):
+            each.ds_status = status
+
+
+def _set_attributes(parameter: nn.Parameter) -> None:
+    parameter.ds_id = id(parameter)
+    parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()

@@ -12,6 +12,8 @@ from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import config_of, engine_of, gathered_parameters, run
 from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import InputError
+from zeropp.deepspeed import zero
+from zeropp.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from zeropp.deepspeed.zero import GatheredParameters, Init
 from zeropp.ranks.coordination import RankError
 from zeropp.sharding.recorded_tensor import RecordedTensor
@@ -88,6 +90,61 @@ def test_one_rank_and_a_disabled_block_build_ordinary_models():
         model = small_model()
     assert run(engine_of(model)) == run(engine_of())
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def collected(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What programs save that ask each parameter whether it is sharded."""
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            assert parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+            with GatheredParameters([parameter]):
+                assert parameter.ds_status == ZeroParamStatus.AVAILABLE
+                weights[name] = parameter.data.detach().cpu().clone()
+        else:
+            weights[name] = parameter.detach().cpu().clone()
+    return weights
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(zero_optimization=HPZ)], ids=["plain", "hpZ"])
+@ranks(2)
+def test_sharded_parameters_say_so_by_deepspeeds_attributes(settings):
+    engine, plain = engine_of(**settings), dict(small_model().named_parameters())
+    for steps in (0, 2):
+        run(engine, steps=steps)
+        with torch.no_grad():
+            loss_of(engine, tokens_of(0))
+        for name, weight in collected(engine.module).items():
+            assert type(weight) is torch.Tensor
+            assert torch.equal(weight, plain[name]) == (steps == 0)
+        for name, parameter in engine.module.named_parameters():
+            assert parameter.ds_shape == plain[name].shape
+            assert parameter.ds_numel == plain[name].numel()
+            assert parameter.ds_tensor.data_ptr() == parameter.to_local().data_ptr()
+    assert len({parameter.ds_id for parameter in engine.module.parameters()}) == len(plain)
+    for stage in (0, 2):
+        with Init():
+            model = small_model()
+        others = engine_of(model, stage=stage).module.parameters()
+        assert not any("ds_" in name for parameter in others for name in vars(parameter))
+
+
+@ranks(2)
+def test_parameters_without_memory_are_gathered_and_changed_by_any_rank():
+    with Init():
+        layer = nn.Linear(4, 2, bias=False)
+    assert layer.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    assert layer.weight.ds_shape == layer.weight.shape and layer.weight.ds_numel == 8
+    assert not hasattr(nn.Linear(4, 2).weight, "ds_id")
+    with GatheredParameters([layer.weight, layer.bias], modifier_rank=1):
+        assert layer.weight.ds_status == ZeroParamStatus.AVAILABLE
+        if dist.get_rank() == 1:
+            nn.init.zeros_(layer.weight)
+    with GatheredParameters(layer.weight), GatheredParameters(None):
+        assert torch.equal(layer.weight, torch.zeros_like(layer.weight))
+    zero.register_external_parameter(nn.Identity(), layer.weight)
+    with pytest.raises(InputError, match="takes a module and a parameter, not Linear and Tensor"):
+        zero.register_external_parameter(layer, torch.ones(1))
 
 
 def test_arguments_without_a_meaning_here_are_refused():
