@@ -114,6 +114,9 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         answer_questions(self)
         self._gradient_hook = HookOfEngine(self._take_gradient)
         self._hook_gradients()
+        mark_sharded(self.module.parameters(), are_sharded=sharding.stage == 3)
+        if sharding.stage < 3:
+            sharding.keep_whole()
         self.module.register_forward_pre_hook(HookOfEngine(self._before_forward))
         self.module.register_forward_hook(HookOfEngine(self._after_forward), always_call=True)
 
@@ -134,7 +137,8 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
 
     def train(self, mode: bool = True) -> "Engine":
         """Set the training mode; weights that an evaluation left gathered are freed."""
-        if mode and self.sharding.stage < 3 and not self._forwards and not self._mid_step():
+        is_free = not self.sharding.keeps_whole and not self._forwards and not self._mid_step()
+        if mode and self.sharding.stage < 3 and is_free:
             self.sharding.release()
         return super().train(mode)
 
@@ -280,7 +284,8 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         """
         if self.optimizer is not None:
             settle(self.optimizer)
-        self.sharding.release()
+        if not self.sharding.keeps_whole:
+            self.sharding.release()
         self.optimizer = self.lr_scheduler = None
 
     @property
@@ -340,13 +345,15 @@ class Engine(EngineFiles, EngineSettings, WholeSteps, nn.Module):
         self._losses = torch.zeros_like(self._losses)
 
     def _optimizer_step(self) -> None:
-        self.sharding.release()  # an evaluation after backward may have left weights gathered
-        result = optimizer_step(
-            self.optimizer,
-            self.sharding,
-            clip_grad=self.zero_config.gradient_clipping,
-            scaler=self.scaler,
-        )
+        with self.sharding.as_shards():
+            self.sharding.release()  # an evaluation after backward may have left weights gathered
+            result = optimizer_step(
+                self.optimizer,
+                self.sharding,
+                clip_grad=self.zero_config.gradient_clipping,
+                scaler=self.scaler,
+            )
+        self.sharding.gather()
         self._has_unsent = False
         self.global_steps += 1
         self.global_samples += self.batch.samples

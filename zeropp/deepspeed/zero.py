@@ -22,14 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.comm import init_distributed
-from zeropp.deepspeed.parameter_values import available, marking_recorded
+from zeropp.deepspeed.parameter_values import available, found, marking_recorded
 from zeropp.errors import InputError
+from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.coordination import world_size
 from zeropp.ranks.meeting import raising_together
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.materialize import part_for_rank
+from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.passes import require_shards
 from zeropp.sharding.recorded_tensor import RecordedTensor, not_recording, recording
 from zeropp.wire.kept_weights import (
@@ -108,32 +109,39 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
         if not isinstance(parameter, torch.Tensor):
             kind = type(parameter).__name__
             raise InputError(f"GatheredParameters takes parameters, not {kind}")
-    parameters = [*map(fsdp.shard_behind, parameters)]  # inside a forward pass
-    sharded = [each for each in dict.fromkeys(parameters) if isinstance(each, DTensor)]
-    plain = (each for each in dict.fromkeys(parameters) if not isinstance(each, DTensor))
-    scalars = [each for each in plain if isinstance(each, nn.Parameter) and not each.ndim]
-    _require_rank(modifier_rank, sharded)
+    parameters = [*dict.fromkeys(map(fsdp.shard_behind, parameters))]  # inside a forward pass
+    sharded = [each for each in parameters if isinstance(each, DTensor)]
+    others = [each for each in parameters if not isinstance(each, DTensor)]
+    plain = [each for each in others if isinstance(each, nn.Parameter)]
+    scalars = [each for each in plain if not each.ndim]
+    shards_of = _shards_of_whole(each for each in plain if each.ndim)
+    meshed = [*sharded, *shards_of.values()]
+    _require_rank(modifier_rank, meshed)
     if not enabled:
         yield
         return
-    require_shards(each for each in parameters if isinstance(each, nn.Parameter))
+    require_shards(each for each in (*sharded, *plain) if each not in shards_of)
     with ExitStack() as agreement:
         if modifier_rank is not None:
-            for group in dict.fromkeys(group for each in sharded for group in _groups_of(each)):
+            for group in dict.fromkeys(group for each in meshed for group in _groups_of(each)):
                 agreement.enter_context(raising_together(group, "GatheredParameters"))
         wholes = [fsdp.WholeParameter.of(parameter) for parameter in sharded]
         before = [scalar.detach().clone() for scalar in scalars]
-        others = (each for each in parameters if not isinstance(each, DTensor))
         with available((*wholes, *others)), _in_place_of(sharded, wholes):
             yield
     if modifier_rank is not None:
         _write_back(sharded, wholes, modifier_rank)
+        for whole, shard in shards_of.items():
+            _broadcast(whole.detach(), shard.device_mesh, modifier_rank)
+            if is_whole(shard):  # at stage 0, where all ranks must have the same fp32 weights
+                weight = local_part(found(whole).weight.detach())
+                _broadcast(weight, shard.device_mesh, modifier_rank)
         if scalars:
             ScalarsWritten(scalars, modifier_rank).step()
         if sharded or scalars:
             notify_weights_written([*sharded, *scalars])
         _send_recorded(parameters, modifier_rank)
-    elif sharded:
+    elif meshed:
         for scalar, value in zip(scalars, before, strict=True):
             scalar.data.copy_(value)
 
@@ -166,6 +174,16 @@ def _send_recorded(parameters: Iterable[torch.Tensor], source: int) -> None:
                 values.copy_(each.materialize())
             dist.broadcast(values, source)
             each.copy_(values.cpu())
+
+
+def _shards_of_whole(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, DTensor]:
+    """Return those of the parameters that engines keep whole between passes, and their shards."""
+    values = ((each, found(each)) for each in parameters)
+    return {
+        each: known.shard
+        for each, known in values
+        if known is not None and known.whole_parameter is each
+    }
 
 
 def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:

@@ -159,10 +159,9 @@ def test_arguments_without_a_meaning_here_are_refused():
             pass
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
 @ranks(2)
-def test_gathered_parameters_are_whole_in_place_and_changes_are_discarded(stage):
-    engine, plain = engine_of(stage=stage), small_model()
+def test_gathered_parameters_are_whole_in_place_and_changes_are_discarded():
+    engine, plain = engine_of(), small_model()
     run(engine, steps=0)
     weight = engine.module.blocks[0].up.weight
     before = weight.to_local().clone()
@@ -173,7 +172,7 @@ def test_gathered_parameters_are_whole_in_place_and_changes_are_discarded(stage)
         assert engine.module.blocks[0].up.weight is weight and weight.shape == (19, 12)
         nn.init.ones_(weight)
     assert isinstance(weight, DTensor) and torch.equal(weight.to_local(), before)
-    assert run(engine, steps=1) == run(engine_of(stage=stage), steps=1)
+    assert run(engine, steps=1) == run(engine_of(), steps=1)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -248,14 +247,15 @@ def test_one_rank_loads_a_state_and_runs_the_model_inside(settings):
         loss = loss_of(engine, tokens_of(0))
         assert loss == loss_of(other, tokens_of(0)) != first
     assert dist.get_rank() != 1 or inside == loss
-    with GatheredParameters(engine.module.parameters()):
-        if dist.get_rank() == 2:
-            engine.module.load_state_dict({name: value * 0 for name, value in state.items()})
-            assert not engine.module.embedding.weight.any()
-    with GatheredParameters(engine.module.blocks[1].parameters()):
-        output = loss_of(engine, tokens_of(0))  # the other units are gathered, by all ranks
-        with pytest.raises(InputError, match="a backward pass inside GatheredParameters"):
-            output.backward()
+    if engine.sharding.stage == 3:
+        with GatheredParameters(engine.module.parameters()):
+            if dist.get_rank() == 2:
+                engine.module.load_state_dict({name: value * 0 for name, value in state.items()})
+                assert not engine.module.embedding.weight.any()
+        with GatheredParameters(engine.module.blocks[1].parameters()):
+            output = loss_of(engine, tokens_of(0))  # the other units are gathered, by all ranks
+            with pytest.raises(InputError, match="a backward pass inside GatheredParameters"):
+                output.backward()
     engine.zero_grad()
     assert run(engine, steps=2) == run(other, steps=2)
 
