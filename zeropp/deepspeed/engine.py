@@ -29,7 +29,7 @@ from zeropp.checkpoint.state_tensors import settle
 from zeropp.deepspeed.engine_files import EngineFiles
 from zeropp.deepspeed.engine_settings import EngineSettings
 from zeropp.deepspeed.gradient_accumulation import GradientAccumulation
-from zeropp.deepspeed.parameter_values import answer_questions
+from zeropp.deepspeed.parameter_values import answer_questions, mark_sharded
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.deepspeed.whole_steps import WholeSteps
@@ -113,6 +113,9 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
             self._tell_optimizer()
         self._gradient_hook = GradientHook(self._divisor_of_pass)
         self._hook_gradients()
+        mark_sharded(self.module.parameters(), are_sharded=sharding.stage == 3)
+        if sharding.stage < 3:
+            sharding.keep_whole()
         self.module.register_forward_pre_hook(OwnerHook(self._before_forward))
         self.module.register_forward_hook(OwnerHook(self._after_forward), always_call=True)
 
@@ -134,7 +137,8 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
 
     def train(self, mode: bool = True) -> "Engine":
         """Set the training mode; weights that an evaluation left gathered are freed."""
-        if mode and self.sharding.stage < 3 and not self._forwards and not self._mid_step():
+        is_free = not self.sharding.keeps_whole and not self._forwards and not self._mid_step()
+        if mode and self.sharding.stage < 3 and is_free:
             self.sharding.release()
         return super().train(mode)
 
@@ -235,6 +239,7 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         )
         self._state_dicts.include(self.module)
         self._hook_gradients()
+        mark_sharded(self.module.parameters(), are_sharded=self.sharding.stage == 3)
 
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's gradients before clipping; None before a step."""
@@ -247,7 +252,8 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         """
         if self.optimizer is not None:
             settle(self.optimizer)
-        self.sharding.release()
+        if not self.sharding.keeps_whole:
+            self.sharding.release()
         self.optimizer = self.lr_scheduler = None
 
     @property
@@ -323,13 +329,15 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         self._gradient_hook.is_off, self._is_scaled, Engine._factor = False, False, 1.0
 
     def _optimizer_step(self, micro_batches: int) -> None:
-        self.sharding.release()  # an evaluation after backward may have left weights gathered
-        result = optimizer_step(
-            self.optimizer,
-            self.sharding,
-            clip_grad=self.zero_config.gradient_clipping,
-            scaler=self.scaler,
-        )
+        with self.sharding.as_shards():
+            self.sharding.release()  # an evaluation after backward may have left weights gathered
+            result = optimizer_step(
+                self.optimizer,
+                self.sharding,
+                clip_grad=self.zero_config.gradient_clipping,
+                scaler=self.scaler,
+            )
+        self.sharding.gather()
         self._has_unsent = False
         self.global_steps += 1
         if self.managed_gradient_accumulation():

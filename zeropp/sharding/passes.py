@@ -5,13 +5,17 @@ evaluation and generation do not gather them again. FSDP2 leaves them in the mod
 optimizer made then would hold weights that the next gather overwrites, and what is written to them
 or frozen would be lost. So the modules get their shards back when such a pass ends.
 
+Under `zeropp.initialize`, at stages 0 to 2, modules hold whole parameters between passes instead,
+which programs read and write. What is written is found by contents: this rank's rows are compared
+with its shards, rounded as they were sent. Where they differ, the shards take what was written.
+
 A pass that failed is forgotten before the next one begins. One that failed in forward leaves no
 gradients. One that failed in backward leaves those of some units: they must be cleared, and the
 micro-batches of the step repeated. All ranks must have failed in the same pass.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,9 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.wire.collectives import WeightGather
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.gradients import Gradients
-from zeropp.wire.kept_weights import Notice, Units
+from zeropp.wire.kept_weights import KeptWeights, Notice, Units, notify_weights_written
 from zeropp.wire.scalar_gradients import ScalarGradients
 from zeropp.wire.secondary_copies import SecondaryCopies
 
@@ -33,6 +38,8 @@ INCOMPLETE = (
     "the engine's zero_grad() or the sharding's discard_gradients(), and repeat all micro-batches "
     "of the step"
 )
+
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of a floating-point number, to compare bits
 
 
 class Passes:
@@ -60,6 +67,7 @@ class Passes:
         self._units: list[fsdp.FSDPModule] = []
         self._incomplete = False
         self._depth = 0  # of calls of the model within its own forward
+        self.whole: WholeWeights | None = None  # what modules hold between passes, if not shards
         self._uncalled = None if calls_units else fsdp.UncalledUnits(model)
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)  # after FSDP2's
@@ -113,6 +121,7 @@ class Passes:
     def _enter(self, *_: object) -> None:
         self._depth += 1
         if self._depth == 1 and fsdp.backward_id() == -1:
+            self._hide_whole()
             self.recover()
             if torch.is_grad_enabled():
                 self.require_complete()
@@ -126,11 +135,20 @@ class Passes:
                 self._uncalled.watch(False)
             for unit in self._units if shows_shards or not torch.is_grad_enabled() else ():
                 fsdp.show_shards(unit)
+            if self.whole is not None:
+                self.whole.show()
+
+    def _hide_whole(self) -> None:
+        """Begin a pass as one after an evaluation: weights are gathered, modules hold shards."""
+        if self.whole is not None and not torch.compiler.is_compiling():
+            self.whole.hide(takes=torch.is_grad_enabled())
 
     @contextmanager
     def _pass(self) -> Iterator[None]:
         """Enclose a pass that needs no gradients."""
         self._depth += 1
+        if self._depth == 1:
+            self._hide_whole()
         if self._uncalled:
             self._uncalled.watch(True)
         try:
@@ -183,3 +201,105 @@ def _is_wrapper(model: nn.Module) -> bool:
     parameters.
     """
     return not any(True for _ in model.parameters(recurse=False)) and len([*model.children()]) == 1
+
+
+class WholeWeights:
+    """Keeps the weights of a root's units gathered; all ranks make it, between two passes.
+
+    Units whose parameters are split over other axes, too, are left as they are.
+    """
+
+    def __init__(
+        self,
+        root: fsdp.FSDPModule,
+        units: Iterable[fsdp.FSDPModule],
+        gathers: Mapping[fsdp.Unit, WeightGather],
+        kept: KeptWeights,
+        gradients: Gradients,
+    ) -> None:
+        self._root, self._gathers, self._kept = root, gathers, kept
+        self.units = [unit for unit in units if fsdp.keep_whole(unit)]
+        kept.trust(self.units, gradients.parameter_of)
+        before = partial(_take_before, weakref.ref(self))
+        fsdp.around_steps(register_optimizer_step_pre_hook, root, before)
+
+    def gather(self) -> None:
+        """Gather what is not gathered, and show it; all ranks call it, between two passes."""
+        for unit in self.units:
+            fsdp.gather_and_show(self._root, unit)
+
+    def show(self) -> None:
+        """Let modules hold the whole parameters of what is gathered."""
+        for unit in self.units:
+            fsdp.show_gathered(unit)
+
+    def hide(self, *, takes: bool) -> None:
+        """Let modules hold shards; with `takes`, these take what was written."""
+        for unit in self.units:
+            fsdp.show_shards_of_whole(unit)
+        if takes:
+            self.take()
+
+    def may_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of an optimizer changes the masters of what is gathered."""
+        return not isinstance(optimizer, Notice) and self._kept.may_step(optimizer)
+
+    @torch.no_grad()
+    def take(self, only: nn.Parameter | None = None) -> None:
+        """Let the shards, or `only` one of them, take what was written to gathered weights."""
+        flags, units = [], []
+        for unit in filter(fsdp.is_gathered, self.units):
+            fsdp.adopt_whole(unit)
+            if self._kept.was_written(unit):
+                continue  # the shards are newer
+            for rows, expected in self._expected(unit, only):
+                flags.append(_differs(rows.gathered, expected).any())
+                units.append(unit)
+        if not flags:
+            return
+        written = [u for u, flag in zip(units, torch.stack(flags).tolist(), strict=True) if flag]
+        for unit in dict.fromkeys(written):
+            self._take_into(unit, only)
+
+    def _take_into(self, unit: fsdp.FSDPModule, only: nn.Parameter | None) -> None:
+        where: dict[torch.Tensor, torch.Tensor] = {}
+        for rows, expected in self._expected(unit, only):
+            shard = rows.local.to(rows.gathered.device)
+            # With qwZ, these rows may be exact since they were written before.
+            exact = _differs(rows.gathered, shard.to(expected.dtype))
+            differs = _differs(rows.gathered, expected) & exact
+            if differs.any():
+                rows.local.copy_(torch.where(differs, rows.gathered.to(shard.dtype), shard))
+                where[rows.shard] = differs
+                rows.gathered.copy_(rows.local)  # the codes of what was not written change, too
+        if where:
+            notify_weights_written(where, gathered=True, where=where)
+
+    def _expected(
+        self, unit: fsdp.FSDPModule, only: nn.Parameter | None
+    ) -> Iterator[tuple[fsdp.OwnRows, torch.Tensor]]:
+        """Yield this rank's rows of each parameter, and what a gather makes of the shard."""
+        gather = self._gathers.get(unit)
+        every = [*fsdp.own_rows(unit)]
+        sent: list[torch.Tensor] = []
+        if gather is not None and gather.quantizes:
+            flat = torch.cat([_as_sent(rows) for rows in every])
+            sent = [*gather.rounded(flat).split([rows.padded.numel() for rows in every])]
+        for index, rows in enumerate(every):
+            if only is None or rows.shard is only:
+                values = sent[index] if sent else _as_sent(rows)
+                yield rows, values[: rows.local.numel()].view(rows.local.shape)
+
+
+def _take_before(whole: weakref.ref[WholeWeights], optimizer: torch.optim.Optimizer) -> None:
+    if (alive := whole()) is not None and alive.may_step(optimizer):
+        alive.take()
+
+
+def _as_sent(rows: fsdp.OwnRows) -> torch.Tensor:
+    return rows.padded.to(rows.gathered.device, rows.gathered.dtype)
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    integers = INTEGERS[one.element_size()]
+    return one.view(integers) != other.view(integers)

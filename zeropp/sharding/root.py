@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.passes import Passes
+from zeropp.sharding.passes import Passes, WholeWeights
 from zeropp.sharding.plan import Plan, UnitPlan
 from zeropp.sharding.wiring import Wiring
 from zeropp.wire.gradient_use import GradientUse
@@ -53,6 +53,7 @@ class Root:
             scalars=self.scalars,
             gradients=self.gradients,
         )
+        self.whole: WholeWeights | None = None
         self._wiring = Wiring(self.traffic, self.use, self.kept)
 
     def add(self, units: Sequence[fsdp.FSDPModule], plans: Sequence[UnitPlan]) -> None:
@@ -63,6 +64,13 @@ class Root:
             self._wiring.connect(unit, plan, stage=self.stage)
             if plan.is_apart:
                 self._apart.add(unit)
+
+    def keep_whole(self) -> None:
+        """From now on, let modules hold whole parameters between passes, once `whole` gathers."""
+        self.whole = WholeWeights(
+            self.model, self.units, self._wiring.gathers, self.kept, self.gradients
+        )
+        self.passes.whole = self.whole
 
     def order(self, units: Sequence[fsdp.FSDPModule], *, in_turn: bool = False) -> None:
         """Set the order of all units, and which are gathered while others compute.
