@@ -42,7 +42,7 @@ def keep_whole(unit: FSDPModule) -> bool:
         return False
     for group in groups_of(unit):
         group._to_sharded = partial(_to_sharded, group, group._to_sharded)
-        group.zeropp_frees = False
+        group.zeropp_frees = group.zeropp_shows_shards = False
         for each in group.fsdp_params:
             each.zeropp_values = None
             each.free_unsharded_param = partial(_free, each, each.free_unsharded_param)
