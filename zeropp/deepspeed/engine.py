@@ -220,12 +220,16 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         return self._was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients: offloaded ones too, and those of the micro-batches of this step."""
+        """Clear all gradients: offloaded ones too, and those of the micro-batches of this step.
+
+        All ranks call it: parameters that a backward pass has freed are whole again.
+        """
         self.sharding.discard_gradients(set_to_none)
         self._end_pass()  # which may have failed
         self._has_unsent = False
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
+        self.sharding.gather()
 
     def quantize_nontrainable_params(self) -> None:
         """Quantize the parameters that are frozen now, and train those that were added (MixZ++).
