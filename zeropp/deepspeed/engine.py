@@ -220,10 +220,7 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         return self._was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients: offloaded ones too, and those of the micro-batches of this step.
-
-        All ranks call it: parameters that a backward pass has freed are whole again.
-        """
+        """Clear all gradients of this step, offloaded too; gather weights. All ranks call it."""
         self.sharding.discard_gradients(set_to_none)
         self._end_pass()  # which may have failed
         self._has_unsent = False

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.megatron_zpp.interchange.foreign_models import llama
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import SAMPLES, engine_of, run, run_without_engine
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
@@ -181,6 +182,15 @@ def test_one_rank_saves_copies_and_evaluates_alone(stage):
         engine.train()
         assert type(plain) is type(small_model()) and is_plain(plain)
     run(engine, steps=1)
+
+
+@ranks(2)
+def test_one_rank_generates_alone():
+    engine = engine_of(llama(), stage=1)
+    arguments = {"input_ids": tokens_of(0)[:2, :6], "max_new_tokens": 4, "do_sample": False}
+    if dist.get_rank() == 0:
+        expected = llama().eval().generate(**arguments)
+        assert torch.equal(engine.eval().generate(**arguments), expected)
 
 
 @ranks(2)
