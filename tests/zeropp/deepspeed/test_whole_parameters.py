@@ -184,6 +184,28 @@ def test_one_rank_saves_copies_and_evaluates_alone(stage):
     run(engine, steps=1)
 
 
+@pytest.mark.parametrize("settings", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2])
+@ranks(2)
+def test_a_step_uses_gradients_that_a_program_sets(stage, settings):
+    engine = engine_of(
+        stage=stage,
+        gradient_clipping=0.0,
+        optimizer={"type": "SGD", "params": {"lr": 1.0}},
+        **settings,
+    )
+    before = masters_of(engine)
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.arange(parameter.numel()).view_as(parameter).to(parameter.dtype)
+    expected = [parameter.grad.float() for parameter in engine.module.parameters()]
+    engine.step()
+    for gradient, start, now in zip(
+        expected, before.values(), masters_of(engine).values(), strict=True
+    ):
+        assert torch.equal(now, start - gradient)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+
+
 @ranks(2)
 def test_one_rank_generates_alone():
     engine = engine_of(llama(), stage=1)
