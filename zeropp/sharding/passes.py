@@ -237,7 +237,8 @@ class WholeWeights:
     def hide(self, *, takes: bool) -> None:
         """Let modules hold shards; with `takes`, these take what was written."""
         for unit in self.units:
-            fsdp.show_shards_of_whole(unit)
+            fsdp.adopt_whole(unit)
+            fsdp.show_shards(unit)
         if takes:
             self.take()
 
