@@ -114,7 +114,7 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         self._gradient_hook = GradientHook(self._divisor_of_pass)
         self._hook_gradients()
         mark_sharded(self.module.parameters(), are_sharded=sharding.stage == 3)
-        if sharding.stage < 3:
+        if sharding.stage < 3 and not config.stores_frozen:  # MixZ++ may add units
             sharding.keep_whole()
         self.module.register_forward_pre_hook(OwnerHook(self._before_forward))
         self.module.register_forward_hook(OwnerHook(self._after_forward), always_call=True)
@@ -222,12 +222,16 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         return self._was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients: offloaded ones too, and those of the micro-batches of this step."""
+        """Clear all gradients: offloaded ones too, and those of the micro-batches of this step.
+
+        All ranks call it: parameters that a backward pass has freed are whole again.
+        """
         self.sharding.discard_gradients(set_to_none)
         self._end_pass()  # which may have failed
         self._has_unsent = False
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
+        self.sharding.gather()
 
     def quantize_nontrainable_params(self) -> None:
         """Quantize the parameters that are frozen now, and train those that were added (MixZ++).

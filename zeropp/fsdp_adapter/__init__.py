@@ -73,6 +73,7 @@ from zeropp.fsdp_adapter.kept_whole import (
     OwnRows,
     adopt_whole,
     gather_and_show,
+    generate_alone,
     keep_whole,
     own_rows,
     show_shards_of_whole,

@@ -23,8 +23,7 @@ from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of, state_of
 class OwnRows:
     """This rank's rows of a gathered parameter: `gathered`, and `local` in its `shard`.
 
-    padded: the elements of `local`, 1-d, with the padding that is sent. Parameters that are stored
-    quantized have none.
+    padded: the elements of `local`, 1-d, with the padding that is sent.
     """
 
     shard: nn.Parameter
@@ -38,16 +37,23 @@ def keep_whole(unit: FSDPModule) -> bool:
 
     It is not where parameters are split over other axes: no rank then gathers all of them.
     """
-    if any(each._unsharded_dtensor_spec is not None for each in parameters_of(unit)):
+    if any(map(_is_partly_gathered, parameters_of(unit))):
         return False
     for group in groups_of(unit):
         group._to_sharded = partial(_to_sharded, group, group._to_sharded)
-        group.zeropp_frees = False
+        group.zeropp_frees = group.zeropp_shows_shards = False
         for each in group.fsdp_params:
             each.zeropp_values = None
-            each.free_unsharded_param = partial(_free, each, each.free_unsharded_param)
+            each.free_unsharded_param = partial(_free, each)
             each.init_unsharded_param = partial(_restore, each, each.init_unsharded_param)
     return True
+
+
+def generate_alone(model: nn.Module) -> None:
+    """Let transformers' `generate` run on one rank: for what FSDP2 shards, ranks would meet."""
+    for module in model.modules():
+        if hasattr(module, "generate"):
+            vars(module).pop("_is_fsdp_managed_module", None)
 
 
 def gather_and_show(root: FSDPModule, unit: FSDPModule) -> None:
@@ -79,7 +85,7 @@ def own_rows(unit: FSDPModule) -> Iterator[OwnRows]:
     """Yield this rank's rows of a gathered unit, in the order of `own_specs`."""
     for each in parameters_of(unit):
         shard = each.sharded_param
-        if not each.zeropp_values.is_floating_point() or _is_extended(each):
+        if not each.zeropp_values.is_floating_point():
             continue
         dim, local = each.fsdp_placement.dim, shard._local_tensor
         has_shards = isinstance(each.mesh_info, FSDPMeshInfo)
@@ -108,12 +114,9 @@ def _to_sharded(group: object, to_sharded: partial) -> None:
         to_sharded()
 
 
-def _free(parameter: FSDPParam, free: partial) -> None:
+def _free(parameter: FSDPParam) -> None:
     values = parameter.zeropp_values
-    if _is_extended(parameter):
-        free()
-    else:
-        parameter.all_gather_outputs, parameter.zeropp_values = [], None
+    parameter.all_gather_outputs, parameter.zeropp_values = [], None
     if values is not None:
         nothing = torch.zeros((), dtype=values.dtype, device=values.device)
         if values.is_floating_point():
@@ -122,14 +125,10 @@ def _free(parameter: FSDPParam, free: partial) -> None:
 
 
 def _restore(parameter: FSDPParam, init: partial) -> None:
-    if _is_extended(parameter) and parameter.zeropp_values is not None:
-        parameter._unsharded_param.data = parameter.zeropp_values
     init()
-    if not _is_extended(parameter):
-        size, stride = parameter._orig_size, parameter._contiguous_orig_stride
-        values = torch.as_strided(parameter.all_gather_outputs[0], size, stride, 0)
-        parameter._unsharded_param.data = values
-    parameter.zeropp_values = parameter._unsharded_param.data
+    size, stride = parameter._orig_size, parameter._contiguous_orig_stride
+    parameter.zeropp_values = torch.as_strided(parameter.all_gather_outputs[0], size, stride, 0)
+    parameter._unsharded_param.data = parameter.zeropp_values
 
 
 def _adopt(parameter: FSDPParam) -> None:
@@ -151,5 +150,7 @@ def _adopt(parameter: FSDPParam) -> None:
     vars(shard).update(vars(whole))
 
 
-def _is_extended(parameter: FSDPParam) -> bool:
-    return hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather")
+def _is_partly_gathered(parameter: FSDPParam) -> bool:
+    """Whether ranks gather parts on other axes, or what hooks of the parameter gather."""
+    is_split = parameter._unsharded_dtensor_spec is not None
+    return is_split or hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather")

@@ -223,7 +223,6 @@ def store(shard: Shard, stored: torch.Tensor) -> None:
     parameter.all_gather_outputs = []
     if hasattr(parameter, "_unsharded_param"):
         del parameter._unsharded_param
-        parameter.zeropp_values = None
 
 
 def is_trainable(unit: Unit) -> bool:

@@ -215,13 +215,15 @@ class WholeWeights:
     def __init__(
         self,
         root: fsdp.FSDPModule,
-        units: Iterable[fsdp.FSDPModule],
+        units: Sequence[fsdp.FSDPModule],
         gathers: Mapping[fsdp.Unit, WeightGather],
         kept: KeptWeights,
         gradients: Gradients,
     ) -> None:
         self._root, self._gathers, self._kept = root, gathers, kept
         self.units = [unit for unit in units if fsdp.keep_whole(unit)]
+        if len(self.units) == len(units):
+            fsdp.generate_alone(root)
         kept.trust(self.units, gradients.parameter_of)
         before = partial(_take_before, weakref.ref(self))
         fsdp.around_steps(register_optimizer_step_pre_hook, root, before)

@@ -199,10 +199,9 @@ class Sequence:
         self.reference.get_parameter(name).data.copy_(value)
 
     def discard(self) -> None:
-        """A micro-batch whose gradients are thrown away, and one more to gather again."""
+        """A micro-batch whose gradients are thrown away."""
         self.engine.backward(loss_of(self.engine, tokens_of(1)))
         self.engine.zero_grad()
-        self.step()
 
     def freeze(self) -> None:
         """A block, or train it again; offload refuses what was frozen at first."""

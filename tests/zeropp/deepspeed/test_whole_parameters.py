@@ -76,7 +76,7 @@ def test_they_hold_what_forward_computes_with_and_stay_the_same_objects(settings
 
 
 @ranks(2)
-def test_until_the_step_that_follows_a_backward_pass_they_are_freed():
+def test_after_a_backward_pass_they_are_freed_until_the_step_or_zero_grad():
     engine = engine_of(stage=1)
     held = [*engine.module.parameters()]
     values = held[0].detach().numpy()
@@ -88,9 +88,14 @@ def test_until_the_step_that_follows_a_backward_pass_they_are_freed():
         assert parameter.isnan().all() and parameter.untyped_storage().nbytes() == 4
         with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
             parameter.mul_(2)
-    engine.step()
-    for parameter, now in zip(held, engine.module.parameters(), strict=True):
-        assert parameter is now and parameter.isfinite().all()
+    for end in (engine.step, engine.zero_grad):
+        end()
+        for parameter, now in zip(held, engine.module.parameters(), strict=True):
+            assert parameter is now and parameter.isfinite().all()
+        before = [parameter.detach().clone() for parameter in held]
+        engine.backward(loss_of(engine, tokens_of(1)))
+    engine.zero_grad()
+    assert all(map(torch.equal, before, held))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
