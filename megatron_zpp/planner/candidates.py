@@ -314,6 +314,11 @@ def candidates_of(
     if base.parallel.num_virtual_stages_per_pipeline_rank:
         group = base.parallel.pipeline_model_parallel_size
         sizes = [size for size in sizes if share // size % group == 0]
+    zeros = {
+        size: _with_settings(base.zero, settings, size, share // size)
+        for size in sizes
+        if size & (size - 1) == 0
+    }
     for recomputed, granularity in RECOMPUTED.items():
         recompute = replace(
             base.recompute,
@@ -321,8 +326,7 @@ def candidates_of(
             recompute_method="uniform" if granularity == "full" else None,
             recompute_num_layers=1,
         )
-        for size in (each for each in sizes if each & (each - 1) == 0):
-            zero = _with_settings(base.zero, settings, size, share // size)
+        for size, zero in zeros.items():
             batch = replace(base.batch, micro_batch_size=size)
             config = replace(base, zero=zero, recompute=recompute, batch=batch)
             yield Candidate(

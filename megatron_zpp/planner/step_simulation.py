@@ -55,15 +55,17 @@ class _Chunk:
 class StepSimulation:
     """Simulates the memory of a step in which Adam's moments already exist.
 
-    `activations` are those of the rank's stages. `allocated` is the current bytes by kind, and
-    `peak` the largest so far.
+    `activations` are those of the rank's stages. `allocated` is the current bytes by kind.
     """
 
     def __init__(self, run: PlannedRun, activations: Sequence[Activations]) -> None:
         self.run = run
         self.allocated = initial_bytes(run)
-        self.peak = Counter({WEIGHTS: run.construction_bytes})
-        self._most = self.peak.total()
+        self._peak: tuple[Mapping[str, int], Mapping[str, int]] = (
+            {WEIGHTS: run.construction_bytes},
+            {},
+        )
+        self._most = run.construction_bytes
         self._chunks = _chunks(run, activations)
         self._roots = {chunk.root for chunk in self._chunks}
         self._gathered: set[int] = set()  # units with gathered weights
@@ -73,6 +75,12 @@ class StepSimulation:
         self._in_flight: list[tuple[int, ...]] = []  # bytes of each reduction, by remaining hop
         self._reduced_gradient = 0  # whole gradient of the last one, which FSDP2 keeps to the next
         self._sent = 0  # bytes of the gradients that were last sent to the stage before
+
+    @property
+    def peak(self) -> Counter[str]:
+        """The bytes by kind when there were most so far."""
+        allocated, temporary = self._peak
+        return Counter(allocated) + Counter(temporary)
 
     def run_step(self) -> None:
         """Simulate the micro-batches of a step, without repeating equal ones."""
@@ -104,7 +112,7 @@ class StepSimulation:
         """Update the peak, with temporary bytes by kind."""
         num_bytes = sum(self.allocated.values()) + sum(temporary.values())
         if num_bytes > self._most:
-            self._most, self.peak = num_bytes, self.allocated + Counter(temporary)
+            self._most, self._peak = num_bytes, (dict(self.allocated), temporary)
 
     def _forward(self, chunk: _Chunk) -> None:
         """Simulate a forward pass; what has arrived for it stays until its backward pass."""

@@ -29,7 +29,7 @@ from zeropp.checkpoint.state_tensors import settle
 from zeropp.deepspeed.engine_files import EngineFiles
 from zeropp.deepspeed.engine_settings import EngineSettings
 from zeropp.deepspeed.gradient_accumulation import GradientAccumulation
-from zeropp.deepspeed.parameter_values import answer_questions, mark_sharded
+from zeropp.deepspeed.parameter_values import answer_questions, mark_sharded, take_gradients
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.deepspeed.whole_steps import WholeSteps
@@ -222,10 +222,7 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         return self._was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients: offloaded ones too, and those of the micro-batches of this step.
-
-        All ranks call it: parameters that a backward pass has freed are whole again.
-        """
+        """Clear all gradients of this step, offloaded too; gather weights. All ranks call it."""
         self.sharding.discard_gradients(set_to_none)
         self._end_pass()  # which may have failed
         self._has_unsent = False
@@ -275,9 +272,11 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
 
     def _has_others_gradients(self) -> bool:
         """Whether the program has set gradients itself, and no pass of this step has begun."""
+        if self._forwards or self._mid_step():
+            return False
+        take_gradients(self.module.parameters())
         held = parameters_in(self.optimizer.param_groups)
-        is_clear = not self._forwards and not self._mid_step()
-        return is_clear and any(parameter.grad is not None for parameter in held)
+        return any(parameter.grad is not None for parameter in held)
 
     def _tell_optimizer(self) -> None:
         """Give the optimizer what DeepSpeed's has and it has not, as it is after a step."""

@@ -79,6 +79,14 @@ def values_of(parameter: torch.Tensor) -> "ParameterValues | None":
     return values if parameter.requires_grad else None
 
 
+def take_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Let shards have the gradients that a program has set of whole parameters."""
+    for each in parameters:
+        if each.grad is not None and (values := found(each)) and values.whole_parameter is each:
+            shard, part = values.shard, part_for_rank(each.grad, values.shard)
+            shard.grad, each.grad = fsdp.shard_like(shard, part.to(local_part(shard))), None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParameterValues:
     """Reads and writes what belongs to one trained parameter; all ranks write alike.

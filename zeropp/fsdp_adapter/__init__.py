@@ -76,7 +76,6 @@ from zeropp.fsdp_adapter.kept_whole import (
     generate_alone,
     keep_whole,
     own_rows,
-    show_shards_of_whole,
     whole_of,
 )
 from zeropp.fsdp_adapter.param_groups import ParamGroup, Unit, module_of

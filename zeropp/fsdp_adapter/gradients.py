@@ -138,15 +138,14 @@ class _Reducer:
 
     def run(self, *arguments: object) -> None:
         """Reduce, and show shards, frozen or trained as was set since the forward pass."""
-        shows_shards = getattr(self.group, "zeropp_shows_shards", None)
-        own = [] if shows_shards is None else self.group.fsdp_params
+        own = self.group.fsdp_params if hasattr(self.group, "zeropp_shows_shards") else []
         for parameter in filter(_is_shown, own):
             shard, is_trained = parameter.sharded_param, parameter._unsharded_param.requires_grad
             if shard.requires_grad != is_trained:
                 shard.requires_grad_(is_trained)
         self._run(*arguments)
-        if shows_shards and self.group.is_unsharded and not torch.is_grad_enabled():
-            # Else whole parameters stay, or a pass is to come.
+        stays = self.group.is_unsharded and getattr(self.group, "zeropp_shows_shards", False)
+        if stays and not torch.is_grad_enabled():  # else a pass is to come
             for parameter in own:
                 parameter._setattr_on_modules(parameter.sharded_param)
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from zeropp.fsdp_adapter.gathered import is_gathered, show_gathered, show_shards
+from zeropp.fsdp_adapter.gathered import is_gathered, show_gathered
 from zeropp.fsdp_adapter.param_groups import groups_of, parameters_of, state_of
 
 
@@ -62,12 +62,6 @@ def gather_and_show(root: FSDPModule, unit: FSDPModule) -> None:
         state_of(root)._lazy_init()  # or the unit would take itself for a root
         unit.unshard()
     show_gathered(unit)
-
-
-def show_shards_of_whole(unit: FSDPModule) -> None:
-    """Let modules hold shards again, after `adopt_whole`."""
-    adopt_whole(unit)
-    show_shards(unit)
 
 
 def adopt_whole(unit: FSDPModule) -> None:
@@ -118,9 +112,8 @@ def _free(parameter: FSDPParam) -> None:
     values = parameter.zeropp_values
     parameter.all_gather_outputs, parameter.zeropp_values = [], None
     if values is not None:
-        nothing = torch.zeros((), dtype=values.dtype, device=values.device)
-        if values.is_floating_point():
-            nothing.fill_(float("nan"))
+        value = float("nan") if values.is_floating_point() else 0
+        nothing = torch.full((), value, dtype=values.dtype, device=values.device)
         parameter._unsharded_param.data = nothing.expand(values.shape)
 
 

@@ -54,6 +54,7 @@ class Passes:
     def __init__(
         self,
         model: fsdp.FSDPModule,
+        whole: "WholeWeights",
         *,
         accumulates: bool,
         calls_units: bool,
@@ -62,14 +63,13 @@ class Passes:
         scalars: ScalarGradients,
         gradients: Gradients,
     ) -> None:
-        self._model, self._use, self._copies = model, use, copies
+        self._model, self._whole, self._use, self._copies = model, whole, use, copies
         self._scalars, self._gradients = scalars, gradients
         self._accumulates = accumulates
         self._units: list[fsdp.FSDPModule] = []
         self._incomplete = False
         self._depth = 0  # of calls of the model within its own forward
         self.has_called = False  # a method, whose output may get gradients
-        self.whole: WholeWeights | None = None  # what modules hold between passes, if not shards
         self._uncalled = None if calls_units else fsdp.UncalledUnits(model)
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)  # after FSDP2's
@@ -137,13 +137,12 @@ class Passes:
                 self._uncalled.watch(False, with_root=with_root)
             for unit in () if _needs_backward(output) else self._units:
                 fsdp.show_shards(unit)
-            if self.whole is not None:
-                self.whole.show()
+            self._whole.show()
 
     def _hide_whole(self) -> None:
         """Begin a pass as one after an evaluation: weights are gathered, modules hold shards."""
-        if self.whole is not None and not torch.compiler.is_compiling():
-            self.whole.hide(takes=torch.is_grad_enabled())
+        if not torch.compiler.is_compiling():
+            self._whole.hide(takes=torch.is_grad_enabled())
 
     def _call(self, method: Callable, *arguments: Any, **options: Any) -> Any:
         """Call a method of the model, which may compute with it if it is given tensors."""
@@ -207,26 +206,26 @@ def _needs_backward(output: Any) -> bool:
 
 
 class WholeWeights:
-    """Keeps the weights of a root's units gathered; all ranks make it, between two passes.
-
-    Units whose parameters are split over other axes, too, are left as they are.
-    """
+    """Keeps the weights of `units` of a root gathered between passes: by default, of none."""
 
     def __init__(
         self,
         root: fsdp.FSDPModule,
-        units: Sequence[fsdp.FSDPModule],
         gathers: Mapping[fsdp.Unit, WeightGather],
         kept: KeptWeights,
         gradients: Gradients,
     ) -> None:
-        self._root, self._gathers, self._kept = root, gathers, kept
+        self._root, self._gathers, self._kept, self._gradients = root, gathers, kept, gradients
+        self.units: list[fsdp.FSDPModule] = []
+
+    def keep(self, units: Sequence[fsdp.FSDPModule]) -> None:
+        """Keep all units, but those whose parameters are split over other axes, too."""
         self.units = [unit for unit in units if fsdp.keep_whole(unit)]
         if len(self.units) == len(units):
-            fsdp.generate_alone(root)
-        kept.trust(self.units, gradients.parameter_of)
+            fsdp.generate_alone(self._root)
+        self._kept.trust(self.units, self._gradients.parameter_of)
         before = partial(_take_before, weakref.ref(self))
-        fsdp.around_steps(register_optimizer_step_pre_hook, root, before)
+        fsdp.around_steps(register_optimizer_step_pre_hook, self._root, before)
 
     def gather(self) -> None:
         """Gather what is not gathered, and show it; all ranks call it, between two passes."""
@@ -241,7 +240,8 @@ class WholeWeights:
     def hide(self, *, takes: bool) -> None:
         """Let modules hold shards; with `takes`, these take what was written."""
         for unit in self.units:
-            fsdp.show_shards_of_whole(unit)
+            fsdp.adopt_whole(unit)
+            fsdp.show_shards(unit)
         if takes:
             self.take()
 

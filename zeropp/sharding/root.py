@@ -44,8 +44,11 @@ class Root:
         self.kept = KeptWeights(model, self.copies, changing, self.scalars)
         is_alone = self._num_ranks == 1
         self.use = None if is_alone else GradientUse([group], device, self.gradients, self.scalars)
+        self._wiring = Wiring(self.traffic, self.use, self.kept)
+        self.whole = WholeWeights(model, self._wiring.gathers, self.kept, self.gradients)
         self.passes = Passes(
             model,
+            self.whole,
             accumulates=self.reduces_once,
             calls_units=plan.calls_units,
             use=self.use,
@@ -53,8 +56,6 @@ class Root:
             scalars=self.scalars,
             gradients=self.gradients,
         )
-        self.whole: WholeWeights | None = None
-        self._wiring = Wiring(self.traffic, self.use, self.kept)
 
     def add(self, units: Sequence[fsdp.FSDPModule], plans: Sequence[UnitPlan]) -> None:
         """Connect units of the model as planned, between two passes; `order` sets their order."""
@@ -64,13 +65,6 @@ class Root:
             self._wiring.connect(unit, plan, stage=self.stage)
             if plan.is_apart:
                 self._apart.add(unit)
-
-    def keep_whole(self) -> None:
-        """From now on, let modules hold whole parameters between passes, once `whole` gathers."""
-        self.whole = WholeWeights(
-            self.model, self.units, self._wiring.gathers, self.kept, self.gradients
-        )
-        self.passes.whole = self.whole
 
     def order(self, units: Sequence[fsdp.FSDPModule], *, in_turn: bool = False) -> None:
         """Set the order of all units, and which are gathered while others compute.

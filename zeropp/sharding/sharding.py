@@ -146,7 +146,7 @@ class Sharding:
     @property
     def keeps_whole(self) -> bool:
         """Whether modules hold whole parameters between passes."""
-        return any(root.whole is not None for root in self.roots)
+        return any(root.whole.units for root in self.roots)
 
     def keep_whole(self) -> None:
         """Let modules hold whole, plain parameters between passes from now on; all ranks call it.
@@ -154,26 +154,24 @@ class Sharding:
         What programs write to them is found before the next pass, or when `as_shards` is entered.
         """
         for root in self.roots:
-            root.keep_whole()
+            root.whole.keep(root.units)
         self.gather()
 
     def gather(self) -> None:
         """Gather whole parameters that were freed, if they are kept; all ranks call it."""
         for root in self.roots:
-            if root.whole is not None:
-                root.whole.gather()
+            root.whole.gather()
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:
         """Let modules hold shards inside, which have taken what was written to whole parameters."""
-        wholes = [root.whole for root in self.roots if root.whole is not None]
-        for whole in wholes:
-            whole.hide(takes=True)
+        for root in self.roots:
+            root.whole.hide(takes=True)
         try:
             yield
         finally:
-            for whole in wholes:
-                whole.show()
+            for root in self.roots:
+                root.whole.show()
 
     def has_called_methods(self) -> bool:
         """Whether a method of a root, and not its forward, computed what may get gradients.
@@ -189,8 +187,7 @@ class Sharding:
     def take(self, shard: torch.nn.Parameter) -> None:
         """Let one shard take what was written to its whole parameter."""
         for root in self.roots:
-            if root.whole is not None:
-                root.whole.take(shard)
+            root.whole.take(shard)
 
     def weights_changed(self) -> None:
         """Drop gathered weights, hpZ's copies included, because the shards have changed.

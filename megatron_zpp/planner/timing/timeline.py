@@ -56,7 +56,8 @@ class Link:
         for begin, end in self._busy:
             if start + seconds <= begin:
                 return start
-            start = max(start, end)
+            if end > start:  # `max` takes three times as long
+                start = end
         return start
 
     @property
@@ -129,7 +130,8 @@ class Streams:
     def _compute(self, seconds: float) -> None:
         """Compute what takes so many seconds on the whole processor, beside messages."""
         rate = 1 - self.sending_share
-        for begin, end in sorted([*self.near.busy, *self.far.busy]) if rate < 1 else ():
+        running = [each for each in (*self.near.busy, *self.far.busy) if each[1] > self.now]
+        for begin, end in sorted(running) if rate < 1 else ():
             begin = max(begin, self.now)
             if begin >= end:
                 continue

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.megatron_zpp.interchange.foreign_models import llama
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import SAMPLES, engine_of, run, run_without_engine
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
@@ -181,6 +182,37 @@ def test_one_rank_saves_copies_and_evaluates_alone(stage):
         engine.train()
         assert type(plain) is type(small_model()) and is_plain(plain)
     run(engine, steps=1)
+
+
+@pytest.mark.parametrize("settings", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2])
+@ranks(2)
+def test_a_step_uses_gradients_that_a_program_sets(stage, settings):
+    engine = engine_of(
+        stage=stage,
+        gradient_clipping=0.0,
+        optimizer={"type": "SGD", "params": {"lr": 1.0}},
+        **settings,
+    )
+    before = masters_of(engine)
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.arange(parameter.numel()).view_as(parameter).to(parameter.dtype)
+    expected = [parameter.grad.float() for parameter in engine.module.parameters()]
+    engine.step()
+    for gradient, start, now in zip(
+        expected, before.values(), masters_of(engine).values(), strict=True
+    ):
+        assert torch.equal(now, start - gradient)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+
+
+@ranks(2)
+def test_one_rank_generates_alone():
+    engine = engine_of(llama(), stage=1)
+    arguments = {"input_ids": tokens_of(0)[:2, :6], "max_new_tokens": 4, "do_sample": False}
+    if dist.get_rank() == 0:
+        expected = llama().eval().generate(**arguments)
+        assert torch.equal(engine.eval().generate(**arguments), expected)
 
 
 @ranks(2)
