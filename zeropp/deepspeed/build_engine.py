@@ -23,7 +23,7 @@ from zeropp.deepspeed.engine import Engine
 from zeropp.deepspeed.expert_parallel.ranks import experts_to_split, split
 from zeropp.deepspeed.fp32_weights import use_fp32_weights
 from zeropp.deepspeed.ops import adam
-from zeropp.deepspeed.parameter_values import has_engine
+from zeropp.deepspeed.parameter_values import found
 from zeropp.deepspeed.runtime.config import as_refusals
 from zeropp.deepspeed.runtime.named_optimizer import named_optimizer
 from zeropp.deepspeed.runtime.sample_stream import SamplesOfRank
@@ -90,11 +90,11 @@ def initialize(
     names = names_of(model)
     parameters = None if model_parameters is None else listed(model_parameters)
     require_same_model(model, mesh, caller="zeropp.initialize", with_buffers=True)
-    found = experts_to_split(model, mesh, zero)
+    to_split = experts_to_split(model, mesh, zero)
     copy_from_first_rank(model, mesh.get_group(), device)
     held = parameters or getattr(optimizer, "param_groups", ())
     use_fp32_weights(model, parameters_in(held), zero.compute_format)
-    experts = split(found, mesh, zero)
+    experts = split(to_split, mesh, zero)
     sharding = shard(model, mesh, zero.without_engine(), experts=experts.meshes)
     _require_memory(model)
     if not sharding.units:
@@ -128,7 +128,7 @@ def _require_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise RefusedCall(f"zeropp.initialize needs model=, an nn.Module, not {kind}")
-    if any(isinstance(each, DTensor) or has_engine(each) for each in model.parameters()):
+    if any(isinstance(each, DTensor) or found(each) for each in model.parameters()):
         raise RefusedCall(
             "the model given to zeropp.initialize is sharded already, by an earlier call: go on "
             "with the engine of that call, or build the model anew and load what was saved"

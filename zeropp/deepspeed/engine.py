@@ -29,7 +29,7 @@ from zeropp.checkpoint.state_tensors import settle
 from zeropp.deepspeed.engine_files import EngineFiles
 from zeropp.deepspeed.engine_settings import EngineSettings
 from zeropp.deepspeed.gradient_accumulation import GradientAccumulation
-from zeropp.deepspeed.parameter_values import answer_questions
+from zeropp.deepspeed.parameter_values import answer_questions, mark_sharded, take_gradients
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.deepspeed.whole_steps import WholeSteps
@@ -113,6 +113,9 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
             self._tell_optimizer()
         self._gradient_hook = GradientHook(self._divisor_of_pass)
         self._hook_gradients()
+        mark_sharded(self.module.parameters(), are_sharded=sharding.stage == 3)
+        if sharding.stage < 3 and not config.stores_frozen:  # MixZ++ may add units
+            sharding.keep_whole()
         self.module.register_forward_pre_hook(OwnerHook(self._before_forward))
         self.module.register_forward_hook(OwnerHook(self._after_forward), always_call=True)
 
@@ -134,7 +137,8 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
 
     def train(self, mode: bool = True) -> "Engine":
         """Set the training mode; weights that an evaluation left gathered are freed."""
-        if mode and self.sharding.stage < 3 and not self._forwards and not self._mid_step():
+        is_free = not self.sharding.keeps_whole and not self._forwards and not self._mid_step()
+        if mode and self.sharding.stage < 3 and is_free:
             self.sharding.release()
         return super().train(mode)
 
@@ -146,6 +150,8 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         With `scale_wrt_gas=False`, it is `loss` itself. Raises InputError without a forward pass
         before it, or for a loss of several elements.
         """
+        if self.sharding.has_called_methods() and not self._forwards and self.training:
+            self._count_forward()
         if not self._forwards:
             raise RefusedCall(
                 "engine.backward(loss) without a forward pass: call engine(batch) first, in "
@@ -216,12 +222,13 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         return self._was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients: offloaded ones too, and those of the micro-batches of this step."""
+        """Clear all gradients of this step, offloaded too; gather weights. All ranks call it."""
         self.sharding.discard_gradients(set_to_none)
         self._end_pass()  # which may have failed
         self._has_unsent = False
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
+        self.sharding.gather()
 
     def quantize_nontrainable_params(self) -> None:
         """Quantize the parameters that are frozen now, and train those that were added (MixZ++).
@@ -235,6 +242,7 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         )
         self._state_dicts.include(self.module)
         self._hook_gradients()
+        mark_sharded(self.module.parameters(), are_sharded=self.sharding.stage == 3)
 
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's gradients before clipping; None before a step."""
@@ -247,7 +255,8 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         """
         if self.optimizer is not None:
             settle(self.optimizer)
-        self.sharding.release()
+        if not self.sharding.keeps_whole:
+            self.sharding.release()
         self.optimizer = self.lr_scheduler = None
 
     @property
@@ -263,9 +272,11 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
 
     def _has_others_gradients(self) -> bool:
         """Whether the program has set gradients itself, and no pass of this step has begun."""
+        if self._forwards or self._mid_step():
+            return False
+        take_gradients(self.module.parameters())
         held = parameters_in(self.optimizer.param_groups)
-        is_clear = not self._forwards and not self._mid_step()
-        return is_clear and any(parameter.grad is not None for parameter in held)
+        return any(parameter.grad is not None for parameter in held)
 
     def _tell_optimizer(self) -> None:
         """Give the optimizer what DeepSpeed's has and it has not, as it is after a step."""
@@ -288,9 +299,12 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
     def _before_forward(self, *_: object) -> None:
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled() and self.training:
-            if self._forwards == 0:
-                self._begin_micro_batch()
-            self._forwards += 1
+            self._count_forward()
+
+    def _count_forward(self) -> None:
+        if self._forwards == 0:
+            self._begin_micro_batch()
+        self._forwards += 1
 
     def _after_forward(self, *_: object) -> None:
         self._depth = max(0, self._depth - 1)
@@ -323,13 +337,15 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         self._gradient_hook.is_off, self._is_scaled, Engine._factor = False, False, 1.0
 
     def _optimizer_step(self, micro_batches: int) -> None:
-        self.sharding.release()  # an evaluation after backward may have left weights gathered
-        result = optimizer_step(
-            self.optimizer,
-            self.sharding,
-            clip_grad=self.zero_config.gradient_clipping,
-            scaler=self.scaler,
-        )
+        with self.sharding.as_shards():
+            self.sharding.release()  # an evaluation after backward may have left weights gathered
+            result = optimizer_step(
+                self.optimizer,
+                self.sharding,
+                clip_grad=self.zero_config.gradient_clipping,
+                scaler=self.scaler,
+            )
+        self.sharding.gather()
         self._has_unsent = False
         self.global_steps += 1
         if self.managed_gradient_accumulation():

@@ -27,7 +27,10 @@ def _among_its_ranks(method: Callable) -> Callable:
     @functools.wraps(method)
     def on_mesh(engine: "EngineFiles", *args: Any, **kwargs: Any) -> Any:
         with among(engine.sharding.group):
-            return method(engine, *args, **kwargs)
+            with engine.sharding.as_shards():
+                result = method(engine, *args, **kwargs)
+            engine.sharding.gather()
+        return result
 
     return on_mesh
 
@@ -194,8 +197,9 @@ class EngineFiles:
         return path
 
     def empty_partition_cache(self) -> None:
-        """Free weights that passes without backward have left gathered."""
-        self.sharding.release()
+        """Free weights that passes without backward have left gathered, at stage 3."""
+        if not self.sharding.keeps_whole:
+            self.sharding.release()
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether the JSON's `stage3_gather_16bit_weights_on_model_save` is set."""

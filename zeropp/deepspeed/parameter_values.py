@@ -3,16 +3,27 @@
 A function of `deepspeed.utils` gets a parameter and no engine. As a notice of written weights, it
 asks by an optimizer's step that changes nothing, whose hooks every engine has; the parameter's own
 answers.
+
+What programs ask a parameter itself are DeepSpeed's attributes `ds_id` and others, which it has at
+ZeRO stage 3 and from `zero.Init` on:
+
+    if hasattr(parameter, "ds_id"):
+        with deepspeed.zero.GatheredParameters([parameter]):
+            weight = parameter.detach().cpu().clone()
 """
 
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
@@ -20,7 +31,11 @@ from zeropp.checkpoint.state_tensors import masters_of, settle
 from zeropp.errors import InputError
 from zeropp.optim.step_or_skip import local_part
 from zeropp.sharding.materialize import part_for_rank
+from zeropp.sharding.recorded_tensor import RecordedTensor
+from zeropp.sharding.sharding import Sharding
 from zeropp.wire.kept_weights import Notice, notify_weights_written
+
+NAMES = ("ds_id", "ds_status", "ds_shape", "ds_numel", "ds_tensor")
 
 
 class Question(Notice):
@@ -39,11 +54,11 @@ def answer_questions(engine: Any) -> None:
     fsdp.around_steps(register_optimizer_step_post_hook, engine, answer)
 
 
-def has_engine(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is one of an engine's."""
+def found(parameter: torch.Tensor) -> "ParameterValues | None":
+    """Return the values of an engine's parameter, also of a frozen one; None for other tensors."""
     question = Question(parameter)
     question.step()
-    return question.answer is not None
+    return question.answer
 
 
 def values_of(parameter: torch.Tensor) -> "ParameterValues | None":
@@ -51,36 +66,57 @@ def values_of(parameter: torch.Tensor) -> "ParameterValues | None":
 
     Raises InputError for any other tensor, and inside `GatheredParameters` of it.
     """
-    question = Question(parameter)
-    question.step()
-    if question.answer is None:
+    if (values := found(parameter)) is None:
         raise InputError(
             f"a parameter of shape {list(parameter.shape)} is not one of an engine's: take it from "
             "engine.module after zeropp.initialize, which puts shards in the places of parameters"
         )
-    if isinstance(question.answer.shard, fsdp.WholeParameter):
+    if isinstance(values.shard, fsdp.WholeParameter):
         raise InputError(
             "inside GatheredParameters the values of its parameters are in them: read and write "
             "these, or call this outside"
         )
-    return question.answer if parameter.requires_grad else None
+    return values if parameter.requires_grad else None
+
+
+def take_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Let shards have the gradients that a program has set of whole parameters."""
+    for each in parameters:
+        if each.grad is not None and (values := found(each)) and values.whole_parameter is each:
+            shard, part = values.shard, part_for_rank(each.grad, values.shard)
+            shard.grad, each.grad = fsdp.shard_like(shard, part.to(local_part(shard))), None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterValues:
     """Reads and writes what belongs to one trained parameter; all ranks write alike.
 
-    `shard` is the parameter as its engine's optimizer knows it, `unit` the FSDP unit that it is in,
-    `device` where the model computes.
+    `shard` is the parameter as its engine's optimizer knows it, `unit` the FSDP unit that it is in
+    of the `sharding`, `device` where the model computes.
     """
 
     shard: nn.Parameter
     unit: fsdp.FSDPModule | None
+    sharding: Sharding
     optimizer: torch.optim.Optimizer | None
     device: torch.device
 
     @property
     def weight(self) -> nn.Parameter:
+        """The fp32 weight, which takes what was written to the whole parameter."""
+        self.sharding.take(self.shard)
+        return self._master
+
+    @property
+    def whole_parameter(self) -> nn.Parameter | None:
+        """The whole parameter that the model holds instead of the shard, if it does."""
+        if self.unit is None or not self.sharding.keeps_whole:
+            return None
+        whole = fsdp.whole_of(self.unit, self.shard)
+        return None if isinstance(whole, DTensor) else whole
+
+    @property
+    def _master(self) -> nn.Parameter:
         """The fp32 weight: the optimizer's, where it has its own."""
         return masters_of(self.optimizer).get(self.shard, self.shard)
 
@@ -89,7 +125,7 @@ class ParameterValues:
         """The mean over the ranks, or this rank's whole gradient before it was averaged."""
         if getattr(self.optimizer, "takes_factor", False):
             self.optimizer.await_gradients()
-        if (mean := self.weight.grad) is not None or self.unit is None:
+        if (mean := self._master.grad) is not None or self.unit is None:
             return mean
         return fsdp.unreduced_gradient(self.unit, self.shard)
 
@@ -98,12 +134,13 @@ class ParameterValues:
         if self.optimizer is None:
             return None
         settle(self.optimizer)
-        value = self.optimizer.state.get(self.weight, {}).get(key)
+        master = self._master
+        value = self.optimizer.state.get(master, {}).get(key)
         if not isinstance(value, torch.Tensor):
             return None
-        is_part = isinstance(self.weight, DTensor) and not isinstance(value, DTensor)
-        if is_part and value.ndim and value.shape == self.weight.to_local().shape:
-            return fsdp.shard_like(self.weight, value)
+        is_part = isinstance(master, DTensor) and not isinstance(value, DTensor)
+        if is_part and value.ndim and value.shape == master.to_local().shape:
+            return fsdp.shard_like(master, value)
         return value
 
     def whole(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -132,11 +169,22 @@ class ParameterValues:
         local_part(tensor).copy_(value)
 
     def write_weight(self, value: Any, *, whole: bool) -> None:
-        """Write the fp32 weight, and what the model computes with; gathered weights are dropped."""
-        weight = self.weight
+        """Write the fp32 weight, and what the model computes with.
+
+        Gathered weights are written too, if they are kept, and else dropped. If they are kept and
+        only this rank's part is known, all ranks gather them.
+        """
+        weight, gathered = self.weight, self.whole_parameter
+        is_known = whole and gathered is not None
         self.write(self.shard, value, whole=whole)
-        notify_weights_written([self.shard])  # an offloaded optimizer reads the rounded one
-        self.write(weight, value, whole=whole)
+        # an offloaded optimizer reads the rounded one
+        notify_weights_written([self.shard], gathered=is_known)
+        if local_part(weight).data_ptr() != local_part(self.shard).data_ptr():
+            self.write(weight, value, whole=whole)
+        if is_known:
+            self.write(gathered, value, whole=True)
+        else:
+            self.sharding.gather()
 
 
 def _answer(reference: weakref.ref, question: torch.optim.Optimizer) -> None:
@@ -144,7 +192,11 @@ def _answer(reference: weakref.ref, question: torch.optim.Optimizer) -> None:
         unit, shard = _find(engine, question.parameter)
         if shard is not None:
             question.answer = ParameterValues(
-                shard=shard, unit=unit, optimizer=engine.optimizer, device=engine.device
+                shard=shard,
+                unit=unit,
+                sharding=engine.sharding,
+                optimizer=engine.optimizer,
+                device=engine.device,
             )
 
 
@@ -156,3 +208,58 @@ def _find(
             return unit, shard
     is_plain = any(parameter is each for each in engine.module.parameters())
     return None, parameter if is_plain else None
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole on this rank, or is being gathered."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def mark_sharded(parameters: Iterable[nn.Parameter], *, are_sharded: bool = True) -> None:
+    """Set DeepSpeed's attributes on parameters, or remove them; to be repeated for new shards.
+
+    ds_id: different for each parameter of this process. ds_status: a `ZeroParamStatus`. ds_shape,
+    ds_numel: of the whole parameter. ds_tensor: this rank's rows, in the memory of the shard.
+    """
+    for parameter in parameters:
+        if are_sharded:
+            _set_attributes(parameter)
+            parameter.ds_tensor = local_part(parameter.detach())
+        else:
+            for name in NAMES:
+                vars(parameter).pop(name, None)
+
+
+@contextmanager
+def marking_recorded() -> Iterator[None]:
+    """Set the attributes, but `ds_tensor`, on parameters that are built inside without memory."""
+
+    def mark(_: nn.Module, __: str, parameter: nn.Parameter | None) -> None:
+        if isinstance(parameter, RecordedTensor):
+            _set_attributes(parameter)
+
+    with register_module_parameter_registration_hook(mark):
+        yield
+
+
+@contextmanager
+def available(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let those that have a status be available inside."""
+    marked = [each for each in parameters if hasattr(each, "ds_status")]
+    before = [each.ds_status for each in marked]
+    for each in marked:
+        each.ds_status = ZeroParamStatus.AVAILABLE
+    try:
+        yield
+    finally:
+        for each, status in zip(marked, before, strict=True):
+            each.ds_status = status
+
+
+def _set_attributes(parameter: nn.Parameter) -> None:
+    parameter.ds_id = id(parameter)
+    parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()

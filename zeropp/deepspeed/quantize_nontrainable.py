@@ -99,7 +99,7 @@ def _adopt_into(
     like = replace(plan, is_root=False, is_apart=True, casts_inputs=True)
     adopted = like.with_parameters(added, plain.values())
     (module,) = cut([adopted], offload_policy(mesh, config))
-    return {module: adopted}
+    return {module: replace(adopted, parameters=())}
 
 
 def hold_trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

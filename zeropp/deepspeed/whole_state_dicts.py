@@ -1,11 +1,12 @@
-"""State dicts and deep copies of an engine's module are plain: whole tensors, in fp32.
+"""State dicts and deep copies of an engine's module are plain: whole tensors.
 
-`state_dict()` gathers a sharded weight, after all ranks have said that they are there to do so;
-where every rank has all of it, at stage 0 or alone, nothing is sent. `load_state_dict` of whole
-tensors keeps this rank's parts of them. `copy.deepcopy` makes the plain model of such a state. A
-plain `zeropp.shard` leaves all this to FSDP2.
+`state_dict()` gathers a sharded weight in fp32, after all ranks have said that they are there to do
+so. Where parameters are whole between steps, at stages 0 to 2, it copies them, and nothing is sent.
+`load_state_dict` of whole tensors keeps this rank's parts of them, in fp32. `copy.deepcopy` makes
+the plain model of such a state. A plain `zeropp.shard` leaves all this to FSDP2.
 """
 
+import logging
 import weakref
 from collections.abc import MutableMapping
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeropp.deepspeed.parameter_values import found
 from zeropp.errors import InputError
 from zeropp.fsdp_adapter import (
     FSDPModule,
@@ -32,6 +34,7 @@ from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.frozen_weights import as_numbers
 
+log = logging.getLogger("zeropp")
 LIMIT = timedelta(seconds=25)  # for ranks to come to a state dict
 
 
@@ -43,11 +46,13 @@ class WholeStateDicts:
     """
 
     def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
         self._group: dist.ProcessGroup = sharding.group
+        self._loading: dict[int, torch.Tensor] = {}  # by the whole parameters to load them into
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # The last state dict that ranks agreed to fill, and what has been gathered for it.
         self._state: weakref.ref | None = None
-        self._gathers = True
+        self._gathers, self._is_alone = True, False
         self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
@@ -63,6 +68,7 @@ class WholeStateDicts:
                 # A function of its own for each, on which PyTorch sets an attribute.
                 module.register_state_dict_post_hook(partial(self._gather))
                 module.register_load_state_dict_pre_hook(self._split)
+                module.register_load_state_dict_post_hook(partial(self._load_exactly))
                 if isinstance(module, FSDPModule):
                     use_deepcopy(module, self._copy)
 
@@ -77,7 +83,7 @@ class WholeStateDicts:
         weights = []
         for name, parameter in unit.named_parameters():
             whole = state.pop(name)
-            if isinstance(whole, DTensor):
+            if isinstance(whole, DTensor) or whole.shape != parameter.shape:
                 raise InputError(
                     f"copy.deepcopy inside GatheredParameters, which was not given {name}: copy "
                     "the model outside, on all ranks"
@@ -91,8 +97,9 @@ class WholeStateDicts:
             units = (each for each in around.modules() if isinstance(each, FSDPModule))
             in_units = {parameter for unit in units for parameter in unit.parameters()}
             for parameter in around.parameters():
-                is_plain = not isinstance(memo.get(id(parameter), parameter), DTensor)
-                if not is_plain and parameter not in in_units:
+                held = memo.get(id(parameter), parameter)
+                is_kept = held is parameter and self._is_kept_whole(parameter)
+                if (is_kept or isinstance(held, DTensor)) and parameter not in in_units:
                     raise InputError(
                         "copy.deepcopy of a part of a sharded model that has weights beside its "
                         "blocks: copy the model, and take that part of the copy, or copy a block"
@@ -105,6 +112,23 @@ class WholeStateDicts:
             value = state.get(prefix + name)
             if value is not parameter and isinstance(value := shard_behind(value), DTensor):
                 state[prefix + name] = self._whole(value, parameter, state)
+            elif self._is_kept_whole(parameter) and value is not None and value is not parameter:
+                state[prefix + name] = self._copied(value, parameter, state)
+
+    def _is_kept_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is not only whole now, and its memory will be freed in a pass."""
+        is_plain = not isinstance(parameter, DTensor | WholeParameter)
+        return self._sharding.keeps_whole and is_plain and parameter.ndim > 0
+
+    def _copied(
+        self, value: torch.Tensor, parameter: nn.Parameter, state: MutableMapping[str, Any]
+    ) -> torch.Tensor:
+        if self._state is None or self._state() is not state:
+            self._note(state)
+        copied = self._gathered.get(id(parameter))
+        if copied is None:
+            copied = self._gathered[id(parameter)] = value.clone()
+        return copied
 
     def _whole(
         self, value: DTensor, parameter: nn.Parameter, state: MutableMapping[str, Any]
@@ -113,6 +137,8 @@ class WholeStateDicts:
             return as_numbers(value).to_local()
         if self._state is None or self._state() is not state:
             self._begin(state)
+        if self._is_alone:
+            return value.to_local().new_empty(0)
         if not self._gathers:
             return value
         whole = self._gathered.get(id(parameter))
@@ -129,8 +155,12 @@ class WholeStateDicts:
         """
         parameters = (each for module in self._modules for each in module.parameters(recurse=False))
         self._gathers = not any(isinstance(each, WholeParameter) for each in parameters)
+        self._is_alone = False
         if self._gathers:
             self._agree()
+        self._note(state)
+
+    def _note(self, state: MutableMapping[str, Any]) -> None:
         can_be_known_again = type(state).__weakrefoffset__  # not if the caller gave a dict
         self._state = weakref.ref(state) if can_be_known_again else None
         self._gathered.clear()
@@ -138,14 +168,22 @@ class WholeStateDicts:
     def _agree(self) -> None:
         """Raise InputError unless all ranks are about to gather."""
         try:
-            meet(self._group, "state_dict", LIMIT)
+            meet(self._group, "state_dict", LIMIT, later="GatheredParameters")
         except AbsentRanksError as error:
+            if error.are_ahead:
+                self._is_alone = True
+                log.warning(
+                    "state_dict() on this rank alone: sharded weights are empty in it, as in "
+                    "DeepSpeed at stage 3, because the other ranks are in GatheredParameters; take "
+                    "them from there, or let all ranks call state_dict()"
+                )
+                return
             raise InputError(
-                "state_dict() of a model whose weights are sharded (ZeRO stages 1 to 3, or experts "
-                f"that ranks split) gathers them, and the ranks {error.ranks} of "
-                f"{self._group.size()} did not call it within {LIMIT.seconds} s: call it, or "
+                "state_dict() of a model whose weights are sharded (at ZeRO stage 3, experts that "
+                f"ranks split, or before engine.step()) gathers them, and the ranks {error.ranks} "
+                f"of {self._group.size()} did not call it within {LIMIT.seconds} s: call it, or "
                 "save_pretrained, copy.deepcopy and whatever else calls it, on all ranks, and "
-                "write the file on one; at stage 0, with whole experts, one rank may call it alone"
+                "write the file on one; between steps at stages 0 to 2 one rank may call it alone"
             ) from error
 
     def _split(
@@ -159,3 +197,12 @@ class WholeStateDicts:
                 with torch.no_grad():
                     part = part_for_rank(value.detach(), parameter)
                 state[prefix + name] = shard_like(parameter, part)
+            elif is_plain and self._is_kept_whole(parameter) and value.shape == parameter.shape:
+                self._loading[id(parameter)] = value
+
+    def _load_exactly(self, module: nn.Module, _: Any) -> None:
+        """Let the fp32 weights have the values that were loaded, not those rounded to 16 bit."""
+        for parameter in module.parameters(recurse=False):
+            value = self._loading.pop(id(parameter), None)
+            if value is not None and (values := found(parameter)) is not None:
+                values.write_weight(value.detach(), whole=True)

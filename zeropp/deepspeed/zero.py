@@ -10,7 +10,7 @@ with zeropp.zero.GatheredParameters(model.head.weight, modifier_rank=0):
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.deepspeed.comm import init_distributed
 from zeropp.deepspeed.names import attribute_of
+from zeropp.deepspeed.parameter_values import available, found, marking_recorded
 from zeropp.errors import InputError
+from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.coordination import world_size
-from zeropp.ranks.meeting import raising_together
+from zeropp.ranks.meeting import come, raising_together
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.materialize import part_for_rank
+from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.passes import require_shards
 from zeropp.sharding.recorded_tensor import RecordedTensor, not_recording, recording
 from zeropp.wire.kept_weights import (
@@ -59,7 +62,8 @@ def Init(  # noqa: N802  (DeepSpeed's name)
 ) -> Iterator[None]:
     """Build a model without allocating it; `zeropp.initialize` and `zeropp.shard` do that.
 
-    `mem_efficient_linear` is accepted: PyTorch's own linear layer is used.
+    This process joins the default process group, if it has joined none yet. `mem_efficient_linear`
+    is accepted: PyTorch's own linear layer is used.
 
     The initialization of parameters is recorded and replayed later, one parameter at a time, on the
     first rank, with the same random numbers; each rank keeps only its shard. Raises InputError for
@@ -73,13 +77,17 @@ def Init(  # noqa: N802  (DeepSpeed's name)
     source = config if config is not None else config_dict_or_path
     if source is not None:
         ZeroConfig.from_json(source)  # only checked
-    with recording() if enabled else nullcontext():
+    if not enabled:
+        yield
+        return
+    init_distributed()
+    with recording(), marking_recorded():
         yield
 
 
 @contextmanager
 def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
-    params: torch.Tensor | Iterable[torch.Tensor],
+    params: torch.Tensor | Iterable[torch.Tensor | None] | None,
     modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
@@ -87,7 +95,8 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     """Gather sharded parameters in place on every rank; all ranks must enter it.
 
     With `modifier_rank`, that rank's changes are sent to all ranks and written back to the shards;
-    otherwise changes are discarded. Parameters of models that are not sharded are left alone.
+    otherwise changes are discarded. Parameters of models that are not sharded are left alone, and
+    None, for a bias that a layer lacks, is left out.
     Inside, states may be loaded and forward passes run, on one rank alone where they use gathered
     parameters only; backward passes may not. `fwd_module` is accepted and ignored.
 
@@ -95,45 +104,74 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     a forward pass and its backward pass. With `modifier_rank`, an exception inside is raised on the
     other ranks too, and all parameters stay as they were.
     """
-    parameters = [params] if isinstance(params, torch.Tensor) else list(params)
+    given = [params] if params is None or isinstance(params, torch.Tensor) else params
+    parameters = [each for each in given if each is not None]
     for parameter in parameters:
         if not isinstance(parameter, torch.Tensor):
             kind = type(parameter).__name__
             raise InputError(f"GatheredParameters takes parameters, not {kind}")
-    parameters = [*map(fsdp.shard_behind, parameters)]  # inside a forward pass
-    sharded = [each for each in dict.fromkeys(parameters) if isinstance(each, DTensor)]
-    plain = (each for each in dict.fromkeys(parameters) if not isinstance(each, DTensor))
-    scalars = [each for each in plain if isinstance(each, nn.Parameter) and not each.ndim]
-    _require_rank(modifier_rank, sharded)
+    parameters = [*dict.fromkeys(map(fsdp.shard_behind, parameters))]  # inside a forward pass
+    sharded = [each for each in parameters if isinstance(each, DTensor)]
+    others = [each for each in parameters if not isinstance(each, DTensor)]
+    plain = [each for each in others if isinstance(each, nn.Parameter)]
+    recorded = [each for each in others if isinstance(each, RecordedTensor)]
+    scalars = [each for each in plain if not each.ndim]
+    shards_of = _shards_of_whole(each for each in plain if each.ndim)
+    meshed = [*sharded, *shards_of.values()]
+    _require_rank(modifier_rank, meshed)
     if not enabled:
         yield
         return
-    require_shards(each for each in parameters if isinstance(each, nn.Parameter))
+    require_shards(each for each in (*sharded, *plain) if each not in shards_of)
+    _send_recorded((each for each in recorded if each.is_first_ranks), 0)
     with ExitStack() as agreement:
-        if modifier_rank is not None:
-            for group in dict.fromkeys(group for each in sharded for group in _groups_of(each)):
+        for group in dict.fromkeys(group for each in meshed for group in _groups_of(each)):
+            if modifier_rank is not None:
                 agreement.enter_context(raising_together(group, "GatheredParameters"))
+            else:
+                come(group, "GatheredParameters")
         wholes = [fsdp.WholeParameter.of(parameter) for parameter in sharded]
         before = [scalar.detach().clone() for scalar in scalars]
-        with _in_place_of(sharded, wholes):
+        with available((*wholes, *others)), _in_place_of(sharded, wholes):
             yield
     if modifier_rank is not None:
         _write_back(sharded, wholes, modifier_rank)
+        _send_whole(shards_of, modifier_rank)
         if scalars:
             ScalarsWritten(scalars, modifier_rank).step()
         if sharded or scalars:
             notify_weights_written([*sharded, *scalars])
-        _send_recorded(parameters, modifier_rank)
-    elif sharded:
+        _note_recorded(recorded, modifier_rank)
+    elif meshed:
         for scalar, value in zip(scalars, before, strict=True):
             scalar.data.copy_(value)
 
 
-def _send_recorded(parameters: Iterable[torch.Tensor], source: int) -> None:
-    """Give the first rank, whose values count, what the rank `source` wrote before sharding."""
-    recorded = [each for each in dict.fromkeys(parameters) if isinstance(each, RecordedTensor)]
-    if source == 0 or not recorded:
-        return
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Accept that a module uses a parameter of another one, which needs no registration here.
+
+    Whatever uses it, the unit that has it is gathered then. Raises InputError for other arguments.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        kinds = f"{type(module).__name__} and {type(parameter).__name__}"
+        raise InputError(f"register_external_parameter takes a module and a parameter, not {kinds}")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo `register_external_parameter`, with the same arguments."""
+    register_external_parameter(module, parameter)
+
+
+def _note_recorded(recorded: Iterable[RecordedTensor], source: int) -> None:
+    """Give all ranks what `source` wrote; what the first rank did, when it is gathered again."""
+    if source:
+        _send_recorded(recorded, source)
+    for each in recorded:
+        each.is_first_ranks = not source
+
+
+def _send_recorded(recorded: Iterable[RecordedTensor], source: int) -> None:
+    """Give all ranks what the rank `source` wrote before sharding."""
     device = pick_device(Environment.read())
     with not_recording(), torch.no_grad():
         for each in recorded:
@@ -141,7 +179,27 @@ def _send_recorded(parameters: Iterable[torch.Tensor], source: int) -> None:
             if dist.get_rank() == source:
                 values.copy_(each.materialize())
             dist.broadcast(values, source)
-            each.copy_(values.cpu())
+            if dist.get_rank() != source:
+                each.copy_(values.cpu())
+            each.is_first_ranks = False
+
+
+def _shards_of_whole(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, DTensor]:
+    """Return those of the parameters that engines keep whole between passes, and their shards."""
+    values = ((each, found(each)) for each in parameters)
+    return {
+        each: known.shard
+        for each, known in values
+        if known is not None and known.whole_parameter is each
+    }
+
+
+def _send_whole(shards_of: dict[nn.Parameter, DTensor], source: int) -> None:
+    """Give all ranks what the rank `source` wrote to parameters that are kept whole."""
+    for whole, shard in shards_of.items():
+        _broadcast(whole.detach(), shard.device_mesh, source)
+        if is_whole(shard):  # at stage 0, where all ranks must have the same fp32 weights
+            _broadcast(local_part(found(whole).weight.detach()), shard.device_mesh, source)
 
 
 def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:

@@ -40,7 +40,9 @@ def free_gathered(unit: Unit) -> None:
             if isinstance(prefetched.all_gather_work, dist.Work):
                 prefetched.all_gather_work.wait()
             group._all_gather_result = None
+        group.zeropp_frees = True  # although weights are kept between passes
         group.reshard()
+        group.zeropp_frees = False
 
 
 def before_use(unit: Unit, prepare: Callable[[], None]) -> Callable[[], None]:

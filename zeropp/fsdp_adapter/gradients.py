@@ -144,7 +144,8 @@ class _Reducer:
             if shard.requires_grad != is_trained:
                 shard.requires_grad_(is_trained)
         self._run(*arguments)
-        if self.group.is_unsharded and not torch.is_grad_enabled():  # else a pass is to come
+        stays = self.group.is_unsharded and getattr(self.group, "zeropp_shows_shards", False)
+        if stays and not torch.is_grad_enabled():  # else a pass is to come
             for parameter in own:
                 parameter._setattr_on_modules(parameter.sharded_param)
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from zeropp.fsdp_adapter.param_groups import Unit, groups_of, parameters_of
+from zeropp.fsdp_adapter.param_groups import Unit, groups_of, groups_of_state, parameters_of
 from zeropp.fsdp_adapter.parameters import inherit, inherit_when_gathered
 from zeropp.fsdp_adapter.passes import backward_id
 from zeropp.fsdp_adapter.whole_parameters import keep_shard_of_whole
@@ -153,10 +153,11 @@ def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
 
 
 class _InForward(list):
-    """The states of units to gather ahead: none while a backward pass runs."""
+    """The states of units to gather ahead: none while a backward pass runs, nor gathered ones."""
 
     def __iter__(self) -> Iterator:
-        return super().__iter__() if backward_id() == -1 else iter(())
+        states = super().__iter__() if backward_id() == -1 else ()
+        return (each for each in states if not all(g.is_unsharded for g in groups_of_state(each)))
 
 
 def gather_in_turn(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:

@@ -66,7 +66,10 @@ def keep_shard_of_whole(parameter: FSDPParam) -> None:
     reset_sharded_param = parameter.reset_sharded_param
 
     def reset_unless_whole() -> None:
-        if not isinstance(parameter.sharded_param, WholeParameter):
+        info = parameter._module_info
+        is_kept = getattr(parameter, "zeropp_values", None) is not None
+        is_plain = is_kept and not isinstance(info.module._parameters[info.param_name], DTensor)
+        if not is_plain and not isinstance(parameter.sharded_param, WholeParameter):
             reset_sharded_param()
 
     parameter.reset_sharded_param = reset_unless_whole

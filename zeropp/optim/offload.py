@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ from zeropp.wire.kept_weights import WeightsWritten
 BUCKET = 2**25  # elements; one bucket is sent to the device while the next is updated
 HOST = torch.device("cpu")
 MOMENT_BYTES = 8  # of Adam's two moments
+NOWHERE = MappingProxyType({})
 log = logging.getLogger("zeropp")
 
 
@@ -167,11 +169,8 @@ class Offload:
     @property
     def copies(self) -> Mapping[nn.Parameter, Tensor]:
         """Masters -> 16-bit tensors that the optimizer writes along with them."""
-        return {
-            master.weight: master.rounded
-            for master in self._masters.values()
-            if master.rounded is not None
-        }
+        rounded = (each for each in self._masters.values() if each.rounded is not None)
+        return {each.weight: each.rounded for each in rounded}
 
     def buckets(self, masters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Yield lists of masters of one device, with about `BUCKET` elements."""
@@ -216,15 +215,16 @@ class Offload:
             if send:
                 self.send(self._by_weight)
 
-    def read(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy to the masters from parameters that were written without the optimizer."""
+    def read(self, parameters: Iterable[nn.Parameter], where: Mapping = NOWHERE) -> None:
+        """Copy to the masters from parameters that were written, all over or `where` (bool)."""
         self._before_access()
-        with torch.no_grad():
-            for parameter in parameters:
-                if (master := self._masters.get(parameter)) is not None:
-                    for copy in (local_part(master.weight), master.rounded):
-                        if copy is not None:
-                            copy.copy_(local_part(parameter))
+        for parameter in filter(self._masters.__contains__, parameters):
+            master, mask = self._masters[parameter], where.get(parameter)
+            for copy in (local_part(master.weight.detach()), master.rounded):
+                if copy is not None:
+                    new = local_part(parameter.detach()).to(copy)
+                    new = new if mask is None else torch.where(mask.to(copy.device), new, copy)
+                    copy.copy_(new)
 
     def wait(self) -> None:
         """Wait until all gradients are where the optimizer reads them, and weights may be written.
@@ -326,7 +326,7 @@ class Offload:
 
         def after_step(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(optimizer, WeightsWritten) and (offload := reference()):
-                offload.read(optimizer.param_groups[0]["params"])
+                offload.read(optimizer.param_groups[0]["params"], optimizer.where)
 
         fsdp.around_steps(register_optimizer_step_post_hook, self, after_step)
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.passes import Passes
+from zeropp.sharding.passes import Passes, WholeWeights
 from zeropp.sharding.plan import Plan, UnitPlan
 from zeropp.sharding.wiring import Wiring
 from zeropp.wire.gradient_use import GradientUse
@@ -44,8 +44,11 @@ class Root:
         self.kept = KeptWeights(model, self.copies, changing, self.scalars)
         is_alone = self._num_ranks == 1
         self.use = None if is_alone else GradientUse([group], device, self.gradients, self.scalars)
+        self._wiring = Wiring(self.traffic, self.use, self.kept)
+        self.whole = WholeWeights(model, self._wiring.gathers, self.kept, self.gradients)
         self.passes = Passes(
             model,
+            self.whole,
             accumulates=self.reduces_once,
             calls_units=plan.calls_units,
             use=self.use,
@@ -53,7 +56,6 @@ class Root:
             scalars=self.scalars,
             gradients=self.gradients,
         )
-        self._wiring = Wiring(self.traffic, self.use, self.kept)
 
     def add(self, units: Sequence[fsdp.FSDPModule], plans: Sequence[UnitPlan]) -> None:
         """Connect units of the model as planned, between two passes; `order` sets their order."""

@@ -258,7 +258,8 @@ def _carry_out(plan: Plan, grid: Grid, config: ZeroConfig, *, in_turn: bool) -> 
     root = Root(model, plan, config, sharding.group, _device_of(data))
     root.add(units, plan.units)
     root.order(units, in_turn=in_turn)
-    return replace(sharding, roots=(root,))
+    freed = (replace(unit, parameters=()) for unit in plan.units)
+    return replace(sharding, plan=replace(plan, units=tuple(freed)), roots=(root,))
 
 
 def _store_frozen_values(sharding: Sharding, config: ZeroConfig) -> Sharding:

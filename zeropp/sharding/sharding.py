@@ -143,6 +143,52 @@ class Sharding:
         for root in self.roots:
             root.release()
 
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether modules hold whole parameters between passes."""
+        return any(root.whole.units for root in self.roots)
+
+    def keep_whole(self) -> None:
+        """Let modules hold whole, plain parameters between passes from now on; all ranks call it.
+
+        What programs write to them is found before the next pass, or when `as_shards` is entered.
+        """
+        for root in self.roots:
+            root.whole.keep(root.units)
+        self.gather()
+
+    def gather(self) -> None:
+        """Gather whole parameters that were freed, if they are kept; all ranks call it."""
+        for root in self.roots:
+            root.whole.gather()
+
+    @contextmanager
+    def as_shards(self) -> Iterator[None]:
+        """Let modules hold shards inside, which have taken what was written to whole parameters."""
+        for root in self.roots:
+            root.whole.hide(takes=True)
+        try:
+            yield
+        finally:
+            for root in self.roots:
+                root.whole.show()
+
+    def has_called_methods(self) -> bool:
+        """Whether a method of a root, and not its forward, computed what may get gradients.
+
+        Since this was called the last time.
+        """
+        passes = [root.passes for root in self.roots]
+        has_called = any(each.has_called for each in passes)
+        for each in passes:
+            each.has_called = False
+        return has_called
+
+    def take(self, shard: torch.nn.Parameter) -> None:
+        """Let one shard take what was written to its whole parameter."""
+        for root in self.roots:
+            root.whole.take(shard)
+
     def weights_changed(self) -> None:
         """Drop gathered weights, hpZ's copies included, because the shards have changed.
 

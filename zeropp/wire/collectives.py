@@ -86,6 +86,19 @@ class WeightGather(fsdp.AllGather):
         hops = self._hops(output_tensor, input_tensor, purpose, async_op)
         return Gathering(hops) if async_op else run(hops)
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether ranks get weights with an error."""
+        is_stored = any(spec.packed_bytes for spec in fsdp.own_specs(self.unit))
+        return self.route.bits[0] != UNQUANTIZED and not is_stored
+
+    def rounded(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return a shard (C,) as all ranks get it."""
+        layout = weight_layout(fsdp.own_specs(self.unit), self.route, shard.dtype)
+        result = torch.empty_like(shard)
+        dequantize(quantize(shard.view(1, -1), layout), result.view(1, -1), layout)
+        return result
+
     def _hops(self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool) -> Hops:
         is_stored = shard.dtype == torch.uint8  # the codes of frozen weights, numbers as bytes
         layout = None

@@ -14,9 +14,10 @@ functions for lists of tensors (`torch._foreach_*`) that are given DTensors.
 """
 
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -58,16 +59,34 @@ class _NoticeOfShards(Notice):
 
 
 class WeightsWritten(_NoticeOfShards):
-    """Tells that `parameters` were written by other means than an optimizer."""
+    """Tells that `parameters` were written by other means than an optimizer; see below."""
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        gathered: bool,
+        where: Mapping[torch.Tensor, torch.Tensor],
+    ) -> None:
+        super().__init__(parameters)
+        self.gathered, self.where = gathered, where
 
 
 class WeightsReplaced(_NoticeOfShards):
     """Tells that `parameters` will be, or no longer are, whole in the place of their shards."""
 
 
-def notify_weights_written(parameters: Iterable[torch.Tensor]) -> None:
-    """Tell everyone who holds copies that these shards were written without an optimizer."""
-    WeightsWritten(parameters).step()
+def notify_weights_written(
+    parameters: Iterable[torch.Tensor],
+    *,
+    gathered: bool = False,
+    where: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
+) -> None:
+    """Tell everyone who holds copies that these shards were written without an optimizer.
+
+    `gathered` says that what was gathered of them was written, too, and `where` (bool) which
+    elements of a shard were, if not all.
+    """
+    WeightsWritten(parameters, gathered, where).step()
 
 
 def notify_weights_replaced(parameters: Iterable[torch.Tensor]) -> None:
@@ -104,6 +123,8 @@ class KeptWeights:
         self._versions: dict[fsdp.Unit, fsdp.Versions] = {}  # of what is kept
         self._written: set[fsdp.Unit] = set()  # and stepped since, so that no version tells
         self._stepped: set[fsdp.Unit] = set()  # maybe, by optimizers that hold no shards
+        self._trusted: set[fsdp.Unit] = set()
+        self._parameter_of: Callable[[nn.Parameter], nn.Parameter] = lambda master: master
         self._undo = ExitStack()
         for register, method in (
             (register_optimizer_step_pre_hook, self._before_step),
@@ -120,7 +141,9 @@ class KeptWeights:
         self._units += units
 
         def after_load(module: nn.Module, _: object) -> None:  # a method would be copied with it
-            if not any(isinstance(each, fsdp.WholeParameter) for each in module.parameters()):
+            held = [*module.parameters()]
+            is_whole = any(isinstance(each, fsdp.WholeParameter) for each in held)
+            if not is_whole and (not self._trusted or any(isinstance(e, DTensor) for e in held)):
                 self.drop()  # else the shards have not changed yet
 
         for module in model.modules():
@@ -135,20 +158,46 @@ class KeptWeights:
         for unit in units:
             self._undo.callback(fsdp.before_use(unit, partial(self._before_use, unit)))
 
+    def trust(self, units: Units, parameter_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        """Reuse what is gathered of these units without comparing anything between ranks.
+
+        Only steps of their own optimizers drop it, which hold shards or masters of them.
+        """
+        self._trusted.update(units)
+        self._parameter_of = parameter_of
+
+    def may_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer holds shards or masters of trusted units that are gathered."""
+        gathered = [unit for unit in self._trusted if fsdp.is_gathered(unit)]
+        ids = {id(shard) for unit in gathered for shard in fsdp.shards(unit)}
+        groups = optimizer.param_groups if ids else ()
+        return any(id(self._parameter_of(each)) in ids for g in groups for each in g["params"])
+
+    def was_written(self, unit: fsdp.Unit) -> bool:
+        """Whether the unit's shards were written since it was gathered, as far as versions tell."""
+        return unit in self._written or self._versions.get(unit) != fsdp.versions(unit)
+
+    def note(self, unit: fsdp.Unit) -> None:
+        """Note that what will be kept of a unit is that of its shards now."""
+        self._versions[unit] = fsdp.versions(unit)
+        self._written.discard(unit)
+        self._stepped.discard(unit)
+
     def close(self) -> None:
         """Take no more notice of changes."""
         self._undo.close()
 
-    def drop(self, *, stepped_only: bool = False) -> None:
+    def drop(self, *, stepped_only: bool = False, trusted: bool = True) -> None:
         """Drop the gathered weights of all units and the secondary copies.
 
-        With `stepped_only`, copies of units that have never been trainable are kept. During a
+        With `stepped_only`, copies of units that have never been trainable are kept; without
+        `trusted`, the gathered weights of those units are. During a
         backward pass, as when each gradient steps its optimizer at once, full weights stay: they
         may be in use, and FSDP2 frees them at its end.
         """
         if self.copies:
             self.copies.drop(stepped_only=stepped_only)
-        _free(self._units)
+        _free([each for each in self._units if trusted or each not in self._trusted])
 
     def drop_written(self) -> None:
         """Drop what is kept of units that were written without notice; all ranks call it."""
@@ -157,14 +206,14 @@ class KeptWeights:
     def restore(self, unit: fsdp.Unit, own: OwnRow) -> None:
         """Let the unit's next gather begin with this rank's row, as a checkpoint holds it."""
         self.copies.restore(unit, own)
-        self._note_versions(unit)
+        self.note(unit)
 
     def _before_step(self, *_: object) -> None:
         """Remember the units that were written before this step, which raises versions, too.
 
         Frozen weights may have been given gradients, and are stepped then.
         """
-        self._written.update(filter(self._was_written, filter(self._is_kept, self._units)))
+        self._written.update(filter(self.was_written, filter(self._is_kept, self._units)))
         if self.copies:
             for unit in filter(self.copies.is_current, self._units):
                 if any(shard.grad is not None for shard in fsdp.shards(unit)):
@@ -174,7 +223,11 @@ class KeptWeights:
         if isinstance(optimizer, WeightsReplaced):
             _free(optimizer.those_with_some(self._units))
         elif isinstance(optimizer, WeightsWritten):
-            if optimizer.those_with_some(self._units):
+            units = optimizer.those_with_some(self._units)
+            if units and self._trusted.issuperset(units):
+                for unit in units:
+                    self.note(unit) if optimizer.gathered else fsdp.free_gathered(unit)
+            elif units:
                 self.drop()
         elif isinstance(optimizer, ScalarsWritten):
             if self._scalars is not None:
@@ -183,11 +236,11 @@ class KeptWeights:
             if not _holds_shards(optimizer):
                 self._stepped.update(self._units)
                 return
-            self.drop(stepped_only=True)
+            self.drop(stepped_only=True, trusted=self.may_step(optimizer))
             self._stepped.clear()
             for unit in filter(self._is_kept, self._units):
                 is_frozen = self.copies is not None and self.copies.is_current(unit)
-                if is_frozen and self._was_written(unit):  # by the step itself
+                if is_frozen and self.was_written(unit):  # by the step itself
                     self._written.add(unit)
                 self._versions[unit] = fsdp.versions(unit)  # but `_written` stays
 
@@ -202,19 +255,14 @@ class KeptWeights:
             self.copies.note_use(unit)
         has_copy = self.copies is not None and self.copies.is_current(unit)
         if not (has_copy or fsdp.is_gathered(unit) or fsdp.has_whole_parameters(unit)):
-            self._note_versions(unit)
-
-    def _note_versions(self, unit: fsdp.Unit) -> None:
-        """Note that what will be kept of a unit is that of its shards now."""
-        self._versions[unit] = fsdp.versions(unit)
-        self._written.discard(unit)
-        self._stepped.discard(unit)
+            self.note(unit)
 
     def _drop_written(self, units: Units) -> None:
         """Drop what is kept of units that were written or stepped on any rank, on all ranks.
 
         Units with whole parameters are left out: one rank may use them alone.
         """
+        units = [unit for unit in units if unit not in self._trusted]
         units = [unit for unit in units if not fsdp.has_whole_parameters(unit)]
         kept = [*filter(self._is_kept, units)]
         if not kept:
@@ -231,16 +279,13 @@ class KeptWeights:
         self._stepped.difference_update(units)
 
     def _note_of(self, unit: fsdp.Unit) -> int:
-        if self._was_written(unit):
+        if self.was_written(unit):
             return WRITTEN
         return STEPPED if unit in self._stepped else UNCHANGED
 
     def _is_kept(self, unit: fsdp.Unit) -> bool:
         has_copy = self.copies is not None and self.copies.has(unit)
         return has_copy or fsdp.is_gathered(unit)
-
-    def _was_written(self, unit: fsdp.Unit) -> bool:
-        return unit in self._written or self._versions.get(unit) != fsdp.versions(unit)
 
     def _of_any_rank(self, own: Sequence[int]) -> Sequence[int]:
         """Return for each note of this rank the largest of any rank.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.launched import call
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import engine_of, run
+from tests.zeropp.small_model import small_model
 from zeropp import InputError, deepspeed
 
 
@@ -25,9 +26,10 @@ def train_as_task(rank: int, port: int, folder: Path) -> None:
     """The same of one task of two that srun has started."""
     task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": 2}
     os.environ |= {name: str(value) for name, value in task.items()} | {"MASTER_PORT": str(port)}
-    deepspeed.init_distributed()
-    assert os.environ["LOCAL_RANK"] == str(rank)
-    (folder / f"task {rank}").write_text(repr(run(engine_of(), steps=2)))
+    with deepspeed.zero.Init():  # joins the group
+        model = small_model()
+    assert os.environ["LOCAL_RANK"] == str(rank) and dist.get_rank() == rank
+    (folder / f"task {rank}").write_text(repr(run(engine_of(model), steps=2)))
 
 
 @ranks(2)

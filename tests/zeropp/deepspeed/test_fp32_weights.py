@@ -5,10 +5,11 @@ import torch
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import config_of, engine_of, gathered_parameters, run
+from tests.zeropp.deepspeed.small_engine import config_of, engine_of, run
 from tests.zeropp.lora_model import add_adapters
 from tests.zeropp.small_model import SmallModel, small_model
 from zeropp import InputError
+from zeropp.deepspeed.utils import safe_get_full_fp32_param
 from zeropp.deepspeed.zero import Init
 
 FORMATS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
@@ -26,9 +27,11 @@ def check_like_fp32(model: SmallModel, **settings: object) -> None:
     expected = engine_of(in_16_bit().float(), **settings)
     engine = engine_of(model, **settings)
     assert run(engine, 2) == run(expected, 2)
-    weights = gathered_parameters(engine.module)
-    for name, weight in gathered_parameters(expected.module).items():
-        assert weights[name].dtype == torch.float32 and torch.equal(weights[name], weight)
+    wanted = [*expected.module.parameters()]
+    for own, other in zip(engine.module.parameters(), wanted, strict=True):
+        weight = safe_get_full_fp32_param(own)
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, safe_get_full_fp32_param(other))
 
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)

@@ -57,9 +57,11 @@ def test_names_in_an_optimizer_stay_those_of_its_parameters():
     assert len(first["params"]) == 8 and second["params"] == second["param_names"] == []
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 @ranks(2)
-def test_adapters_that_are_added_later_need_no_process_groups_of_their_own():
-    engine, *_ = zeropp.initialize(model=small_model(), config=CONFIG)
+def test_adapters_that_are_added_later_need_no_process_groups_of_their_own(stage):
+    zero = {"zero_optimization": MIXZ | {"stage": stage}}
+    engine, *_ = zeropp.initialize(model=small_model(), config=CONFIG | zero)
     before = dict(c10d._world.pg_names)
     add_adapters(engine.module)
     engine.quantize_nontrainable_params()

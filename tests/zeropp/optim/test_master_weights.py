@@ -13,7 +13,7 @@ from tests.zeropp.deepspeed.small_engine import engine_of, gathered_parameters, 
 from tests.zeropp.small_model import small_model
 from zeropp import Engine
 
-ON_HOST = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+ON_HOST = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 BF16 = {"enabled": True}
 DELAYED = {"delayed_param_update": True, "delayed_param_update_warmup": 1}
 

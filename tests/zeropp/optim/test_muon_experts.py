@@ -139,10 +139,11 @@ def test_the_json_says_who_updates_what_at_which_rate():
     bias = {"params": [model.lm_head.weight], "weight_decay": 0.1, "lr": 1e-4}
     others = [each for each in model.parameters() if each is not model.lm_head.weight]
     with logged() as lines:
-        _, optimizer, *_ = zeropp.initialize(
+        engine, optimizer, *_ = zeropp.initialize(
             model=model, model_parameters=[*others, bias], config=config
         )
-    names = {each: name for name, each in model.named_parameters()}
+    with engine.sharding.as_shards():
+        names = {each: name for name, each in model.named_parameters()}
     rates = {
         names[each]: group["lr"] for group in optimizer.param_groups for each in group["params"]
     }

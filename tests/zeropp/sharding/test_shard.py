@@ -1,5 +1,8 @@
 """Every ZeRO stage trains like one unsharded process."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,10 +21,12 @@ from zeropp.sharding.shard import outermost_blocks
 SAME = 1e-5
 
 
-def sharded(stage: int, num_blocks: int = 2, **settings: object) -> Sharding:
+def sharded(
+    stage: int, num_blocks: int = 2, model: nn.Module | None = None, **settings: object
+) -> Sharding:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     config = ZeroConfig.from_json({"zero_optimization": {"stage": stage}, **settings})
-    return shard(small_model(num_blocks), mesh, config)
+    return shard(model or small_model(num_blocks), mesh, config)
 
 
 def alone() -> Sharding:
@@ -74,8 +79,12 @@ def test_communication_data_type_widens_the_wire():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(4)
 def test_parameters_are_split_by_rows_and_freed_after_a_forward_pass(stage):
-    sharding = sharded(stage)
-    weights = dict(sharding.model.named_parameters())
+    model = small_model()
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
+    sharding = sharded(stage, model=model)
+    gc.collect()
+    assert all(whole() is None for whole in before)
+    weights = dict(model.named_parameters())
     for name, whole in small_model().named_parameters():
         slices = whole.chunk(4)
         mine = slices[dist.get_rank()] if dist.get_rank() < len(slices) else whole[:0]

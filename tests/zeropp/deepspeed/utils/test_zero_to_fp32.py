@@ -13,10 +13,11 @@ from torch import nn
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import engine_of, gathered_parameters, run
+from tests.zeropp.deepspeed.small_engine import engine_of, run
 from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.small_model import small_model
 from zeropp import InputError
+from zeropp.deepspeed.utils import safe_get_full_fp32_param
 from zeropp.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -52,11 +53,8 @@ class Tied(nn.Module):
 
 def masters(engine: zeropp.Engine) -> dict[str, torch.Tensor]:
     """The engine's fp32 weights, gathered."""
-    held = getattr(engine.optimizer, "masters", {})
-    if not held:
-        return gathered_parameters(engine.module)
     named = engine.module.named_parameters()
-    return {name: held[parameter].full_tensor().clone() for name, parameter in named}
+    return {name: safe_get_full_fp32_param(each) for name, each in named}
 
 
 @pytest.mark.parametrize("name", SETTINGS)

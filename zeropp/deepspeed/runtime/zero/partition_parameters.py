@@ -9,9 +9,22 @@ from collections.abc import Callable
 
 import torch
 
-from zeropp.deepspeed.zero import GatheredParameters, Init
+from zeropp.deepspeed.parameter_values import ZeroParamStatus
+from zeropp.deepspeed.zero import (
+    GatheredParameters,
+    Init,
+    register_external_parameter,
+    unregister_external_parameter,
+)
 
-__all__ = ["GatheredParameters", "Init", "zero_wrapper_for_fp_tensor_constructor"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
 
 _orig_torch_arange = torch.arange
 
