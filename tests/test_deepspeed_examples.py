@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.ranks import ranks
 
@@ -22,6 +24,12 @@ COMMANDS = (
     "supervised_finetuning.py --deepspeed --zero_stage 3 --gradient_checkpointing --steps 10",
     "supervised_finetuning.py --zero_stage 2 --offload --dtype fp32 --steps 10",
 )
+
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64,
+)  # fmt: skip
 
 
 def printed(command: str) -> str:
@@ -60,6 +68,22 @@ def test_the_masked_language_model_goes_on_where_it_stopped(tmp_path):
     assert numbers(whole)[1] == last
 
 
+@ranks(4, ranks_per_node=2, timeout=120)
+def test_an_actor_and_its_critic_learn_and_what_they_save_loads(tmp_path):
+    first, last = numbers(printed(f"rlhf.py --deepspeed --steps 8 --output_dir {tmp_path}"))
+    assert last < 0.5 * first
+    dist.barrier()
+    saved = torch.load(tmp_path / "actor.pt")
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.load_state_dict(saved)
+    torch.manual_seed(0)
+    start = LlamaForCausalLM(LlamaConfig(**SIZES)).state_dict()
+    moved = {name for name, value in saved.items() if (value - start[name]).abs().max() > 0.02}
+    assert moved == {name for name in start if ".layers." in name and start[name].ndim == 2}
+    assert torch.load(tmp_path / "critic.pt")["head.weight"].shape == (1, SIZES["hidden_size"])
+
+
 def test_all_loops_are_run():
-    scripts = {command.partition(" ")[0] for command in COMMANDS} | {"masked_language_model.py"}
+    scripts = {command.partition(" ")[0] for command in COMMANDS}
+    scripts |= {"masked_language_model.py", "rlhf.py"}
     assert scripts == {path.name for path in FOLDER.glob("*.py")}

@@ -54,8 +54,9 @@ class Accelerator:
         return True
 
     def device_count(self) -> int:
-        """Return the number of GPUs of this machine; 1 for the CPU."""
-        return torch.cuda.device_count() if self._device.type == "cuda" else 1
+        """Return the number of GPUs of this machine, or of ranks of this node on CPUs."""
+        is_cuda = self._device.type == "cuda"
+        return torch.cuda.device_count() if is_cuda else Environment.read().local_world_size
 
     def is_synchronized_device(self) -> bool:
         """Whether operations have ended when they return, as the CPU's have."""

@@ -150,6 +150,8 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         With `scale_wrt_gas=False`, it is `loss` itself. Raises InputError without a forward pass
         before it, or for a loss of several elements.
         """
+        if self.sharding.has_called_methods() and not self._forwards and self.training:
+            self._count_forward()
         if not self._forwards:
             raise RefusedCall(
                 "engine.backward(loss) without a forward pass: call engine(batch) first, in "
@@ -297,9 +299,12 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
     def _before_forward(self, *_: object) -> None:
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled() and self.training:
-            if self._forwards == 0:
-                self._begin_micro_batch()
-            self._forwards += 1
+            self._count_forward()
+
+    def _count_forward(self) -> None:
+        if self._forwards == 0:
+            self._begin_micro_batch()
+        self._forwards += 1
 
     def _after_forward(self, *_: object) -> None:
         self._depth = max(0, self._depth - 1)

@@ -6,6 +6,7 @@ so. Where parameters are whole between steps, at stages 0 to 2, it copies them, 
 the plain model of such a state. A plain `zeropp.shard` leaves all this to FSDP2.
 """
 
+import logging
 import weakref
 from collections.abc import MutableMapping
 from datetime import timedelta
@@ -33,6 +34,7 @@ from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.frozen_weights import as_numbers
 
+log = logging.getLogger("zeropp")
 LIMIT = timedelta(seconds=25)  # for ranks to come to a state dict
 
 
@@ -50,7 +52,7 @@ class WholeStateDicts:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # The last state dict that ranks agreed to fill, and what has been gathered for it.
         self._state: weakref.ref | None = None
-        self._gathers = True
+        self._gathers, self._is_alone = True, False
         self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
@@ -81,7 +83,7 @@ class WholeStateDicts:
         weights = []
         for name, parameter in unit.named_parameters():
             whole = state.pop(name)
-            if isinstance(whole, DTensor):
+            if isinstance(whole, DTensor) or whole.shape != parameter.shape:
                 raise InputError(
                     f"copy.deepcopy inside GatheredParameters, which was not given {name}: copy "
                     "the model outside, on all ranks"
@@ -135,6 +137,8 @@ class WholeStateDicts:
             return as_numbers(value).to_local()
         if self._state is None or self._state() is not state:
             self._begin(state)
+        if self._is_alone:
+            return value.to_local().new_empty(0)
         if not self._gathers:
             return value
         whole = self._gathered.get(id(parameter))
@@ -151,6 +155,7 @@ class WholeStateDicts:
         """
         parameters = (each for module in self._modules for each in module.parameters(recurse=False))
         self._gathers = not any(isinstance(each, WholeParameter) for each in parameters)
+        self._is_alone = False
         if self._gathers:
             self._agree()
         self._note(state)
@@ -163,8 +168,16 @@ class WholeStateDicts:
     def _agree(self) -> None:
         """Raise InputError unless all ranks are about to gather."""
         try:
-            meet(self._group, "state_dict", LIMIT)
+            meet(self._group, "state_dict", LIMIT, later="GatheredParameters")
         except AbsentRanksError as error:
+            if error.are_ahead:
+                self._is_alone = True
+                log.warning(
+                    "state_dict() on this rank alone: sharded weights are empty in it, as in "
+                    "DeepSpeed at stage 3, because the other ranks are in GatheredParameters; take "
+                    "them from there, or let all ranks call state_dict()"
+                )
+                return
             raise InputError(
                 "state_dict() of a model whose weights are sharded (at ZeRO stage 3, experts that "
                 f"ranks split, or before engine.step()) gathers them, and the ranks {error.ranks} "

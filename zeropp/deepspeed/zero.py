@@ -27,7 +27,7 @@ from zeropp.deepspeed.parameter_values import available, found, marking_recorded
 from zeropp.errors import InputError
 from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.coordination import world_size
-from zeropp.ranks.meeting import raising_together
+from zeropp.ranks.meeting import come, raising_together
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
@@ -114,6 +114,7 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     sharded = [each for each in parameters if isinstance(each, DTensor)]
     others = [each for each in parameters if not isinstance(each, DTensor)]
     plain = [each for each in others if isinstance(each, nn.Parameter)]
+    recorded = [each for each in others if isinstance(each, RecordedTensor)]
     scalars = [each for each in plain if not each.ndim]
     shards_of = _shards_of_whole(each for each in plain if each.ndim)
     meshed = [*sharded, *shards_of.values()]
@@ -122,26 +123,25 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
         yield
         return
     require_shards(each for each in (*sharded, *plain) if each not in shards_of)
+    _send_recorded((each for each in recorded if each.is_first_ranks), 0)
     with ExitStack() as agreement:
-        if modifier_rank is not None:
-            for group in dict.fromkeys(group for each in meshed for group in _groups_of(each)):
+        for group in dict.fromkeys(group for each in meshed for group in _groups_of(each)):
+            if modifier_rank is not None:
                 agreement.enter_context(raising_together(group, "GatheredParameters"))
+            else:
+                come(group, "GatheredParameters")
         wholes = [fsdp.WholeParameter.of(parameter) for parameter in sharded]
         before = [scalar.detach().clone() for scalar in scalars]
         with available((*wholes, *others)), _in_place_of(sharded, wholes):
             yield
     if modifier_rank is not None:
         _write_back(sharded, wholes, modifier_rank)
-        for whole, shard in shards_of.items():
-            _broadcast(whole.detach(), shard.device_mesh, modifier_rank)
-            if is_whole(shard):  # at stage 0, where all ranks must have the same fp32 weights
-                weight = local_part(found(whole).weight.detach())
-                _broadcast(weight, shard.device_mesh, modifier_rank)
+        _send_whole(shards_of, modifier_rank)
         if scalars:
             ScalarsWritten(scalars, modifier_rank).step()
         if sharded or scalars:
             notify_weights_written([*sharded, *scalars])
-        _send_recorded(parameters, modifier_rank)
+        _note_recorded(recorded, modifier_rank)
     elif meshed:
         for scalar, value in zip(scalars, before, strict=True):
             scalar.data.copy_(value)
@@ -162,11 +162,16 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     register_external_parameter(module, parameter)
 
 
-def _send_recorded(parameters: Iterable[torch.Tensor], source: int) -> None:
-    """Give the first rank, whose values count, what the rank `source` wrote before sharding."""
-    recorded = [each for each in dict.fromkeys(parameters) if isinstance(each, RecordedTensor)]
-    if source == 0 or not recorded:
-        return
+def _note_recorded(recorded: Iterable[RecordedTensor], source: int) -> None:
+    """Give all ranks what `source` wrote; what the first rank did, when it is gathered again."""
+    if source:
+        _send_recorded(recorded, source)
+    for each in recorded:
+        each.is_first_ranks = not source
+
+
+def _send_recorded(recorded: Iterable[RecordedTensor], source: int) -> None:
+    """Give all ranks what the rank `source` wrote before sharding."""
     device = pick_device(Environment.read())
     with not_recording(), torch.no_grad():
         for each in recorded:
@@ -174,7 +179,9 @@ def _send_recorded(parameters: Iterable[torch.Tensor], source: int) -> None:
             if dist.get_rank() == source:
                 values.copy_(each.materialize())
             dist.broadcast(values, source)
-            each.copy_(values.cpu())
+            if dist.get_rank() != source:
+                each.copy_(values.cpu())
+            each.is_first_ranks = False
 
 
 def _shards_of_whole(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, DTensor]:
@@ -185,6 +192,14 @@ def _shards_of_whole(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, D
         for each, known in values
         if known is not None and known.whole_parameter is each
     }
+
+
+def _send_whole(shards_of: dict[nn.Parameter, DTensor], source: int) -> None:
+    """Give all ranks what the rank `source` wrote to parameters that are kept whole."""
+    for whole, shard in shards_of.items():
+        _broadcast(whole.detach(), shard.device_mesh, source)
+        if is_whole(shard):  # at stage 0, where all ranks must have the same fp32 weights
+            _broadcast(local_part(found(whole).weight.detach()), shard.device_mesh, source)
 
 
 def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:

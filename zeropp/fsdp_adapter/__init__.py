@@ -94,8 +94,8 @@ from zeropp.fsdp_adapter.passes import (
     awaits_end_of_backward,
     backward_id,
     before_pass,
+    call_methods_by,
     is_in_pass,
-    use_as_pass,
 )
 from zeropp.fsdp_adapter.plain_copies import plain_copy, use_deepcopy
 from zeropp.fsdp_adapter.uncalled_units import UncalledUnits, shard_behind

@@ -2,15 +2,15 @@
 
 import weakref
 from collections.abc import Callable, Set
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from zeropp.errors import InputError
@@ -77,19 +77,21 @@ def before_pass(model: nn.Module, prepare: Callable[[Set[nn.Module]], None]) -> 
     return undo
 
 
-def use_as_pass(
-    model: FSDPModule, name: str, around: Callable[[], AbstractContextManager[None]]
-) -> None:
-    """Take a method of the model for a forward pass, which runs inside `around()`."""
-    register_fsdp_forward_method(model, name)
-    method = getattr(model, name)
+def call_methods_by(model: nn.Module, call: Callable[..., Any]) -> None:
+    """Let `call(method, ...)` call each public method beside `forward` of the model's classes.
 
-    @wraps(method)
-    def as_pass(*arguments: Any, **options: Any) -> Any:
-        with around():
-            return method(*arguments, **options)
-
-    setattr(model, name, as_pass)
+    These are the class that defines `forward` and its subclasses.
+    """
+    for kind in type(model).__mro__:
+        if kind is nn.Module:
+            return
+        for name, each in vars(kind).items() if issubclass(kind, nn.Module) else ():
+            is_own = not name.startswith("_") and not hasattr(nn.Module, name)
+            if is_own and isinstance(each, FunctionType):
+                method = getattr(model, name)
+                setattr(model, name, wraps(method)(partial(call, method)))
+        if "forward" in vars(kind):
+            return
 
 
 def is_in_pass(unit: Unit) -> bool:

@@ -113,12 +113,16 @@ def _pass_on(stand_in: StandIn) -> None:
 class _Place:
     """Where modules hold a parameter: its shard, its gathered values or, in forward, a stand-in."""
 
-    def __init__(self, parameter: FSDPParam, units: "UncalledUnits", gather: Callable) -> None:
+    def __init__(
+        self, parameter: FSDPParam, units: "UncalledUnits", gather: Callable, *, is_root: bool
+    ) -> None:
         self.parameter, self.units, self.gather = parameter, units, gather
         self.info, self.stand_in = parameter._module_info, None
         is_plain = type(self.info.module).__setattr__ is nn.Module.__setattr__
         self.is_alone = is_plain and not self.info.shared_modules
-        self.set, parameter._setattr_on_modules = parameter._setattr_on_modules, self.show
+        self.set = parameter._setattr_on_modules
+        if not is_root:
+            parameter._setattr_on_modules = self.show
 
     def held(self) -> torch.Tensor | None:
         return self.info.module._parameters.get(self.info.param_name)
@@ -157,7 +161,7 @@ class UncalledUnits:
 
     def __init__(self, root: FSDPModule) -> None:
         self._root, self.in_forward, self._has_gradients = root, False, False
-        self._places, self._groups = [], []
+        self._places, self._root_places, self._groups = [], [], []
         self._found: dict[Any, FSDPModule] = {}  # parameter groups, in order, and their units
         self._said = 0  # of these
 
@@ -165,24 +169,32 @@ class UncalledUnits:
         """Include units of the root, between two passes."""
         for unit in units:
             self._groups += groups_of(unit)
-            if unit is self._root:
+            is_root = unit is self._root
+            if is_root:
                 state = state_of(unit)
                 state._pre_backward = partial(self._gather_again, state._pre_backward)
-                continue
             for group in groups_of(unit):
                 gather = partial(self._gather, unit, group)
-                places = [_Place(each, self, gather) for each in group.fsdp_params]
+                places = [_Place(e, self, gather, is_root=is_root) for e in group.fsdp_params]
+                if is_root:
+                    self._root_places += places
+                    continue
                 group.reshard = partial(self._reshard, group, places, group.reshard)
                 self._places += places
 
-    def watch(self, in_forward: bool) -> None:
-        """Let modules hold stand-ins for the shards that they hold, or these again."""
+    def watch(self, in_forward: bool, *, with_root: bool = False) -> None:
+        """Let modules hold stand-ins for the shards that they hold, or these again.
+
+        `with_root` says that the root itself is not called either.
+        """
         if in_forward == self.in_forward:
             return
         self.in_forward, self._has_gradients = in_forward, torch.is_grad_enabled()
         if in_forward:
             state_of(self._root)._lazy_init()  # which takes what modules hold for the shards
         for place in self._places:
+            place.swap(in_forward)
+        for place in self._root_places if with_root else ():
             place.swap(in_forward)
         if self._said < len(self._found):
             names = (group._module_fqn for group in [*self._found][self._said :])

@@ -15,14 +15,15 @@ micro-batches of the step repeated. All ranks must have failed in the same pass.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
@@ -68,11 +69,12 @@ class Passes:
         self._units: list[fsdp.FSDPModule] = []
         self._incomplete = False
         self._depth = 0  # of calls of the model within its own forward
+        self.has_called = False  # a method, whose output may get gradients
         self._uncalled = None if calls_units else fsdp.UncalledUnits(model)
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)  # after FSDP2's
-        if hasattr(model, "generate") and _is_wrapper(model):
-            fsdp.use_as_pass(model, "generate", self._pass)
+        if self._uncalled:
+            fsdp.call_methods_by(model, self._call)
 
     def add(self, units: Units) -> None:
         """Include units of the model, between two passes."""
@@ -128,12 +130,12 @@ class Passes:
         if self._uncalled and not torch.compiler.is_compiling():  # which cannot gather in a pass
             self._uncalled.watch(True)
 
-    def _leave(self, *_: object, shows_shards: bool = False) -> None:
+    def _leave(self, _: object, __: object, output: Any, *, with_root: bool = False) -> None:
         self._depth = max(0, self._depth - 1)  # a hook before `_enter` may have raised
         if self._depth == 0:
             if self._uncalled:
-                self._uncalled.watch(False)
-            for unit in self._units if shows_shards or not torch.is_grad_enabled() else ():
+                self._uncalled.watch(False, with_root=with_root)
+            for unit in () if _needs_backward(output) else self._units:
                 fsdp.show_shards(unit)
             self._whole.show()
 
@@ -142,18 +144,22 @@ class Passes:
         if not torch.compiler.is_compiling():
             self._whole.hide(takes=torch.is_grad_enabled())
 
-    @contextmanager
-    def _pass(self) -> Iterator[None]:
-        """Enclose a pass that needs no gradients."""
-        self._depth += 1
-        if self._depth == 1:
-            self._hide_whole()
-        if self._uncalled:
-            self._uncalled.watch(True)
+    def _call(self, method: Callable, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the model, which may compute with it if it is given tensors."""
+        given = any(isinstance(e, torch.Tensor) for e in pytree.tree_leaves((arguments, options)))
+        if not given or self._depth or fsdp.backward_id() != -1 or torch.compiler.is_compiling():
+            return method(*arguments, **options)
+        self._depth = 1
+        self._hide_whole()
+        self.recover()
+        self._uncalled.watch(True, with_root=True)
+        output = None
         try:
-            yield
+            output = method(*arguments, **options)
+            self.has_called = self.has_called or _needs_backward(output)
+            return output
         finally:
-            self._leave(shows_shards=True)
+            self._leave(None, None, output, with_root=True)
 
     def _has_gradients(self, unit: fsdp.FSDPModule) -> bool:
         """Whether a unit has gradients, maybe of micro-batches that succeeded."""
@@ -193,13 +199,10 @@ def _require_shards(references: Sequence[weakref.ref], optimizer: torch.optim.Op
             )
 
 
-def _is_wrapper(model: nn.Module) -> bool:
-    """Whether a model only wraps another one, as PEFT's models do.
-
-    Its methods may then call the inner model directly, past the hooks that gather the root's
-    parameters.
-    """
-    return not any(True for _ in model.parameters(recurse=False)) and len([*model.children()]) == 1
+def _needs_backward(output: Any) -> bool:
+    """Whether gradients are enabled, and what a pass returns may have some."""
+    leaves = pytree.tree_leaves(output)
+    return torch.is_grad_enabled() and any(getattr(e, "requires_grad", True) for e in leaves)
 
 
 class WholeWeights:

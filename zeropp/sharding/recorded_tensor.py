@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeropp.errors import InputError
 
 aten = torch.ops.aten
-RECORDED_ATTRIBUTES = ("geometry", "tape")  # which an ordinary tensor does not have
+RECORDED_ATTRIBUTES = ("geometry", "tape", "is_first_ranks")  # no ordinary tensor has them
 _FILL_OPS = (  # write every element of their first argument and read none
     aten.normal_.default,
     aten.uniform_.default,
@@ -54,6 +54,7 @@ class RecordedTensor(torch.Tensor):
 
     geometry: torch.Tensor
     tape: "Tape"
+    is_first_ranks: bool = False  # only the first rank has been given the values
 
     @staticmethod
     def __new__(cls, geometry: torch.Tensor, tape: "Tape") -> "RecordedTensor":

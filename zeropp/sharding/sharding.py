@@ -173,6 +173,17 @@ class Sharding:
             for root in self.roots:
                 root.whole.show()
 
+    def has_called_methods(self) -> bool:
+        """Whether a method of a root, and not its forward, computed what may get gradients.
+
+        Since this was called the last time.
+        """
+        passes = [root.passes for root in self.roots]
+        has_called = any(each.has_called for each in passes)
+        for each in passes:
+            each.has_called = False
+        return has_called
+
     def take(self, shard: torch.nn.Parameter) -> None:
         """Let one shard take what was written to its whole parameter."""
         for root in self.roots:

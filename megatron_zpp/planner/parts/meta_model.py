@@ -138,13 +138,13 @@ class MetaModel:
 
     def _root(self, ranks: PlannedRanks, stage: Part, separates_trained: bool) -> Subunits:
         """Return the parameters of each subunit of a stage's root."""
-        model, ends = self.split(ranks), self.ends(ranks, stage)
-        elsewhere = [
-            child
-            for name, child in model.named_children()
-            if name == "blocks" or getattr(ends, name) is None
-        ]
-        subunits = list(_subunits(model, elsewhere, separates_trained))
+        ends = self.ends(ranks, stage)
+        own = {
+            name: child
+            for name, child in self.split(ranks).named_children()
+            if name != "blocks" and getattr(ends, name) is not None
+        }
+        subunits = list(_subunits(nn.ModuleDict(own), (), separates_trained))
         subunits.reverse()  # the adapters of the root come first
         return tuple(subunits) or ((),)
 

@@ -122,7 +122,10 @@ def test_the_cpu_as_an_accelerator():
     accelerator.set_device(1)
     assert accelerator.device_name(1) == accelerator.current_device_name() == "cpu"
     assert accelerator.device() == accelerator.device(0) == torch.device("cpu")
-    assert accelerator.is_available() and accelerator.device_count() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            patch.setenv(name, str(2 * name.endswith("SIZE")))
+        assert accelerator.is_available() and accelerator.device_count() == 2
     assert accelerator.communication_backend_name() == "gloo"
     assert accelerator.on_accelerator(torch.ones(1))
     assert accelerator.supported_dtypes() == [torch.float32, torch.float16, torch.bfloat16]

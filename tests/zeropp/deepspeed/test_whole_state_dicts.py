@@ -116,5 +116,13 @@ def test_a_rank_that_gathers_alone_says_so_and_the_others_go_on():
                     call()
         dist.barrier()
     assert whole_state_dicts.LIMIT < timedelta(seconds=30)
+    if dist.get_rank() == 0:  # while the others are in GatheredParameters, below
+        state = engine.module.state_dict()
+        assert state.keys() == small_model().state_dict().keys()
+        assert all(type(value) is torch.Tensor and not value.numel() for value in state.values())
+        with pytest.raises(InputError, match="copy the model outside, on all ranks"):
+            copy.deepcopy(engine.module)
+    whole = gathered_parameters(engine.module)
     for name, value in engine.module.state_dict().items():  # of all ranks, however often each tried
+        assert torch.equal(value, whole[name])
         assert torch.equal(value, dict(small_model().named_parameters())[name].detach())

@@ -136,12 +136,13 @@ def test_parameters_without_memory_are_gathered_and_changed_by_any_rank():
     assert layer.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
     assert layer.weight.ds_shape == layer.weight.shape and layer.weight.ds_numel == 8
     assert not hasattr(nn.Linear(4, 2).weight, "ds_id")
-    with GatheredParameters([layer.weight, layer.bias], modifier_rank=1):
-        assert layer.weight.ds_status == ZeroParamStatus.AVAILABLE
-        if dist.get_rank() == 1:
-            nn.init.zeros_(layer.weight)
-    with GatheredParameters(layer.weight), GatheredParameters(None):
-        assert torch.equal(layer.weight, torch.zeros_like(layer.weight))
+    for writer in (1, 0):
+        with GatheredParameters([layer.weight, layer.bias], modifier_rank=writer):
+            assert layer.weight.ds_status == ZeroParamStatus.AVAILABLE
+            if dist.get_rank() == writer:
+                nn.init.constant_(layer.weight, writer)
+        with GatheredParameters(layer.weight), GatheredParameters(None):
+            assert torch.equal(layer.weight, torch.full_like(layer.weight, writer))
     zero.register_external_parameter(nn.Identity(), layer.weight)
     with pytest.raises(InputError, match="takes a module and a parameter, not Linear and Tensor"):
         zero.register_external_parameter(layer, torch.ones(1))

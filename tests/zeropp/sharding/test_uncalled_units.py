@@ -320,3 +320,37 @@ def test_who_scans_tensors_gathers_nothing():
 def near(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
     difference = (actual - expected).abs().max().item()
     assert difference <= NEAR, f"{where}: {difference}"
+
+
+class Scored(Net):
+    """Computes by a method of its own, and has one that computes without weights."""
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return Net.forward(self, x)
+
+    def penalty(self, loss: torch.Tensor) -> torch.Tensor:
+        assert not any(isinstance(each, DTensor) for each in self.stem.parameters())
+        return loss / 2
+
+
+@pytest.mark.parametrize("stage", range(4))
+@ranks(2)
+def test_a_method_of_the_model_trains_it_as_its_forward(stage):
+    settings = dict(stage=stage, micro_batches=2, optimizer=SGD)
+    losses, weights = [], []
+    for calls in (True, False):
+        torch.manual_seed(1)
+        engine = engine_of(Scored(), **settings)
+        found = []
+        xs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(4):
+            with torch.no_grad():
+                found.append((engine if calls else engine.score)(xs).item())
+            loss = engine(xs) if calls else engine.module.score(xs)
+            engine.backward(engine.penalty(loss) * 2)
+            engine.step()
+            found.append(loss.item())
+        losses.append(found)
+        weights.append(gathered_parameters(engine.module))
+    assert losses[0] == losses[1] and losses[0][0] > losses[0][-1]
+    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
