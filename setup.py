@@ -41,12 +41,23 @@ CPU, CUDA, INDEX = "zeropp.native._cpu", "zeropp.native._cuda", "megatron_zpp.da
 
 
 class BuildLibraries(build_ext):
-    """Compiles each source with the flags of its instruction set, which is chosen at run time."""
+    """Compiles each source with the flags of its instruction set, which is chosen at run time.
+
+    only_here: in place, which setuptools tells `run` alone: it builds elsewhere, and then copies.
+    """
+
+    only_here = False
 
     def run(self) -> None:
-        """Build all libraries; record the hash of their sources in a package to be installed."""
+        """Build all libraries, in place those of other sources only.
+
+        The hash of the sources is recorded in a package to be installed.
+        """
+        self.only_here = bool(self.inplace)
+        if self.only_here:
+            self.extensions = [each for each in self.extensions if not self._is_built(each)]
         super().run()
-        if not self.inplace:
+        if not self.only_here:
             record = Path(self.build_lib, "zeropp", HASHING["RECORD"])
             record.parent.mkdir(parents=True, exist_ok=True)
             record.write_text(f"{SOURCE_HASH}\n")
@@ -58,9 +69,6 @@ class BuildLibraries(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         """Compile and link; as the extension is optional, an error is only a warning."""
-        target = Path(self.get_ext_fullpath(extension.name))
-        if self.inplace and target.exists() and SOURCE_HASH.encode() in target.read_bytes():
-            return None  # it was built from these sources
         if extension.name == CUDA:
             return self.build_cuda(extension)
 
@@ -81,11 +89,16 @@ class BuildLibraries(build_ext):
             target_lang="c++",
         )
 
+    def _is_built(self, extension: Extension) -> bool:
+        """Whether a library was built in place from these sources."""
+        target = Path(self.get_ext_fullpath(extension.name))
+        return target.exists() and SOURCE_HASH.encode() in target.read_bytes()
+
     def build_cuda(self, extension: Extension) -> None:
         """Compile and link with nvcc, CUDA's runtime included: it is not searched for later."""
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        flags = [*extension.extra_compile_args, *gpus(find_nvcc(), only_here=self.inplace)]
+        flags = [*extension.extra_compile_args, *gpus(find_nvcc(), only_here=self.only_here)]
         self.spawn(
             [find_nvcc(), *flags, "--threads=0", "-cudart=static", "-shared", *extension.sources]
             + ["-o", str(target)]
