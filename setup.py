@@ -117,8 +117,9 @@ def isa_flags(source: str) -> list[str]:
     """The flags of a source for one instruction set; on other processors it is empty."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return []
-    by_stem = {"cpu_avx2": FLAGS["AVX2_FLAGS"], "cpu_avx512": FLAGS["AVX512_FLAGS"]}
-    return by_stem.get(Path(source).stem, [])
+    names = {"cpu_plain": "PLAIN_X86", "cpu_avx2": "AVX2", "cpu_avx512": "AVX512"}
+    name = names.get(Path(source).stem)
+    return FLAGS[f"{name}_FLAGS"] if name else []
 
 
 def find_nvcc() -> str | None:

@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_a_library_without_a_hash_is_refused(tmp_path):
     (tmp_path / ("_some" + SUFFIX)).symlink_to(torch._C.__file__)
     with pytest.raises(LibraryError, match="was built from other sources"):
         load(tmp_path, "_some", {})
+
+
+def test_a_library_of_these_sources_is_not_built_again():
+    path = Path(module.__file__).with_name("_cpu" + SUFFIX)
+    if not path.exists():
+        pytest.skip("csrc/ was not built here")
+    before = path.stat().st_mtime_ns
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=SOURCES.parent, check=True, capture_output=True)
+    assert path.stat().st_mtime_ns == before
 
 
 def test_a_library_that_is_not_there(tmp_path):
