@@ -32,6 +32,11 @@ def picklable(error: Exception, other: Callable[[str], Exception] = RuntimeError
     return other("".join(traceback.format_exception(error)))
 
 
+def unwritable(flag: str, folder: object, reason: str) -> InputError:
+    """Return the error for a `folder`, given by `flag`, in which nothing can be saved."""
+    return InputError(f"{flag} {folder} cannot be written ({reason}): name a folder that can")
+
+
 def first_few(names: Sequence[str], most: int = 6) -> str:
     """Return the first names and how many more there are, for an error message."""
     more = len(names) - most

@@ -23,7 +23,7 @@ from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.tokenizer import build_tokenizer
-from zeropp.errors import InputError
+from zeropp.errors import InputError, unwritable
 from zeropp.ranks.topology import Environment
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _require_folders(config: Config) -> None:
     if save is not None:
         path = Path(save).absolute()
         existing = next(each for each in (path, *path.parents) if each.exists())
-        reason = "" if existing.is_dir() else os.strerror(errno.ENOTDIR)
-        reason = reason or ("" if os.access(existing, os.W_OK) else os.strerror(errno.EACCES))
-        if reason:
-            raise InputError(f"--save {save} cannot be written ({reason}): name a folder that can")
+        if not existing.is_dir():
+            raise unwritable("--save", save, os.strerror(errno.ENOTDIR))
+        if not os.access(existing, os.W_OK):
+            raise unwritable("--save", save, os.strerror(errno.EACCES))

@@ -11,7 +11,7 @@ from pathlib import Path
 from zeropp.checkpoint.complete_or_absent import CheckpointFolder
 from zeropp.checkpoint.folder_lock import STALE_SECONDS, FolderLock, Process, Seen
 from zeropp.checkpoint.shard_files import os_errors_as_input_errors
-from zeropp.errors import InputError
+from zeropp.errors import InputError, unwritable
 from zeropp.ranks.coordination import broadcast_object, fail_together, gather_objects, rank
 
 LOOK_SECONDS = 0.5  # between two looks at a lock that may be stale
@@ -103,9 +103,7 @@ def _unwritable(folder: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(
-            f"{flag} {folder} cannot be written ({error.strerror}): name a folder that can"
-        ) from error
+        raise unwritable(flag, folder, error.strerror) from error
 
 
 def with_owner(checkpoints: CheckpointFolder) -> CheckpointFolder:
