@@ -130,8 +130,8 @@ class Streams:
     def _compute(self, seconds: float) -> None:
         """Compute what takes so many seconds on the whole processor, beside messages."""
         rate = 1 - self.sending_share
-        running = [each for each in (*self.near.busy, *self.far.busy) if each[1] > self.now]
-        for begin, end in sorted(running) if rate < 1 else ():
+        busy = (*self.near.busy, *self.far.busy) if rate < 1 else ()
+        for begin, end in sorted(each for each in busy if each[1] > self.now):
             begin = max(begin, self.now)
             if begin >= end:
                 continue
