@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import ranks
+from tests.zeropp.deepspeed.engine_sequence import EngineSequence
 from tests.zeropp.deepspeed.small_engine import CLIP, LR, SAMPLES, adamw, engine_of
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp.deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -37,7 +38,7 @@ ZERO = (
 )  # fmt: skip
 
 
-class Sequence:
+class Sequence(EngineSequence):
     """An engine, one process's model and optimizer, averages of both, and the calls so far."""
 
     def __init__(self, seed: int, dtype: str, folder: Path) -> None:
@@ -89,10 +90,7 @@ class Sequence:
         own = tokens_of(self.steps, SAMPLES).chunk(2)
         parts = [part for rank in own for part in rank.chunk(self.micro_batches)]
         wanted = [loss_of(self.reference, tokens) for tokens in parts]
-        (sum(wanted) / len(parts)).backward()
-        nn.utils.clip_grad_norm_(self.reference.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.learn(wanted, CLIP)
         first = dist.get_rank() * self.micro_batches
         for index in range(first, first + self.micro_batches):
             loss = loss_of(self.engine, parts[index])
@@ -170,17 +168,6 @@ class Sequence:
         else:
             self.draw.randint(0, 9)
         self.draw.seed(len(self.calls) + self.steps)
-
-    def save(self) -> None:
-        self.engine.save_checkpoint(self.folder, tag=f"at_{len(self.calls)}")
-        states = self.reference.state_dict(), self.optimizer.state_dict()
-        self.saved = copy.deepcopy(states)
-
-    def load(self) -> None:
-        if self.saved is not None:
-            self.engine.load_checkpoint(self.folder)
-            self.reference.load_state_dict(self.saved[0])
-            self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
 
     def load_state(self) -> None:
         state = {name: value * 0.9 for name, value in self.reference.state_dict().items()}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import ranks
+from tests.zeropp.deepspeed.engine_sequence import EngineSequence
 from tests.zeropp.deepspeed.expert_parallel.mixtures import (
     CLIP,
     DECAY,
@@ -39,7 +40,7 @@ LENGTH = 7
 CALLS = ("step", "step", "evaluate", "save", "load", "read", "write", "discard", "copy", "new")
 
 
-class Sequence:
+class Sequence(EngineSequence):
     """An engine, one process's model and optimizer, and the calls so far."""
 
     def __init__(self, seed: int, dtype: str, folder: Path) -> None:
@@ -88,10 +89,7 @@ class Sequence:
         parts = parts_of(self.steps, self.micro_batches, self.world)
         batches = [each for rank in parts for each in rank]
         wanted = [loss_of(self.reference, tokens) for tokens in batches]
-        (sum(wanted) / len(batches)).backward()
-        nn.utils.clip_grad_norm_(self.reference.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.learn(wanted, CLIP)
         first = dist.get_rank() * self.micro_batches
         for index, tokens in enumerate(parts[dist.get_rank()]):
             loss = loss_of(self.engine, tokens)
@@ -107,17 +105,6 @@ class Sequence:
             self.close(loss_of(self.engine, tokens).float(), loss_of(self.reference, tokens))
         self.engine.train()
         self.reference.train()
-
-    def save(self) -> None:
-        self.engine.save_checkpoint(self.folder, tag=f"at_{len(self.calls)}")
-        states = self.reference.state_dict(), self.optimizer.state_dict()
-        self.saved = copy.deepcopy(states)
-
-    def load(self) -> None:
-        if self.saved is not None:
-            self.engine.load_checkpoint(self.folder)
-            self.reference.load_state_dict(self.saved[0])
-            self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
 
     def read(self) -> None:
         """Weights and moments of a random layer's experts."""
