@@ -23,7 +23,7 @@ from megatron_zpp.planner.timing.hardware import (
     find_cluster,
     hardware_table,
 )
-from megatron_zpp.planner.timing.links import Message, exchange, ring
+from megatron_zpp.planner.timing.links import Load, exchange, ring
 
 VOCABULARY = 50257
 GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
@@ -129,7 +129,7 @@ class Step:
         across = (self.replicas - 1) / self.replicas
         if "baseline" in self.cell["note"]:
             passed = per_rank * across
-            messages: Sequence[Message] = [
+            messages: Sequence[Load] = [
                 ring(self.replicas, self.nodes, size * passed, size * passed * rings)
                 for size in (GRADIENT_BYTES, WEIGHT_BYTES)
             ]

@@ -31,10 +31,10 @@ from benchmarks.step.training_loops import TrainingLoop, ours
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.config import ParallelConfig
+from zeropp.capabilities.muon.blocks import group_of, rows_within, shard_rows
+from zeropp.capabilities.muon.matrix_step import MOMENTUM, cpu_has_bf16
+from zeropp.capabilities.muon.newton_schulz import orthogonalize, scale
 from zeropp.errors import InputError
-from zeropp.optim.muon.blocks import rows_within, shard_rows
-from zeropp.optim.muon.matrix_step import MOMENTUM, cpu_has_bf16
-from zeropp.optim.muon.newton_schulz import orthogonalize, scale
 from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.topology import Environment
 
@@ -160,8 +160,8 @@ def expected_updates(
     matrices, mu = loop.optimizer.matrices, group["momentum"]
     momentum = whole(loop.optimizer.state[parameter][MOMENTUM])
     sent = (momentum / (1 - mu)).lerp(momentum, mu).bfloat16()  # Nesterov's
-    line, matrix = matrices.line(parameter), matrices.matrix(parameter)
-    size, num_ranks = line.hop(matrices.options.blocks).size, len(line.ranks)
+    axis, matrix = matrices.axis(parameter), matrices.matrix(parameter)
+    size, num_ranks = group_of(axis, matrices.options.blocks).size, axis.size
     shards = [shard_rows(matrix.shape[0], num_ranks, place) for place in range(num_ranks)]
     for first in range(0, num_ranks, size):
         start, stop = shards[first][0], shards[first + size - 1][1]

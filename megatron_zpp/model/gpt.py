@@ -157,7 +157,7 @@ class GPT(nn.Module):
         hidden, weight = self._output_layer(x, splits_rows=False)
         logits = F.linear(hidden, weight)
         if self.part.tensor is not None:
-            logits = gather_columns(logits, self.part.tensor.peers)
+            logits = gather_columns(logits, self.part.tensor.group)
         return cap_logits(logits, self.config.final_logit_softcapping)
 
     def loss(
@@ -169,7 +169,7 @@ class GPT(nn.Module):
         mask = mask.expand(labels.shape)
         cross_entropy, axis = self.part.execution.cross_entropy, self.part.tensor
         if axis is not None:
-            cross_entropy = partial(parallel_cross_entropy, peers=axis.peers)
+            cross_entropy = partial(parallel_cross_entropy, group=axis.group)
         return head_loss(
             hidden.flatten(0, 1),
             weight,
@@ -192,7 +192,7 @@ class GPT(nn.Module):
     def _own_rows(self, x: Tensor) -> Tensor:
         """Return this rank's rows of x [B, S, H]; their dropout has random numbers of its own."""
         if self.training and max(self.config.hidden_dropout, self.config.attention_dropout) > 0:
-            torch.manual_seed(self.part.tensor.peers.own_seed())
+            torch.manual_seed(self.part.tensor.group.own_seed())
         return self.part.tensor.own_rows(x)
 
     def num_parameters(self, *, trained_only: bool = False) -> int:

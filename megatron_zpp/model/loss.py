@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_zpp.parallel.collectives import largest, sum_whole
-from zeropp.wire.tokens.peers import Peers
+from zeropp.wire.rank_group import RankGroup
 
 CPU_CHUNK = 2**18  # logits computed at a time: 1 MiB in fp32 fits in a core's cache
 DEVICE_CHUNK = 2**25  # on other devices: 128 MiB of workspace, few kernel launches
@@ -91,22 +91,22 @@ def whole_cross_entropy(
 
 
 def parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, mask: Tensor | None, peers: Peers
+    logits: Tensor, labels: Tensor, mask: Tensor | None, group: RankGroup
 ) -> Tensor:
     """Return losses fp32 [T] of logits [T, V/N], the part of the vocabulary of one of N ranks.
 
     labels int64 [T] count the whole vocabulary. With a mask [T] the logits become
     mask · (softmax − one-hot) in place.
     """
-    columns = labels - peers.place * logits.shape[1]
+    columns = labels - group.index * logits.shape[1]
     is_own = (columns >= 0) & (columns < logits.shape[1])
     columns = columns.masked_fill(~is_own, 0)[:, None]
     values = logits.float()
-    row_max = largest(values.amax(dim=1), peers)
+    row_max = largest(values.amax(dim=1), group)
     values = values - row_max[:, None]
     label_values = values.gather(1, columns).squeeze(1) * is_own
     exponentials = values.exp_()
-    sums = sum_whole(torch.stack((label_values, exponentials.sum(dim=1))), peers)
+    sums = sum_whole(torch.stack((label_values, exponentials.sum(dim=1))), group)
     label_value, exp_sum = sums.unbind()
     if mask is not None:
         exponentials.mul_((mask / exp_sum)[:, None])

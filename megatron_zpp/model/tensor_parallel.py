@@ -34,7 +34,7 @@ from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.parallel.collectives import moved, sum_whole
 from megatron_zpp.settings.config import LoraConfig
 from zeropp.optim.step_or_skip import gradient_parts, local_part
-from zeropp.wire.tokens.peers import Peers
+from zeropp.wire.rank_group import RankGroup
 
 ROUTERS_AND_EXPERTS = re.compile(r"\.mlp\.(router|shared_gate|experts\.\w+(\.lora_[AB])?)\.weight$")
 OF_OWN_CHANNELS = re.compile(r"\.attention\.[qk]_norm\.|\.mlp\.activation\.")
@@ -166,7 +166,7 @@ class ParallelRMSNorm(nn.RMSNorm):
         """Normalize this rank's channels x [..., size/T]."""
         values = x.float()
         squares = values.square().sum(-1, keepdim=True)
-        total = moved(squares, self.axis.peers, sum_whole, sum_whole)
+        total = moved(squares, self.axis.group, sum_whole, sum_whole)
         normalized = values * torch.rsqrt(total / (x.shape[-1] * self.axis.size) + self.eps)
         return (normalized * local_part(self.weight).float()).to(x.dtype)
 
@@ -186,7 +186,7 @@ def own_random_numbers(
 def sum_partial_gradients(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    peers: Peers,
+    group: RankGroup,
     device: torch.device,
     *,
     sequence_parallel: bool,
@@ -195,7 +195,7 @@ def sum_partial_gradients(
     parts = gradient_parts(optimizer, partial_parameters(model, sequence_parallel))
     if not parts:
         return
-    total = sum_whole(torch.cat([part.flatten() for part in parts]).to(device), peers)
+    total = sum_whole(torch.cat([part.flatten() for part in parts]).to(device), group)
     for part, sums in zip(parts, total.split([part.numel() for part in parts]), strict=True):
         part.copy_(sums.view(part.shape))
 

@@ -1,7 +1,7 @@
 """What the nodes sent for training steps: the byte counts of all ranks, beside two formulas.
 
-Weights, gradients, momentum that Muon orthogonalizes, what nodes that step alone exchange, and the
-activations that ranks sharing samples send each other, in training steps only. What evaluation and
+Weights, gradients, what optimizers and replicas send, and the activations that ranks sharing
+samples send each other, in training steps only. What evaluation and
 generation send is left out: it comes at other times than steps do, and would hide what a step
 costs.
 """
@@ -14,16 +14,18 @@ import torch
 
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.activation_forecast import activation_traffic
+from megatron_zpp.recipe.capability import Capability
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.local_steps.outer_group import PURPOSE as OUTER
-from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
-from zeropp.optim.muon.muon import MuonGroups
-from zeropp.wire.tokens.peers import AXES
+from zeropp.optim.sharded_optimizer import OPTIMIZER, sharded
+from zeropp.settings.capabilities import declared
+from zeropp.wire.rank_group import AXES, sum_of
 from zeropp.wire.traffic import HOPS, PURPOSES, CodedMessages
 
-OTHERS = (OPTIMIZER, OUTER, *AXES)  # named where they are in use
+OTHERS = (OPTIMIZER, OUTER, *AXES, *declared("PURPOSES", CAPABILITIES))  # named if in use
 ALL_PURPOSES = (*PURPOSES, *OTHERS)
 KEYS = tuple((purpose, hop) for purpose in ALL_PURPOSES for hop in HOPS)
 ACROSS_NODES, IN_NODE = "across_nodes", "in_node"
@@ -118,9 +120,10 @@ class CommunicationMeter:
         ranks: Ranks,
         optimizer: torch.optim.Optimizer | None = None,
         local_steps: LocalSteps | None = None,
+        capabilities: Sequence[Capability] = (),
     ) -> None:
         self._config, self._sharding, self._ranks = config, sharding, ranks
-        self._muon = optimizer if isinstance(optimizer, MuonGroups) else None
+        self._optimizer, self._capabilities = sharded(optimizer), capabilities
         self._local_steps = local_steps
         self._formulas: dict[int, tuple[Counter, Counter]] = {}
         self._rank_interval, self._node_total = Communication(), Communication()
@@ -243,20 +246,22 @@ class CommunicationMeter:
         """Return what this rank sent in steps since this was last called."""
         sent = Counter(self._sharding.traffic.take())
         sent.update(self._ranks.activations.take())
-        if self._muon is not None:
-            sent.update(self._muon.traffic.take())
+        for each in (self._optimizer, *self._capabilities):
+            if each.ledger is not None:
+                sent.update(each.ledger.take())
         return sent
 
     def _beside(self, num_micro_batches: int) -> Counter:
-        """Return what is expected of activations and of the optimizer."""
+        """Return what is expected of activations, the optimizer and capabilities."""
         expected: Counter = Counter()
         has_other_axes = self._ranks.num_replicas < self._ranks.num_ranks
         if has_other_axes or self._config.model.has_experts:
             expected.update(
                 activation_traffic(self._config, self._ranks, self._sharding, num_micro_batches)
             )
-        if self._muon is not None:
-            expected.update(self._muon.expected_traffic())
+        expected.update(sum_of(self._optimizer.messages()))
+        for each in self._capabilities:
+            expected.update(sum_of(each.messages(num_micro_batches)))
         return expected
 
 

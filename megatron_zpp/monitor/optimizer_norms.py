@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from zeropp.checkpoint.state_tensors import settle
-from zeropp.optim.muon.matrix_step import MOMENTUM
+from zeropp.optim.sharded_optimizer import sharded
 from zeropp.optim.step_or_skip import local_part
 
-MOMENTS = {"variance": "exp_avg_sq", "momentum": "exp_avg"}
+MOMENTS = (("variance", "exp_avg_sq"), ("momentum", "exp_avg"), ("momentum", "momentum_buffer"))
+VARIANCE = "exp_avg_sq"
 KINDS = ("variance", "variance_sqrt", "momentum", "weight")
 
 
@@ -28,7 +28,7 @@ def optimizer_norms(
     The stages of a pipeline hold different parameters; `num_stages` counts the stages that hold a
     parameter.
     """
-    settle(optimizer)
+    sharded(optimizer).settle()
     device = optimizer.param_groups[0]["params"][0].device
     sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=device)  # Σ|x|, Σx²
     peaks = torch.zeros(len(KINDS), dtype=torch.float64, device=device)
@@ -57,13 +57,11 @@ def _tensors(
     parameter: torch.Tensor, state: Mapping[str, torch.Tensor]
 ) -> Iterable[tuple[str, torch.Tensor]]:
     yield "weight", parameter
-    for kind, name in MOMENTS.items():
+    for kind, name in MOMENTS:
         if name in state:
             yield kind, state[name]
-    if MOMENTUM in state:
-        yield "momentum", state[MOMENTUM]
-    if MOMENTS["variance"] in state:
-        yield "variance_sqrt", local_part(state[MOMENTS["variance"]]).double().sqrt()
+    if VARIANCE in state:
+        yield "variance_sqrt", local_part(state[VARIANCE]).double().sqrt()
 
 
 def _num_copies(parameter: torch.Tensor, pipeline_size: int, num_stages: int) -> int:

@@ -37,7 +37,7 @@ from megatron_zpp.parallel.collectives import (
     sum_rows,
     sum_whole,
 )
-from zeropp.wire.tokens.peers import Peers
+from zeropp.wire.rank_group import RankGroup
 
 
 def part_of(parameter: nn.Parameter, dim: int, size: int, mesh: DeviceMesh | None) -> nn.Parameter:
@@ -69,17 +69,17 @@ class TensorAxis:
     checkpoint do not depend on the number of ranks. Ranks that are only planned have no mesh.
     """
 
-    peers: Peers
+    group: RankGroup
     sequence_parallel: bool
     mesh: DeviceMesh | None = None
 
     @property
     def size(self) -> int:
-        return self.peers.size
+        return self.group.size
 
     @property
     def place(self) -> int:
-        return self.peers.place
+        return self.group.index
 
     def splits(self, tokens: Tensor) -> bool:
         """Whether a pass with a loss splits the rows of tokens [B, S]; logits are of whole rows."""
@@ -92,27 +92,27 @@ class TensorAxis:
     def enter(self, x: Tensor, splits_rows: bool) -> Tensor:
         """Return all rows of x, [B, S, H]; with `splits_rows` each rank has [B, S/T, H] of them."""
         if splits_rows:
-            return moved(x, self.peers, gather_rows, sum_rows)
-        return moved(x, self.peers, keep, sum_whole)
+            return moved(x, self.group, gather_rows, sum_rows)
+        return moved(x, self.group, keep, sum_whole)
 
     def leave(self, x: Tensor, splits_rows: bool = False) -> Tensor:
         """Return the sum over ranks of x [B, S, H], or this rank's rows of it."""
         if splits_rows:
-            return moved(x, self.peers, sum_rows, gather_rows)
-        return moved(x, self.peers, sum_whole, keep)
+            return moved(x, self.group, sum_rows, gather_rows)
+        return moved(x, self.group, sum_whole, keep)
 
     def all_columns(self, x: Tensor) -> Tensor:
         """Return the columns [B, S, H] of all ranks, which have [B, S, H/T] each."""
-        return moved(x, self.peers, gather_columns, sum_columns)
+        return moved(x, self.group, gather_columns, sum_columns)
 
     def own_rows(self, x: Tensor) -> Tensor:
         """Return this rank's rows [B, S/T, H] of x [B, S, H]."""
-        return moved(x, self.peers, own_rows, gather_rows)
+        return moved(x, self.group, own_rows, gather_rows)
 
     @contextmanager
     def own_random_numbers(self, device: torch.device) -> Iterator[None]:
         """Use this rank's own random numbers inside, and afterwards again the same on all ranks."""
-        seed = self.peers.own_seed()
+        seed = self.group.own_seed()
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             torch.manual_seed(seed)
@@ -126,13 +126,13 @@ class ContextAxis:
     gathers_keys: attention gathers keys and values, instead of exchanging heads for rows.
     """
 
-    peers: Peers
+    group: RankGroup
     gathers_keys: bool
 
     @property
     def parts(self) -> tuple[int, ...]:
         """The numbers of this rank's parts of a sequence, of as many as all ranks have."""
-        size, place = self.peers.size, self.peers.place
+        size, place = self.group.size, self.group.index
         return (place, 2 * size - 1 - place) if self.gathers_keys else (place,)
 
     def own_part(
@@ -149,30 +149,30 @@ class ContextAxis:
         whole = (each.expand(tokens.shape) for each in (tokens, labels, mask, position_ids))
         own = [self._own_tokens(each) for each in whole]
         num_own, num_tokens = (each.sum(dtype=torch.float32) for each in (own[2], mask))
-        return *own, self.peers.size * num_own / num_tokens.clamp(min=1)
+        return *own, self.group.size * num_own / num_tokens.clamp(min=1)
 
     def exchange_rows(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return all rows of this rank's heads, of queries, keys and values [B, S/C, heads, D].
 
         Key-value heads are repeated where C does not divide them.
         """
-        times = self.peers.size // gcd(self.peers.size, k.shape[2])
+        times = self.group.size // gcd(self.group.size, k.shape[2])
         if times > 1:
             k, v = (each.repeat_interleave(times, dim=2) for each in (k, v))
-        return [moved(x, self.peers, rows_of_own_heads, heads_of_own_rows) for x in (q, k, v)]
+        return [moved(x, self.group, rows_of_own_heads, heads_of_own_rows) for x in (q, k, v)]
 
     def exchange_heads(self, attended: Tensor) -> Tensor:
         """Return all heads [B, S/C, N, D] of this rank's rows: the opposite of `exchange_rows`."""
-        return moved(attended, self.peers, heads_of_own_rows, rows_of_own_heads)
+        return moved(attended, self.group, heads_of_own_rows, rows_of_own_heads)
 
     def gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Return keys [B, S, K, D] and values [B, S, K, V] of all tokens, in their order."""
-        gathered = moved(torch.cat((k, v), dim=-1), self.peers, gather_rows, sum_rows)
-        first, second = gathered.unflatten(1, (self.peers.size, 2, -1)).unbind(2)
+        gathered = moved(torch.cat((k, v), dim=-1), self.group, gather_rows, sum_rows)
+        first, second = gathered.unflatten(1, (self.group.size, 2, -1)).unbind(2)
         in_order = torch.cat((first.flatten(1, 2), second.flip(1).flatten(1, 2)), dim=1)
         return in_order.split((k.shape[-1], v.shape[-1]), dim=-1)
 
     def _own_tokens(self, x: Tensor) -> Tensor:
         """Return this rank's tokens [B, S/C] of x [B, S]."""
-        chunks = x.chunk(len(self.parts) * self.peers.size, dim=1)
+        chunks = x.chunk(len(self.parts) * self.group.size, dim=1)
         return torch.cat([chunks[part] for part in self.parts], dim=1)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.parallel.axes import part_of
+from zeropp.wire.rank_group import RankGroup
 from zeropp.wire.tokens.exchange import Dispatched, combine, dispatch
-from zeropp.wire.tokens.peers import Peers
 
 AXIS_NAMES = ("expert_data", "expert")
 
@@ -20,7 +20,7 @@ AXIS_NAMES = ("expert_data", "expert")
 class ExpertAxis:
     """The ranks that each have some experts of each layer, as many as the others.
 
-    `peers` are those of this rank's node, which send each other rows. Where more than a node splits
+    `group` are those of this rank's node, which send each other rows. Where more than a node splits
     the experts, `across` are the ranks at this one's place in all of these nodes, and `bits` those
     of a number in rows that cross to them (model/moe/relay.py).
 
@@ -28,14 +28,14 @@ class ExpertAxis:
     has the ranks with the same ones, over which ZeRO shards them. Planned ranks have no mesh.
     """
 
-    peers: Peers
-    across: Peers | None = None
+    group: RankGroup
+    across: RankGroup | None = None
     bits: int = 16
     mesh: DeviceMesh | None = None
 
     @property
     def size(self) -> int:
-        return self.peers.size * (1 if self.across is None else self.across.size)
+        return self.group.size * (1 if self.across is None else self.across.size)
 
     def part(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return this rank's rows of a parameter without values: those of its experts."""
@@ -47,8 +47,8 @@ class ExpertAxis:
 
         E counts the experts of a node.
         """
-        return dispatch(rows, counts, self.peers)
+        return dispatch(rows, counts, self.group)
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
         """Return [T, H], in the order of what was dispatched, of what experts made of it [M, H]."""
-        return combine(rows, dispatched, self.peers)
+        return combine(rows, dispatched, self.group)

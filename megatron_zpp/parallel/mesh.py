@@ -30,8 +30,8 @@ from zeropp.ranks.coordination import fail_together, require_same
 from zeropp.ranks.groups import set_time_limit, shared_group, time_limit
 from zeropp.ranks.process_group import pick_device, start_process_group, world_store
 from zeropp.ranks.topology import Environment
-from zeropp.wire.route import Hop, Nodes
-from zeropp.wire.tokens.peers import AXES, Peers
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import AXES, RankGroup
 from zeropp.wire.traffic import Traffic
 
 SAME_COMMAND = (
@@ -130,8 +130,10 @@ class Ranks(RankGrid):
         per_node = self.ranks_per_node or self.environment.local_world_size
         return Nodes(num_ranks=self.num_ranks, ranks_per_node=per_node)
 
-    def peers(self, purpose: str, members: Sequence[int], name: str | None = None) -> Peers:
-        """Return ranks, this one among them, as peers for one of `AXES`.
+    def rank_group(
+        self, purpose: str, members: Sequence[int], name: str | None = None
+    ) -> RankGroup:
+        """Return ranks, this one among them, as a group for one of `AXES`.
 
         `name` tells groups of the same ranks apart.
         """
@@ -146,9 +148,13 @@ class Ranks(RankGrid):
             }
             line = lines[purpose].tolist()
             group = shared_group(name or purpose, sorted(members), line)
-        hop = Hop(members=tuple(dist.get_process_group_ranks(group)), nodes=self.nodes)
-        return Peers(
-            purpose=purpose, rank=self.rank, group=group, hop=hop, traffic=self.activations
+        return RankGroup(
+            members=tuple(dist.get_process_group_ranks(group)),
+            position=self.rank,
+            nodes=self.nodes,
+            purpose=purpose,
+            ledger=self.activations,
+            group=group,
         )
 
     def expert_mesh(self, size: int) -> DeviceMesh:
@@ -191,9 +197,9 @@ class Ranks(RankGrid):
         """Return the ranks that share something with this one, by what they share."""
         axes = {}
         if self.tensor_size > 1:
-            axes["each matrix"] = self.tensor_peers.hop.members
+            axes["each matrix"] = self.tensor_group.members
         if self.context_size > 1:
-            axes["each sequence"] = self.context_peers.hop.members
+            axes["each sequence"] = self.context_group.members
         if self.pipeline_size > 1:
             axes["the layers"] = self.pipeline
         return axes

@@ -12,28 +12,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.parallel.mesh import Ranks
-from zeropp.wire.communicator import traced
-from zeropp.wire.tokens.peers import EXCHANGE, Peers
+from zeropp.wire.rank_group import EXCHANGE, RankGroup
 
 
 @dataclass(frozen=True)
 class Channel:
-    """One end of a channel: the other rank, by its global number, and the two as peers."""
+    """One end of a channel: the other rank, by its global rank, and the group of the two."""
 
     peer: int
-    peers: Peers
+    group: RankGroup
 
     def send(self, x: Tensor) -> "Transfer":
         """Begin to send x."""
         x = x.detach().contiguous()
-        self.peers.count(EXCHANGE, x.nbytes)
-        with traced("send", self.peers.purpose, self.peers.hop):
-            return Transfer(x, dist.isend(x, self.peer, group=self.peers.group))
+        self.group.count(EXCHANGE, x.nbytes)
+        with self.group.traced("send"):
+            return Transfer(x, dist.isend(x, self.peer, group=self.group.group))
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Transfer":
         """Begin to receive a tensor."""
         x = torch.empty(*shape, dtype=dtype, device=device)
-        return Transfer(x, dist.irecv(x, self.peer, group=self.peers.group))
+        return Transfer(x, dist.irecv(x, self.peer, group=self.group.group))
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def connect(ranks: Ranks, *, is_ring: bool) -> Channels:
             for own, peer, way in ((index, following, end), (following, index, other_end)):
                 if own == place:  # the members meet here, in the same order on every rank
                     members = line[index], line[following]
-                    peers = ranks.peers("pipeline", members, name=f"{what} {index}")
-                    dist.barrier(group=peers.group)  # else it may connect at the first message
-                    channels[f"{what}_{way}"] = Channel(line[peer], peers)
+                    group = ranks.rank_group("pipeline", members, name=f"{what} {index}")
+                    dist.barrier(group=group.group)  # else it may connect at the first message
+                    channels[f"{what}_{way}"] = Channel(line[peer], group)
     return Channels(**channels)

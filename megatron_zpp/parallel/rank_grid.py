@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
 from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.settings.config import ParallelConfig
-from zeropp.wire.tokens.peers import Peers
+from zeropp.wire.rank_group import RankGroup
 
 
 class RankGrid(ABC):
@@ -34,8 +34,8 @@ class RankGrid(ABC):
         """All ranks, [P, D, T]: by their places on the pipeline, the data and the tensor axis."""
 
     @abstractmethod
-    def peers(self, purpose: str, members: Sequence[int]) -> Peers:
-        """Return ranks, this one among them, as peers for one of `AXES`."""
+    def rank_group(self, purpose: str, members: Sequence[int]) -> RankGroup:
+        """Return ranks, this one among them, as a group for one of `AXES`."""
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
@@ -93,23 +93,23 @@ class RankGrid(ABC):
         return tuple(self.grid[:, data, tensor].tolist())
 
     @property
-    def tensor_peers(self) -> Peers:
+    def tensor_group(self) -> RankGroup:
         """The ranks that share each matrix with this one."""
         pipe, data, _ = self.places
-        return self.peers("tensor", self.grid[pipe, data].tolist())
+        return self.rank_group("tensor", self.grid[pipe, data].tolist())
 
     @property
-    def context_peers(self) -> Peers:
+    def context_group(self) -> RankGroup:
         """The ranks that share each sequence with this one."""
         pipe, _, tensor = self.places
         first = self.replica * self.context_size
         members = self.grid[pipe, first : first + self.context_size, tensor]
-        return self.peers("context", members.tolist())
+        return self.rank_group("context", members.tolist())
 
     @property
-    def ends_of_pipeline(self) -> Peers:
+    def ends_of_pipeline(self) -> RankGroup:
         """The first and the last rank of the pipeline; this rank is one of them."""
-        return self.peers("pipeline", (self.pipeline[0], self.pipeline[-1]))
+        return self.rank_group("pipeline", (self.pipeline[0], self.pipeline[-1]))
 
     def expert_mesh(self, size: int) -> DeviceMesh | None:
         """Return the mesh of this rank's stage, [ranks with the same experts, `size` that split
@@ -121,7 +121,7 @@ class RankGrid(ABC):
         if self.tensor_size == 1:
             return None
         return TensorAxis(
-            peers=self.tensor_peers,
+            group=self.tensor_group,
             sequence_parallel=config.sequence_parallel,
             mesh=self.tensor_mesh,
         )
@@ -131,7 +131,7 @@ class RankGrid(ABC):
         if self.context_size == 1:
             return None
         gathers_keys = config.cp_comm_type == "allgather"
-        return ContextAxis(peers=self.context_peers, gathers_keys=gathers_keys)
+        return ContextAxis(group=self.context_group, gathers_keys=gathers_keys)
 
     def expert_axis(self, size: int, bits: int = 16) -> ExpertAxis | None:
         """Return the axis of `size` consecutive ranks over which experts are split, if they are.
@@ -142,8 +142,9 @@ class RankGrid(ABC):
             return None
         first, per_node = self.rank // size * size, min(size, self.nodes.ranks_per_node)
         first_of_node = self.rank // per_node * per_node
-        peers, across = self.peers("expert", range(first_of_node, first_of_node + per_node)), None
+        own_node = range(first_of_node, first_of_node + per_node)
+        group, across = self.rank_group("expert", own_node), None
         if size > per_node:
             place = self.rank - first_of_node
-            across = self.peers("expert", range(first + place, first + size, per_node))
-        return ExpertAxis(peers=peers, across=across, bits=bits, mesh=self.expert_mesh(size))
+            across = self.rank_group("expert", range(first + place, first + size, per_node))
+        return ExpertAxis(group=group, across=across, bits=bits, mesh=self.expert_mesh(size))

@@ -20,7 +20,7 @@ from zeropp.optim.local_steps.outer_group import PURPOSE
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.report import describe
-from zeropp.wire.route import Nodes
+from zeropp.wire.nodes import Nodes
 
 OUTER = (PURPOSE, "across_nodes")
 DOES_NOT_FIT = 1  # exit status
@@ -149,8 +149,8 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
         f"on each of {num_replicas} {'replicas' if shared else 'ranks'}"
     )
-    has_muon, is_alone = memory_estimate.optimizer_flops is not None, OUTER in memory_estimate.sent
-    has_others = bool(shared) or model.has_experts or has_muon or is_alone
+    sends, is_alone = memory_estimate.optimizer_flops is not None, OUTER in memory_estimate.sent
+    has_others = bool(shared) or model.has_experts or sends or is_alone
     sent = memory_estimate.sent if has_others else None
     memory = {"host": memory_estimate.host}
     if memory_estimate.device:
@@ -163,16 +163,17 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", plan.stage),
-        *_optimizer_rows(memory_estimate.optimizer_flops),
+        *_optimizer_rows(config, memory_estimate.optimizer_flops),
         *describe(plan, memory_estimate.micro_batches, sent),
         ("memory", _memory_table(memory) + (BALANCED if model.has_experts else "")),
     ]
 
 
-def _optimizer_rows(flops: float | None) -> list[tuple[str, str]]:
+def _optimizer_rows(config: Config, flops: float | None) -> list[tuple[str, str]]:
     if flops is None:
         return []
-    return [("optimizer", f"Muon: {size(flops, COUNTS)} operations of the busiest rank in a step")]
+    name, number = config.optimizer.optimizer.title(), size(flops, COUNTS)
+    return [("optimizer", f"{name}: {number} operations of the busiest rank in a step")]
 
 
 def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> str:

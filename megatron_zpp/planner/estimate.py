@@ -36,7 +36,7 @@ from megatron_zpp.planner.step_simulation import (
 )
 from megatron_zpp.settings.config import Config
 from zeropp.sharding.plan import Plan
-from zeropp.wire.route import Nodes
+from zeropp.wire.nodes import Nodes
 
 SAVED_COPY = "copy for --async-save"
 AGREED, OUTER_STATE, EXCHANGE = "agreed weights", "outer momentum", "buffers of an exchange"
@@ -52,8 +52,8 @@ class Estimate:
 
     On a CPU everything is on the host. `plan` is that of a rank's part of `model`, the whole one on
     the meta device. `sent` is what a node sends in a step, the mean over nodes. `ranks` are those
-    of the run, seen from this one. `optimizer_flops` are the operations of the rank that
-    orthogonalizes most for Muon, the mean of the steps, None for other optimizers.
+    of the run, seen from this one. `optimizer_flops` are the operations of the busiest
+    rank beside element-wise updates, the mean of the steps, None if there are none.
     """
 
     device: Mapping[str, int]
@@ -88,7 +88,7 @@ def estimate(
     that the nodes cannot hold alike, and for an hpZ partition that does not divide them.
     """
     places = plan_places(config, vocab_size, nodes, is_cpu=is_cpu)
-    flops = [run.muon.flops for run, _ in places if run.muon is not None]
+    flops = [run.optimizer.flops for run, _ in places if run.optimizer.flops is not None]
     return replace(
         estimate_places(places, ActivationTraces(), local_steps),
         sent=mean_of_nodes(places, local_steps),

@@ -7,11 +7,11 @@ from torch import nn
 
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
-from megatron_zpp.recipe.activation_forecast import Forecast, Move
-from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
+from megatron_zpp.recipe.activation_forecast import Forecast
+from zeropp.optim.sharded_optimizer import OPTIMIZER
 from zeropp.sharding.forecast import node_bytes
-from zeropp.wire.tokens.peers import AXES
-from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
+from zeropp.wire.rank_group import AXES, Message, sum_of
+from zeropp.wire.traffic import HOPS, PURPOSES
 
 Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
 
@@ -34,13 +34,13 @@ def node_of(run: PlannedRun) -> Sent:
         sent.update(node_bytes(run.plan, run.num_micro_batches, typical=True))
     forecast = axis_forecast(run)
     for stage in run.stages:
-        for move in forecast.moves(stage):
-            _add(sent, run, move, run.num_micro_batches)
-    for move in gradient_moves(run):
-        _add(sent, run, move, 1)
+        for message in forecast.messages(stage):
+            _add(sent, run, message, run.num_micro_batches)
+    for message in gradient_messages(run):
+        _add(sent, run, message, 1)
     names = [*PURPOSES, *AXES]
-    if run.muon is not None:
-        sent.update(run.muon.sent_by_node)
+    if run.optimizer.sent_by_node:
+        sent.update(run.optimizer.sent_by_node)
         names.insert(len(PURPOSES), OPTIMIZER)
     return {(name, hop): sent[name, hop] for name in names for hop in HOPS}
 
@@ -50,7 +50,7 @@ def axis_forecast(run: PlannedRun) -> Forecast:
     return Forecast(run.config, run.ranks, run.model.split(run.ranks), run.compute_dtype)
 
 
-def gradient_moves(run: PlannedRun) -> Iterator[Move]:
+def gradient_messages(run: PlannedRun) -> Iterator[Message]:
     """Return what is sent once per step: gradients that ranks of an axis have parts of."""
     model = run.model
     partial: Sequence[nn.Parameter] = ()
@@ -63,11 +63,8 @@ def gradient_moves(run: PlannedRun) -> Iterator[Move]:
     return axis_forecast(run).gradients(map(run.shard_size, partial), map(run.shard_size, tied))
 
 
-def _add(sent: Counter, run: PlannedRun, move: Move, times: int) -> None:
-    """Add what all ranks of a node send in a move, each in its own group of ranks."""
-    ledger = Traffic(AXES)
-    for rank in move.hop.members:
-        move.count(rank, ledger)
-    share = run.ranks.nodes.ranks_per_node / move.hop.size
-    for key, num_bytes in ledger.sent.items():
+def _add(sent: Counter, run: PlannedRun, message: Message, times: int) -> None:
+    """Add what all ranks of a node send in a message, each in its own group of ranks."""
+    share = run.ranks.nodes.ranks_per_node / message.group.size
+    for key, num_bytes in sum_of(map(message.of, message.group.members)).items():
         sent[key] += times * share * num_bytes

@@ -76,8 +76,8 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
         console.print(line, soft_wrap=True)
     if plan.fitting and plan.cluster.num_nodes > 1 and len(plan.rows) > 1:
         _print_local_steps(plan, console)
-    if timed and plan.config.optimizer.optimizer == "muon":
-        console.print(_muon_line(timed[0][1]))
+    if timed and plan.row_of_flags.work.run.optimizer.turns:
+        console.print(_optimizer_line(plan.config.optimizer.optimizer.title(), timed[0][1]))
     for note in NOTES:
         console.print(note)
     if plan.fitting:
@@ -107,11 +107,11 @@ def _local_cells(row: Row, best: Row) -> list[str]:
     return [str(row.candidate.interval), *cells[:-2], f"{times:.2g}", loss_of(row)]
 
 
-def _muon_line(row: Row) -> str:
-    """Say what Muon takes of the first configuration."""
+def _optimizer_line(name: str, row: Row) -> str:
+    """Say what the products and messages of an optimizer take of the first configuration."""
     time, sent = row.time, row.optimizer_in_m
     return (
-        f"Muon: {time.orthogonalizing:.3g} of the {time.typical:.3g} s of the first row, where a "
+        f"{name}: {time.optimizer:.3g} of the {time.typical:.3g} s of the first row, where a "
         f"node sends {sent['in_node']:.2f} M within and {sent['across_nodes']:.2f} M across"
     )
 
@@ -245,7 +245,7 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
         "across_nodes_s": time.across_nodes,
         "in_node_s": time.in_node,
         "kernels_s": time.kernels,
-        "orthogonalizing_s": time.orthogonalizing,
+        "orthogonalizing_s": time.optimizer,
         "tokens_per_second": row.tokens_per_second,
         "mfu": row.mfu,
         "hfu": row.hfu,

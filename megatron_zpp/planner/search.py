@@ -32,8 +32,8 @@ from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.recipe.expert_ranks import with_expert_ranks
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.scheduled_values import Schedules
-from zeropp.optim.muon.exchange import PURPOSE as OPTIMIZER
-from zeropp.wire.route import Nodes
+from zeropp.optim.sharded_optimizer import OPTIMIZER
+from zeropp.wire.nodes import Nodes
 from zeropp.wire.traffic import HOPS
 
 BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit

@@ -24,21 +24,14 @@ def initial_bytes(run: PlannedRun) -> Counter:
 
 
 def moments_bytes(run: PlannedRun) -> int:
-    """Return the bytes of Adam's two moments of each weight of this rank, or of Muon's momentum.
-
-    That is one number for each weight of the matrices of blocks, adapters excepted.
-    """
-    trained, _ = _shard_sizes(run)
-    momentum = 0
-    if run.config.optimizer.optimizer == "muon" and not run.config.lora.lora_rank:
-        momentum = sum(
-            spec.elements
-            for unit in run.plan.units
-            if not unit.is_root
-            for spec in unit.specs
-            if spec.trainable and spec.ndim == 2
-        )
-    return FP32_BYTES * (2 * trained - momentum)
+    """Return the bytes of the optimizer's state, as Adam's two moments, of this rank's weights."""
+    numbers = sum(
+        spec.elements * run.optimizer.state_numbers(spec, is_root=unit.is_root)
+        for unit in run.plan.units
+        for spec in unit.specs
+        if spec.trainable
+    )
+    return FP32_BYTES * numbers
 
 
 def _shard_sizes(run: PlannedRun) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The messages that a step will send along all axes but the data axis, computed from shapes.
 
-What is sent is counted where it is sent (`peers.py`), and tests compare the two.
+What is sent is counted where it is sent (`RankGroup`), and tests compare the two.
 """
 
 from collections import Counter
@@ -26,33 +26,11 @@ from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim.step_or_skip import local_part
-from zeropp.wire.route import Hop
-from zeropp.wire.tokens.peers import AXES, EXCHANGE, GATHER, REDUCE, Peers
-from zeropp.wire.traffic import Traffic
+from zeropp.wire.rank_group import AXES, EXCHANGE, GATHER, REDUCE, Message, RankGroup, sum_of
+from zeropp.wire.traffic import HOPS
 
 FP32_BYTES = 4
 SUM = (EXCHANGE, GATHER)  # of parts of a sum on all ranks, and then of the sums
-
-
-@dataclass(frozen=True, kw_only=True)
-class Move:
-    """Equal collectives among the ranks of `hop`, of `num_bytes` each as `Peers` counts them.
-
-    in_layers: they are spread over the layers of a stage; the others are before or after those.
-    """
-
-    axis: str
-    kind: str
-    hop: Hop
-    num_bytes: int
-    times: int = 1
-    is_forward: bool = True
-    in_layers: bool = False
-
-    def count(self, rank: int, ledger: Traffic) -> None:
-        """Enter into a ledger what a rank of the hop sends."""
-        peers = Peers(purpose=self.axis, rank=rank, group=None, hop=self.hop, traffic=ledger)
-        peers.count(self.kind, self.times * self.num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,26 +47,21 @@ class MovesBack:
 def activation_traffic(
     config: Config, ranks: Ranks, sharding: Sharding, num_micro_batches: int
 ) -> dict[tuple[str, str], int]:
-    """Return the bytes that this rank will send in a step, by (axis, hop)."""
+    """Return the bytes that this rank will send in a step, by (axis, group)."""
     model = sharding.model
     forecast = Forecast(config, ranks, model, sharding.compute_dtype)
-    ledger = Traffic(AXES)
-    for root in model.roots if isinstance(model, Pipeline) else (model,):
-        for move in forecast.moves(root.part):
-            move.count(ranks.rank, ledger)
-    total = Counter({key: num_micro_batches * sent for key, sent in ledger.sent.items()})
+    roots = model.roots if isinstance(model, Pipeline) else (model,)
+    total = sum_of(message for root in roots for message in forecast.messages(root.part))
+    total = Counter({key: num_micro_batches * sent for key, sent in total.items()})
     partial = partial_parameters(model, config.parallel.sequence_parallel)
     is_tied = isinstance(model, Pipeline) and model.ties_ends
     tied = (model.tokens.weight,) if is_tied else ()
-    once = Traffic(AXES)
-    for move in forecast.gradients(map(_num_local, partial), map(_num_local, tied)):
-        move.count(ranks.rank, once)
-    total.update(once.sent)
-    return dict(total)
+    total.update(sum_of(forecast.gradients(map(_num_local, partial), map(_num_local, tied))))
+    return {(axis, group): total[axis, group] for axis in AXES for group in HOPS}
 
 
 class Forecast:
-    """What this rank sends its peers, in terms of the model's sizes.
+    """What this rank sends others, in terms of the model's sizes.
 
     `ranks` may be of a run that is only planned. `model` has the layers of their stages.
     """
@@ -104,48 +77,48 @@ class Forecast:
         self.hidden = sizes.hidden_size
         self.elements = self.tokens * self.hidden  # of the residual stream
 
-    def moves(self, stage: Part) -> Iterator[Move]:
+    def messages(self, stage: Part) -> Iterator[Message]:
         """Yield what a micro-batch sends on its way through a stage and back."""
         if self.ranks.tensor_size > 1:
-            yield from self._tensor(stage, self.ranks.tensor_peers.hop)
+            yield from self._tensor(stage, self.ranks.tensor_group)
         if self.ranks.context_size > 1:
-            yield from self._context(stage, self.ranks.context_peers.hop)
+            yield from self._context(stage, self.ranks.context_group)
         if self.ranks.pipeline_size > 1:
             yield from self._pipeline(stage)
         if stage.experts is not None:
             yield from self._experts(stage, stage.experts)
 
-    def gradients(self, partial: Iterable[int], tied: Iterable[int]) -> Iterator[Move]:
+    def gradients(self, partial: Iterable[int], tied: Iterable[int]) -> Iterator[Message]:
         """Yield what is sent once per step: gradients that ranks of an axis have parts of.
 
         partial: numbers of gradients that ranks of the tensor axis have terms of. tied: those of
         embeddings that both ends of a pipeline have.
         """
         if self.ranks.tensor_size > 1:
-            hop = self.ranks.tensor_peers.hop
-            yield from _sum("tensor", hop, sum(partial), FP32_BYTES, is_forward=False)
+            group = self.ranks.tensor_group
+            yield from _sum(group, sum(partial), FP32_BYTES, is_forward=False)
         for elements in tied:
             line = self.ranks.pipeline
-            hop = Hop(members=(line[0], line[-1]), nodes=self.ranks.nodes)
-            yield from _sum("pipeline", hop, elements, FP32_BYTES, is_forward=False)
+            group = self._of_pipeline(line[0], line[-1])
+            yield from _sum(group, elements, FP32_BYTES, is_forward=False)
 
-    def _tensor(self, stage: Part, hop: Hop) -> Iterator[Move]:
+    def _tensor(self, stage: Part, group: RankGroup) -> Iterator[Message]:
         """Yield the moves of the tensor axis: 2 into and 2 out of the layers of a block."""
-        yield from self._entries_and_exits(stage, hop)
+        yield from self._entries_and_exits(stage, group)
         splits_rows = self.config.parallel.sequence_parallel
         if stage.is_first:
-            yield from _sum("tensor", hop, self.elements, self.width)
+            yield from _sum(group, self.elements, self.width)
             if splits_rows and self.model.tokens.weight.requires_grad:
-                row = self.elements * self.residual_width // hop.size
-                yield Move(axis="tensor", kind=GATHER, hop=hop, num_bytes=row, is_forward=False)
+                row = self.elements * self.residual_width // group.size
+                yield group.message(GATHER, row, is_forward=False)
         if stage.is_last:
-            yield Move(axis="tensor", kind=REDUCE, hop=hop, num_bytes=self.tokens * FP32_BYTES)
-            yield from _sum("tensor", hop, 2 * self.tokens, FP32_BYTES)
-        yield from self._shared_groups(stage, hop)
-        squares = _part_bytes(hop, self.tokens, FP32_BYTES)
-        yield from _in_layers("tensor", hop, SUM, squares, *self._norms_of_heads(stage))
+            yield group.message(REDUCE, self.tokens * FP32_BYTES)
+            yield from _sum(group, 2 * self.tokens, FP32_BYTES)
+        yield from self._shared_groups(stage, group)
+        squares = _part_bytes(group, self.tokens, FP32_BYTES)
+        yield from _in_layers(group, SUM, squares, *self._norms_of_heads(stage))
 
-    def _entries_and_exits(self, stage: Part, hop: Hop) -> Iterator[Move]:
+    def _entries_and_exits(self, stage: Part, group: RankGroup) -> Iterator[Message]:
         """Yield the moves where activations enter layers that are split, and where they leave."""
         back, again_out = self._moves_back(stage), self._recomputed_exits(stage)
         entries, num_exits = self._entries_of(stage.layers), self._exits_of(stage.layers)
@@ -154,24 +127,24 @@ class Forecast:
         for width, num_entries in entries.items():
             elements = self.tokens * width
             if is_split:
-                row, num_again = elements * self.width // hop.size, again[width]
-                yield from _in_layers("tensor", hop, (EXCHANGE,), row, 0, back.entries[width])
-                yield from _in_layers("tensor", hop, (GATHER,), row, num_entries, num_again)
+                row, num_again = elements * self.width // group.size, again[width]
+                yield from _in_layers(group, (EXCHANGE,), row, 0, back.entries[width])
+                yield from _in_layers(group, (GATHER,), row, num_entries, num_again)
             else:
-                part = _part_bytes(hop, elements, self.width)
-                yield from _in_layers("tensor", hop, SUM, part, 0, back.entries[width])
+                part = _part_bytes(group, elements, self.width)
+                yield from _in_layers(group, SUM, part, 0, back.entries[width])
         if not is_split:
-            part = _part_bytes(hop, self.elements, self.width)
-            yield from _in_layers("tensor", hop, SUM, part, num_exits, again_out)
+            part = _part_bytes(group, self.elements, self.width)
+            yield from _in_layers(group, SUM, part, num_exits, again_out)
             if stage.is_last:
-                yield from _sum("tensor", hop, self.elements, self.width, is_forward=False)
+                yield from _sum(group, self.elements, self.width, is_forward=False)
             return
-        row = self.elements * self.width // hop.size
-        yield from _in_layers("tensor", hop, (EXCHANGE,), row, num_exits, again_out)
-        yield from _in_layers("tensor", hop, (GATHER,), row, 0, back.exits)
+        row = self.elements * self.width // group.size
+        yield from _in_layers(group, (EXCHANGE,), row, num_exits, again_out)
+        yield from _in_layers(group, (GATHER,), row, 0, back.exits)
         if stage.is_last:  # into the output layer
             for kind, is_forward in ((GATHER, True), (EXCHANGE, False)):
-                yield Move(axis="tensor", kind=kind, hop=hop, num_bytes=row, is_forward=is_forward)
+                yield group.message(kind, row, is_forward=is_forward)
 
     def _widths_into_attention(self) -> tuple[int, ...]:
         """Return how many channels enter the layers of attention that are split."""
@@ -181,16 +154,16 @@ class Forecast:
         latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
         return (model.q_lora_rank or self.hidden, latent)
 
-    def _shared_groups(self, stage: Part, hop: Hop) -> Iterator[Move]:
+    def _shared_groups(self, stage: Part, group: RankGroup) -> Iterator[Message]:
         """Yield the moves of queries, keys and values where ranks share a head of keys."""
         model = self.config.model
-        if model.kv_heads >= hop.size or model.multi_latent_attention:
+        if model.kv_heads >= group.size or model.multi_latent_attention:
             return
-        columns = (model.num_attention_heads + 2 * model.kv_heads) * model.head_dim // hop.size
+        columns = (model.num_attention_heads + 2 * model.kv_heads) * model.head_dim // group.size
         part, back = self.tokens * columns * self.width, self._moves_back(stage).inside
         again = self._recomputed(stage)
-        yield from _in_layers("tensor", hop, (GATHER,), part, len(stage.layers), again)
-        yield from _in_layers("tensor", hop, (EXCHANGE,), part, 0, back)
+        yield from _in_layers(group, (GATHER,), part, len(stage.layers), again)
+        yield from _in_layers(group, (EXCHANGE,), part, 0, back)
 
     def _norms_of_heads(self, stage: Part) -> tuple[int, int]:
         """Return how many normalizations of all heads sum squares, or their gradients.
@@ -203,7 +176,7 @@ class Forecast:
         again = self._moves_back(stage).inside + self._recomputed(stage)
         return 2 * len(stage.layers), 2 * again
 
-    def _context(self, stage: Part, hop: Hop) -> Iterator[Move]:
+    def _context(self, stage: Part, group: RankGroup) -> Iterator[Message]:
         """Yield the moves of the context axis, of queries, keys, values and the result."""
         model, layers = self.config.model, len(stage.layers)
         is_selective = self.config.recompute.recompute_granularity == "selective"
@@ -218,63 +191,66 @@ class Forecast:
         if self.config.parallel.cp_comm_type == "allgather":
             both = kv_heads * (key_bytes + value_bytes)
             again = layers if is_selective else again
-            yield from _in_layers("context", hop, (GATHER,), both, layers, again)
-            yield from _in_layers("context", hop, (EXCHANGE,), both, 0, back)
+            yield from _in_layers(group, (GATHER,), both, layers, again)
+            yield from _in_layers(group, (EXCHANGE,), both, 0, back)
             return
-        kv_heads *= hop.size // gcd(hop.size, kv_heads)
+        kv_heads *= group.size // gcd(group.size, kv_heads)
         times = layers, back + again
         up_to_attention = layers, back + again + (layers if is_selective else 0)
         for num_bytes in (heads * key_bytes, kv_heads * key_bytes, kv_heads * value_bytes):
-            part = num_bytes // hop.size
-            yield from _in_layers("context", hop, (EXCHANGE,), part, *up_to_attention)
-        part = heads * value_bytes // hop.size
-        yield from _in_layers("context", hop, (EXCHANGE,), part, *times)
+            part = num_bytes // group.size
+            yield from _in_layers(group, (EXCHANGE,), part, *up_to_attention)
+        part = heads * value_bytes // group.size
+        yield from _in_layers(group, (EXCHANGE,), part, *times)
 
-    def _experts(self, stage: Part, axis: ExpertAxis) -> Iterator[Move]:
+    def _experts(self, stage: Part, axis: ExpertAxis) -> Iterator[Message]:
         """Yield the moves of tokens to experts and back, if all experts get equally many.
 
         Before each way there crosses how many tokens each expert gets.
         """
-        model, tensor, hop = self.config.model, self.ranks.tensor_size, axis.peers.hop
+        model, tensor, group = self.config.model, self.ranks.tensor_size, axis.group
         own_rows = self.tokens // (tensor if self.config.parallel.sequence_parallel else 1)
-        rows = own_rows * model.moe_router_topk // hop.size
+        rows = own_rows * model.moe_router_topk // group.size
         layers = sum(model.moe_layers[layer] for layer in stage.layers)
         again = sum(model.moe_layers[layer] for layer in chain(*self._checkpoints(stage)))
         back = sum(model.moe_layers[layer] for layer in self._layers_with_gradients(stage))
         row_bytes = rows * model.hidden_size * self.width
         numbers = model.num_experts // axis.size * torch.int64.itemsize
-        yield from _in_layers("expert", hop, (EXCHANGE,), row_bytes, 2 * layers, 2 * (back + again))
-        yield from _in_layers("expert", hop, (EXCHANGE,), numbers, layers, again)
+        yield from _in_layers(group, (EXCHANGE,), row_bytes, 2 * layers, 2 * (back + again))
+        yield from _in_layers(group, (EXCHANGE,), numbers, layers, again)
         if axis.across is not None:
             yield from self._copies(axis, own_rows, layers, back, again)
 
     def _copies(
         self, axis: ExpertAxis, own_rows: int, layers: int, back: int, again: int
-    ) -> Iterator[Move]:
+    ) -> Iterator[Message]:
         """Yield the moves of tokens to relays on other nodes, and of sums back, on average."""
-        model, hop, num_nodes = self.config.model, axis.across.hop, axis.across.size
+        model, group, num_nodes = self.config.model, axis.across, axis.across.size
         each = copies_across_nodes(model.num_experts, model.moe_router_topk, num_nodes)
         copies = own_rows * each / (num_nodes - 1)  # to each other node
         messages = copy_bytes(model, self.compute_dtype, num_nodes, axis.bits)
         for sizes, times in zip(messages, ((layers, again), (0, back)), strict=True):
             for size in sizes:
-                yield from _in_layers("expert", hop, (EXCHANGE,), round(copies * size), *times)
-        yield from _in_layers("expert", hop, (EXCHANGE,), COUNT_BYTES, layers, again)
+                yield from _in_layers(group, (EXCHANGE,), round(copies * size), *times)
+        yield from _in_layers(group, (EXCHANGE,), COUNT_BYTES, layers, again)
 
-    def _pipeline(self, stage: Part) -> Iterator[Move]:
+    def _pipeline(self, stage: Part) -> Iterator[Message]:
         """Yield the activations sent onward, and their gradients sent back."""
         rows = self.ranks.tensor_size if self.config.parallel.sequence_parallel else 1
-        sent = {
-            "axis": "pipeline",
-            "kind": EXCHANGE,
-            "num_bytes": self.elements // rows * self.residual_width,
-        }
+        num_bytes = self.elements // rows * self.residual_width
         line, place = self.ranks.pipeline, self.ranks.pipeline_place
         for is_end, step in ((stage.is_last, 1), (stage.is_first, -1)):
             if not is_end:
-                members = sorted((line[place], line[(place + step) % len(line)]))
-                hop = Hop(members=tuple(members), nodes=self.ranks.nodes)
-                yield Move(hop=hop, is_forward=step == 1, **sent)
+                group = self._of_pipeline(line[place], line[(place + step) % len(line)])
+                yield group.message(EXCHANGE, num_bytes, is_forward=step == 1)
+
+    def _of_pipeline(self, *ranks: int) -> RankGroup:
+        """Return two ranks of the pipeline, this one perhaps among them, as a planned group."""
+        members = tuple(sorted(ranks))
+        position = self.ranks.rank if self.ranks.rank in members else members[0]
+        return RankGroup(
+            members=members, position=position, nodes=self.ranks.nodes, purpose="pipeline"
+        )
 
     def _moves_back(self, stage: Part) -> "MovesBack":
         """Return which gradients are moved; none is needed where all that is before is frozen."""
@@ -372,24 +348,23 @@ def _num_local(parameter: nn.Parameter) -> int:
 
 
 def _in_layers(
-    axis: str, hop: Hop, kinds: Iterable[str], num_bytes: int, forward: int, backward: int
-) -> Iterator[Move]:
-    """Yield moves that layers make, `forward` times and `backward` times in these passes."""
-    common = {"axis": axis, "hop": hop, "num_bytes": num_bytes, "in_layers": True}
+    group: RankGroup, kinds: Iterable[str], num_bytes: int, forward: int, backward: int
+) -> Iterator[Message]:
+    """Yield messages of layers, `forward` times and `backward` times in these passes."""
     for kind in kinds:
-        yield Move(kind=kind, times=forward, **common)
-        yield Move(kind=kind, times=backward, is_forward=False, **common)
+        for times, is_forward in ((forward, True), (backward, False)):
+            yield group.message(kind, num_bytes, times=times, is_forward=is_forward, in_layers=True)
 
 
 def _sum(
-    axis: str, hop: Hop, elements: int, width: int, *, is_forward: bool = True
-) -> Iterator[Move]:
+    group: RankGroup, elements: int, width: int, *, is_forward: bool = True
+) -> Iterator[Message]:
     """Yield a sum on all ranks."""
-    part = _part_bytes(hop, elements, width)
+    part = _part_bytes(group, elements, width)
     for kind in SUM:
-        yield Move(axis=axis, kind=kind, hop=hop, num_bytes=part, is_forward=is_forward)
+        yield group.message(kind, part, is_forward=is_forward)
 
 
-def _part_bytes(hop: Hop, elements: int, width: int) -> int:
+def _part_bytes(group: RankGroup, elements: int, width: int) -> int:
     """Return the bytes of the part that a rank sums."""
-    return -(-elements // hop.size) * width
+    return -(-elements // group.size) * width

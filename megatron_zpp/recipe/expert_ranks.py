@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.settings.config import Config, ModelConfig
-from zeropp.wire.route import UNQUANTIZED, Nodes
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.route import UNQUANTIZED
 
 
 def expert_ranks(config: Config, nodes: Nodes) -> int:
@@ -44,7 +45,7 @@ def expert_rows(model: ModelConfig, axis: ExpertAxis | None) -> list[tuple[str, 
     )
     if axis is None:
         return [("experts", text)]
-    text += f"\n{axis.size} ranks split them, {(axis.across or axis.peers).hop.place}"
+    text += f"\n{axis.size} ranks split them, {(axis.across or axis.group).where}"
     if axis.across is not None:
         coded = f", towards experts as INT{axis.bits}" if axis.bits < UNQUANTIZED else ""
         text += f";\ntokens cross once to each node{coded}"

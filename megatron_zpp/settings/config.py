@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
+from megatron_zpp.settings.capability_flags import of_capabilities
 from megatron_zpp.settings.data import BatchConfig, DataConfig, FimConfig, TokenizerConfig
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.gpt.lora import LoraConfig
 from megatron_zpp.settings.gpt.model import ModelConfig
-from megatron_zpp.settings.optimization.muon import MuonConfig
 from megatron_zpp.settings.optimization.optimizer import OptimizerConfig
 from megatron_zpp.settings.optimization.precision import PrecisionConfig
 from megatron_zpp.settings.optimization.recompute import RecomputeConfig
@@ -28,7 +28,7 @@ from zeropp.settings.zero_config import ZeroConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(of_capabilities()):
     """All settings of a run; `arguments.parse` builds a consistent one.
 
     `given`: the flags that were typed, with their values, by setting.
@@ -45,7 +45,6 @@ class Config:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    muon: MuonConfig = field(default_factory=MuonConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -55,7 +54,7 @@ class Config:
 
 
 NO_FLAGS = ("zero", "given")
-# The sections whose fields are flags, by field of `Config`.
+# The sections whose fields are flags, by field of `Config`: those of capabilities come first.
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
     {each.name: each.default_factory for each in fields(Config) if each.name not in NO_FLAGS}
 )

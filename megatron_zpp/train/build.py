@@ -11,7 +11,7 @@ import torch
 from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.interchange.pretrained_model import lora_summary
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.monitor.communication import COUNTS, CommunicationMeter, size
+from megatron_zpp.monitor.communication import CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
@@ -22,6 +22,7 @@ from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.recipe.apex import find_apex
+from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.expert_ranks import expert_rows, with_expert_ranks
 from megatron_zpp.recipe.local_steps import build_local_steps
 from megatron_zpp.recipe.model import build_model
@@ -40,7 +41,7 @@ from megatron_zpp.train.worlds.saved_run import saved_run, with_source
 from zeropp import LossScaler, Sharding, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
-from zeropp.optim.muon.muon import MuonGroups, moments_per_weight
+from zeropp.optim.sharded_optimizer import sharded, state_numbers_per_weight
 from zeropp.ranks.coordination import fail_together
 from zeropp.sharding.grid import find_nodes
 from zeropp.wire.route import require_fit
@@ -65,11 +66,22 @@ def build_run(
     apex, fill = find_apex(ranks.device), pretrained and pretrained.fill
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     warn_if_float32_is_faster(ranks.device, sharding.compute_dtype)
-    optimizer = build_optimizer(sharding, config, ranks.device, apex)
+    capabilities = capabilities_of(config, ranks)
+    optimizer = build_optimizer(sharding, config, ranks.device, apex, capabilities)
+    for each in capabilities:
+        each.sharding, each.optimizer = sharding, optimizer
     scaler = build_scaler(config.precision)
     local = build_local_steps(config, ranks, sharding, optimizer)
     beginning = load(
-        config, ranks, source, sharding, optimizer, scaler, tokenizer.fingerprint, local_steps=local
+        config,
+        ranks,
+        source,
+        sharding,
+        optimizer,
+        scaler,
+        tokenizer.fingerprint,
+        local_steps=local,
+        capabilities=capabilities,
     )
     batches.go_behind(beginning.earlier_sizes)
     with fail_together():
@@ -83,8 +95,9 @@ def build_run(
         scaler=scaler,
         schedules=beginning.schedules,
         counters=beginning.counters,
-        communication=CommunicationMeter(config, sharding, ranks, optimizer, local),
+        communication=CommunicationMeter(config, sharding, ranks, optimizer, local, capabilities),
         local_steps=local,
+        capabilities=capabilities,
     )
     saves_beside = config.checkpoint.save and config.checkpoint.async_save
     run = Run(
@@ -215,7 +228,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         *([("plan", run.step_watch.expected)] if run.step_watch else []),
         ("ZeRO stage", sharding.stage),
         *(offload_rows(config) if config.zero.offloads_optimizer else []),
-        *(muon_rows(run) if isinstance(run.trainer.optimizer, MuonGroups) else []),
+        *(row for each in trainer.capabilities for row in each.rows()),
         *communication_rows(run, micro_batches),
     ]
 
@@ -250,7 +263,7 @@ def checkpoints_of(run: Run) -> str:
         return "none: --save FOLDER saves them"
     trained = run.trainer.sharding.model.num_parameters(trained_only=True)
     frozen = run.trainer.sharding.model.num_parameters() - trained
-    moments = 0 if options.no_save_optim else moments_per_weight(run.trainer.optimizer)
+    moments = 0 if options.no_save_optim else state_numbers_per_weight(run.trainer.optimizer)
     num_bytes = FP32_BYTES * trained * (1 + moments)
     if not run.config.zero.stores_frozen:
         num_bytes += FP32_BYTES * frozen
@@ -275,7 +288,7 @@ def run_facts(run: Run, rows: Sequence[tuple[str, object]]) -> RunFacts:
         settings=run_settings(run.config),
         forecast={f"{purpose}_{hop}": number for (purpose, hop), number in expected.items()},
         expected_step=asdict(run.step_watch.expected) if run.step_watch else None,
-        optimizer_flops=optimizer.flops() if isinstance(optimizer, MuonGroups) else None,
+        optimizer_flops=sharded(optimizer).flops(),
     )
 
 
@@ -341,23 +354,6 @@ def offload_rows(config: Config) -> list[tuple[str, str]]:
     if config.zero.offloads_weights:
         text += "\nand the shards, fetched for each use"
     return [("optimizer", text)]
-
-
-def muon_rows(run: Run) -> list[tuple[str, str]]:
-    """A row that says which matrices are orthogonalized where, and what that costs a rank."""
-    optimizer: MuonGroups = run.trainer.optimizer
-    options, matrices = optimizer.matrices.options, optimizer.muon_parameters
-    share = sum(each.numel() for each in matrices) / sum(
-        each.numel() for group in optimizer.param_groups for each in group["params"]
-    )
-    blocks = options.blocks if run.trainer.sharding.shards_gradients else "whole"
-    where = {"node": "rows of a node", "rank": "rows of a rank", "whole": "all rows"}
-    text = f"Muon for {share:.0%} of the weights, {where[blocks]} together"
-    if options.whole_every is not None and blocks != "whole":
-        text += f", all in every {options.whole_every} steps"
-    return [
-        ("optimizer", f"{text}\n{size(optimizer.flops(), COUNTS)} operations of a rank in a step")
-    ]
 
 
 def matmul_rate_rows(rate: MatmulRate) -> list[tuple[str, str]]:

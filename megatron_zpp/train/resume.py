@@ -3,11 +3,10 @@
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.checkpoint_args import no_checkpoint_error
@@ -16,7 +15,9 @@ from megatron_zpp.checkpoint.training_state import TrainingState, architecture, 
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.config import Config, MuonConfig
+from megatron_zpp.recipe.capability import Capability, states_of
+from megatron_zpp.settings.capability_flags import CAPABILITIES
+from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.gpt.experts import OF_TRAINING
 from megatron_zpp.settings.scheduled_values import Schedules
@@ -30,7 +31,7 @@ from zeropp import InputError, LossScaler, Sharding
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.optim.local_steps.local_steps import LocalSteps
-from zeropp.optim.muon.names import NODE, WHOLE
+from zeropp.settings.capabilities import declared
 
 PLAIN = "tokenizer_hf_no_include_special_tokens"  # older checkpoints do not have it
 # Settings that determine the order of the samples, by section.
@@ -46,10 +47,10 @@ LENGTH = ("training", ("train_iters", "train_samples", "train_tokens"))  # in ol
 CHANGED_UPDATES = "%s: this changes the updates that come next"
 UPDATES = (
     ("optimizer", ("optimizer", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")),
-    ("muon", tuple(field.name for field in fields(MuonConfig))),
     ("precision", ("fp16", "bf16", "loss_scale", "loss_scale_window", "hysteresis")),
     ("training", ("calculate_per_token_loss",)),
     ("model", OF_TRAINING),
+    *declared("UPDATES", CAPABILITIES),
 )
 
 log = logging.getLogger("megatron_zpp")
@@ -99,7 +100,8 @@ class Saver:
             save_optimizer=not options.no_save_optim,
             writer=self.writer,
             lock=self.lock,
-            others=trainer.local_steps.state() if trainer.local_steps else {},
+            others=(trainer.local_steps.state() if trainer.local_steps else {})
+            | states_of(trainer.capabilities),
         )
         if self.writer is None:
             self.console.line(f"saved checkpoint {path}")
@@ -169,6 +171,7 @@ def load(
     tokenizer_fingerprint: str,
     *,
     local_steps: LocalSteps | None = None,
+    capabilities: Sequence[Capability] = (),
 ) -> StartingPoint:
     """Load weights, optimizer and loss scaler from what `--load` names, if any: `source`.
 
@@ -186,7 +189,10 @@ def load(
     without = options.finetune or (options.no_load_optim and not reads_agreed)
     starts_anew = without or not source.is_of_each
     others = {} if local_steps is None or starts_anew else local_steps.state()
-    state = _read(config, source, sharding, optimizer, tokenizer_fingerprint, others)
+    own = {} if without or source.is_averaged else states_of(capabilities)
+    state = _read(config, source, sharding, optimizer, tokenizer_fingerprint, others | own)
+    for each in capabilities if state is not None and own else ():
+        each.load({name: own[name] for name in each.state()})
     if local_steps is not None:
         continue_local_steps(local_steps, others, source, state, config, ranks)
     if state is None:
@@ -203,7 +209,9 @@ def load(
     if options.finetune or options.reset_iteration or not state.iteration:
         return beginning
     _log_other_settings(config, state)
-    _log_other_blocks(config, state)
+    saved = state.configuration
+    for line in (line for each in capabilities for line in each.changes(saved, state.world_size)):
+        log.info(CHANGED_UPDATES, line)
     scheduled_samples = 0
     if not options.no_load_lr_state:
         scheduled_samples = state.schedule["scheduled_samples"]
@@ -288,20 +296,6 @@ def _earlier_sizes(config: Config, state: TrainingState) -> list[list[int]]:
             "it goes on behind them, so that the length does not change which samples come next"
         )
     return saved[:-1] if saved and saved[-1] == now else saved
-
-
-def _log_other_blocks(config: Config, state: TrainingState) -> None:
-    """Log a line if Muon orthogonalizes other rows together than before the checkpoint."""
-    zeropp, saved = config.zero.zeropp, state.configuration["zero"].get("zeropp", {})
-    blocks = zeropp.muon_blocks, zeropp.muon_whole_every
-    old_blocks = saved.get("muon_blocks", NODE), saved.get("muon_whole_every")
-    now = *blocks, zeropp.ranks_per_node, dist.get_world_size() if dist.is_initialized() else 1
-    before = *old_blocks, saved.get("ranks_per_node"), state.world_size
-    depends_on_ranks = {blocks, old_blocks} != {(WHOLE, None)}
-    if config.optimizer.optimizer == "muon" and now != before and depends_on_ranks:
-        text = "muon_blocks %s, muon_whole_every %s, ranks_per_node %s on %d ranks"
-        changed = f"Muon: {text} now, {text} in the checkpoint" % (*now, *before)
-        log.info(CHANGED_UPDATES, changed)
 
 
 def setting_changes(

@@ -16,6 +16,7 @@ from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.metrics import History
 from megatron_zpp.monitor.optimizer_norms import optimizer_norms
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.recipe.expert_balance import ExpertBalance
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
@@ -25,9 +26,9 @@ from megatron_zpp.train.inputs import Batches
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
 from megatron_zpp.train.worlds.progress import RunProgress
 from zeropp import LossScaler, Sharding, optimizer_step
-from zeropp.checkpoint.state_tensors import masters_of
 from zeropp.optim.local_steps.elastic_steps import ElasticSteps
 from zeropp.optim.local_steps.local_steps import LocalSteps
+from zeropp.optim.sharded_optimizer import sharded
 from zeropp.optim.step_or_skip import global_norm, local_part
 
 
@@ -98,6 +99,7 @@ class Trainer:
     counters: Counters
     communication: CommunicationMeter
     local_steps: LocalSteps | None = None  # where nodes step alone
+    capabilities: Sequence[Capability] = ()
 
     @cached_property
     def experts(self) -> ExpertBalance:
@@ -126,6 +128,8 @@ class Trainer:
         backward_ended = self._timer_now()
         if self.local_steps:
             self.local_steps.before_update(counters.iteration + 1)
+        for each in self.capabilities:
+            each.before_update(counters.iteration + 1)
         update = optimizer_step(
             self.optimizer,
             self.sharding,
@@ -134,6 +138,9 @@ class Trainer:
             count_zeros=config.log.log_num_zeros_in_grad,
             loss=losses.mean,
         )
+        is_last = counters.iteration + 1 == self.schedules.length.iterations
+        for each in self.capabilities:
+            each.after_update(counters.iteration + 1, last=is_last)
         num_micro_batches = self._num_micro_batches(global_batch_size)
         self.communication.end_step(num_micro_batches, counters.iteration + 1)
         skipped = self.scaler is not None and update.skipped
@@ -216,9 +223,9 @@ class Trainer:
         self.passes.sum_tied_gradients(self.optimizer)
         if ranks.tensor_size > 1:
             splits_rows, model = config.parallel.sequence_parallel, self.sharding.model
-            peers, device = ranks.tensor_peers, ranks.device
+            group, device = ranks.tensor_group, ranks.device
             sum_partial_gradients(
-                model, self.optimizer, peers, device, sequence_parallel=splits_rows
+                model, self.optimizer, group, device, sequence_parallel=splits_rows
             )
 
         # `losses` is empty on ranks that do not hold the end of a pipeline.
@@ -295,7 +302,7 @@ class Trainer:
 
     def _parameters_norm(self) -> float:
         """L2 norm of all parameters, of the optimizer's fp32 copies where it has them."""
-        masters = masters_of(self.optimizer)
+        masters = sharded(self.optimizer).masters
         weights = [
             (parameter, local_part(masters.get(parameter, parameter).detach()))
             for parameter in self.sharding.model.parameters()

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp.atomic import write_atomically
-from zeropp.checkpoint.state_tensors import Masters
 from zeropp.fsdp_adapter import gather_whole
+from zeropp.optim.sharded_optimizer import Masters
 from zeropp.ranks.coordination import fail_together, rank
 
 

@@ -120,7 +120,7 @@ def codes_to_save(model: nn.Module) -> dict[str, Tensor]:
     for kept in dict.fromkeys(unit.gather.kept for unit in units.values()):
         kept.drop_written()
     for name, unit in units.items():
-        own = unit.gather.copies.own_row(unit.module, unit.gather.outer.place)
+        own = unit.gather.copies.own_row(unit.module, unit.gather.outer.index)
         if own is not None:
             tensors[f"rank{rank()}.{CODES}.{name}"] = own.row
             record = unit.record(is_outdated=own.is_outdated).of(own.row)

@@ -27,12 +27,12 @@ from zeropp.checkpoint.kept_codes import codes_to_load, without_codes
 from zeropp.checkpoint.rank_values import LOCAL, PLAIN, names_for_rank, without_rank
 from zeropp.checkpoint.shard_files import read_shards, saved_tensors
 from zeropp.errors import InputError, first_few
+from zeropp.optim.sharded_optimizer import sharded
 from zeropp.ranks.coordination import fail_together
 from zeropp.wire.frozen_weights import is_quantized
 
 MODEL, OPTIMIZER, NUMBER, BEHIND = "model.", "optimizer.", "number.", "behind."
 _OPTIMIZERS = (OPTIMIZER, LOCAL, PLAIN, NUMBER)  # what the optimizer's names begin with
-Masters = Mapping[nn.Parameter, nn.Parameter]  # a model's parameter -> the optimizer's fp32 one
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -101,7 +101,7 @@ def load_state(
     codes.restore()
     if with_optimizer_state:
         _restore_optimizer(model, optimizer, optimizer_state)
-    if masters_of(optimizer):
+    if sharded(optimizer).masters:
         optimizer.loaded(behind=bool(delayed))
 
 
@@ -114,7 +114,7 @@ def model_tensors(
     A parameter whose fp32 master the optimizer holds is represented by that. Frozen weights that
     are stored quantized are left out: they are loaded from where they came from.
     """
-    masters = masters_of(optimizer)
+    masters = sharded(optimizer).masters
     state = {
         _plain_name(name): value.detach() if isinstance(value, torch.Tensor) else value
         for name, value in model.state_dict(keep_vars=True).items()  # as the model holds them
@@ -159,17 +159,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def settle(optimizer: torch.optim.Optimizer) -> None:
-    """Wait for an update that is still running, so that weights and state are up to date."""
-    if hasattr(optimizer, "settle"):
-        optimizer.settle()
-
-
-def masters_of(optimizer: torch.optim.Optimizer | None) -> Masters:
-    """The fp32 weights that an offloaded optimizer updates in place of the model's parameters."""
-    return getattr(optimizer, "masters", MappingProxyType({}))
-
-
 def _delayed_weights(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.Tensor]:
@@ -177,9 +166,9 @@ def _delayed_weights(
 
     They share the model's memory. Empty unless the optimizer delays its updates.
     """
-    if not getattr(optimizer, "is_delayed", False):
+    masters = sharded(optimizer).masters
+    if not sharded(optimizer).is_delayed:
         return {}
-    masters = masters_of(optimizer)
     return {
         BEHIND + _plain_name(name): parameter.detach()
         for name, parameter in model.named_parameters()
@@ -193,7 +182,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     `model_tensors` must have been called since the last forward pass. The dict is empty before
     the first step.
     """
-    settle(optimizer)
+    sharded(optimizer).settle()
     tensors = {}
     for name, parameter in _optimized_parameters(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -318,7 +307,7 @@ def _optimized_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer holds, maybe fp32 masters, by name and in its order."""
-    masters = masters_of(optimizer)
+    masters = sharded(optimizer).masters
     names = {
         masters.get(parameter, parameter): _plain_name(name)
         for name, parameter in model.named_parameters()

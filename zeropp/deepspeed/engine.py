@@ -25,7 +25,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.checkpoint.state_tensors import settle
 from zeropp.deepspeed.engine_files import EngineFiles
 from zeropp.deepspeed.engine_settings import EngineSettings
 from zeropp.deepspeed.gradient_accumulation import GradientAccumulation
@@ -37,6 +36,7 @@ from zeropp.errors import InputError, RefusedCall, Unavailable
 from zeropp.fsdp_adapter.owner_hooks import GradientHook, OwnerHook
 from zeropp.optim.adam import parameters_in
 from zeropp.optim.loss_scale import DeepSpeedLossScaler, deepspeed_loss_scaler
+from zeropp.optim.sharded_optimizer import sharded
 from zeropp.optim.step_or_skip import optimizer_step
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import BatchSizes, ZeroConfig
@@ -254,7 +254,7 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         Without them, and once nothing else refers to the model, its memory is freed.
         """
         if self.optimizer is not None:
-            settle(self.optimizer)
+            sharded(self.optimizer).settle()
         if not self.sharding.keeps_whole:
             self.sharding.release()
         self.optimizer = self.lr_scheduler = None

@@ -12,10 +12,10 @@ import torch
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint import engine_checkpoint
 from zeropp.checkpoint.gathered_weights import gather_weights, save_gathered_weights
-from zeropp.checkpoint.state_tensors import masters_of
 from zeropp.deepspeed.utils.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from zeropp.errors import RefusedCall
 from zeropp.fsdp_adapter import WholeParameter
+from zeropp.optim.sharded_optimizer import sharded
 from zeropp.ranks.coordination import among, fail_together
 
 log = logging.getLogger("zeropp")
@@ -189,7 +189,7 @@ class EngineFiles:
                 self.module,
                 path,
                 dtype,
-                masters_of(self.optimizer),
+                sharded(self.optimizer).masters,
                 exclude_frozen=exclude_frozen_parameters,
             )
         except OSError as error:
@@ -213,7 +213,7 @@ class EngineFiles:
 
         All ranks must call it.
         """
-        masters = masters_of(self.optimizer)
+        masters = sharded(self.optimizer).masters
         weights = gather_weights(
             self.module,
             self.sharding.compute_dtype,

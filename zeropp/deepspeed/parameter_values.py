@@ -27,8 +27,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.checkpoint.state_tensors import masters_of, settle
 from zeropp.errors import InputError
+from zeropp.optim.sharded_optimizer import sharded
 from zeropp.optim.step_or_skip import local_part
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.recorded_tensor import RecordedTensor
@@ -118,13 +118,12 @@ class ParameterValues:
     @property
     def _master(self) -> nn.Parameter:
         """The fp32 weight: the optimizer's, where it has its own."""
-        return masters_of(self.optimizer).get(self.shard, self.shard)
+        return sharded(self.optimizer).masters.get(self.shard, self.shard)
 
     @property
     def gradient(self) -> torch.Tensor | None:
         """The mean over the ranks, or this rank's whole gradient before it was averaged."""
-        if getattr(self.optimizer, "takes_factor", False):
-            self.optimizer.await_gradients()
+        sharded(self.optimizer).await_gradients()
         if (mean := self._master.grad) is not None or self.unit is None:
             return mean
         return fsdp.unreduced_gradient(self.unit, self.shard)
@@ -133,7 +132,7 @@ class ParameterValues:
         """The optimizer's state of that name, sharded as the weight is if it has its shape."""
         if self.optimizer is None:
             return None
-        settle(self.optimizer)
+        sharded(self.optimizer).settle()
         master = self._master
         value = self.optimizer.state.get(master, {}).get(key)
         if not isinstance(value, torch.Tensor):

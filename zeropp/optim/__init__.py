@@ -5,9 +5,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeropp.capabilities.muon.muon import Muon
     from zeropp.optim.adam import FusedAdam
     from zeropp.optim.cpu_adam import CPUAdam
-    from zeropp.optim.muon.muon import Muon
 
 __all__ = ["CPUAdam", "FusedAdam", "Muon"]
 
@@ -15,7 +15,7 @@ _MODULES = MappingProxyType(
     {
         "CPUAdam": "zeropp.optim.cpu_adam",
         "FusedAdam": "zeropp.optim.adam",
-        "Muon": "zeropp.optim.muon.muon",
+        "Muon": "zeropp.capabilities.muon.muon",
     }
 )
 

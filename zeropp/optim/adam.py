@@ -16,6 +16,7 @@ from zeropp.errors import InputError
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for
 from zeropp.optim.host_values import HostValues
 from zeropp.optim.on_shards import require_on_shards
+from zeropp.optim.sharded_optimizer import ShardedOptimizer
 from zeropp.optim.step_or_skip import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,7 +40,7 @@ class Update(NamedTuple):
     settings: AdamSettings
 
 
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(ShardedOptimizer):
     """Adam, or by default AdamW, on fp32 parameters or this rank's shards of them.
 
     `copies` maps parameters to bf16 or fp16 tensors of their local shape, to which each step also
@@ -47,7 +48,6 @@ class FusedAdam(torch.optim.Optimizer):
     range. Sources: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101.
     """
 
-    takes_factor = True  # of `step`
     parameter_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     moment_dtype = torch.float32
     seed = 0  # of the random bits that round moments in bf16
@@ -153,9 +153,6 @@ class FusedAdam(torch.optim.Optimizer):
         _require_adam_state(entries)
         entries["step"] = torch.tensor(float(entries["step"]), dtype=torch.float32, device="cpu")
         entries |= {name: entries[name].to(self.moment_dtype) for name in MOMENTS}
-
-    def await_gradients(self) -> None:
-        """Wait until the gradients are where `step` reads them; here they always are."""
 
     def settle(self) -> None:
         """Wait until parameters and state are those after the last step.

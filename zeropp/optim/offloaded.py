@@ -54,8 +54,6 @@ class OffloadedAdam(FusedAdam):
     moments: their dtype, and the seed of their stochastic rounding, as in `CPUAdam`.
     """
 
-    is_delayed = False  # the model's weights are those of the last step
-
     def __init__(
         self,
         offload: Offload,

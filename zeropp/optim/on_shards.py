@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
+from zeropp.optim.sharded_optimizer import takes_factor
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)  # PyTorch has a rule for their kernels on shards
 log = logging.getLogger("zeropp")
@@ -38,7 +39,7 @@ def require_on_shards(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} cannot update sharded weights: "
                 f"{_REFUSED[kind.__name__]}"
             )
-    if getattr(optimizer, "takes_factor", False):
+    if takes_factor(optimizer):
         return
     for group, are_sharded in zip(optimizer.param_groups, kinds, strict=True):
         is_mixed, fuses = len(are_sharded) == 2, isinstance(optimizer, _FUSED)

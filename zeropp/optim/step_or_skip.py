@@ -10,6 +10,7 @@ from zeropp.errors import InputError
 from zeropp.optim.host_values import HostValues
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.optim.on_shards import require_on_shards
+from zeropp.optim.sharded_optimizer import sharded, takes_factor
 from zeropp.sharding.sharding import Sharding
 
 CLIP_EPSILON = 1e-6  # Megatron's: clip / (norm + 1e-6)
@@ -78,9 +79,7 @@ def optimizer_step(
         ```
     """
     sharding.require_complete_gradients()
-    takes_factor = getattr(optimizer, "takes_factor", False)
-    if takes_factor:
-        optimizer.await_gradients()
+    sharded(optimizer).await_gradients()
     require_on_shards(optimizer)
     _require_gradients(optimizer)
     gradients = own_gradients(optimizer)
@@ -89,11 +88,12 @@ def optimizer_step(
     factor = _factor(norm, scale, clip_grad, loss)
     zeros = (global_zeros(gradients, sharding),) if count_zeros else ()
     result = StepResult(HostValues(norm, factor, *zeros))
-    host_waits = scaler is not None or not takes_factor
+    is_ours = takes_factor(optimizer)
+    host_waits = scaler is not None or not is_ours
     is_skipped = host_waits and result.skipped
     if host_waits:
         sharding.require_same_order()
-    if takes_factor and not is_skipped:
+    if is_ours and not is_skipped:
         optimizer.step(factor=factor.float())
     elif not is_skipped:
         scale_gradients((part for _, part in gradients), result.factor)
@@ -121,9 +121,9 @@ def gradient_parts(
 
     Plain tensors that share their memory; parameters without a gradient are left out.
     """
-    if getattr(optimizer, "takes_factor", False):
-        optimizer.await_gradients()
-    masters = getattr(optimizer, "masters", {})
+    holder = sharded(optimizer)
+    holder.await_gradients()
+    masters = holder.masters
     gradients = (masters.get(parameter, parameter).grad for parameter in parameters)
     return [local_part(gradient) for gradient in gradients if gradient is not None]
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import keys_of
 from zeropp.settings.json_keys import JsonSection, NoEffect, key, needs
 from zeropp.settings.no_effect_tables import read_toml
 from zeropp.settings.schema import settings_of
@@ -160,7 +161,7 @@ class _Named(JsonSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerParams(JsonSection):
+class OptimizerParams(*keys_of("optimizer.params"), JsonSection):
     path: ClassVar[str] = "optimizer.params"
 
     lr: float | None = key(None, minimum=0, auto=True)
@@ -177,8 +178,6 @@ class OptimizerParams(JsonSection):
     dampening: float | None = key(None)
     nesterov: bool | None = key(None)
     ns_steps: int | None = key(None, minimum=1, maximum=99)
-    muon_lr: float | None = key(None, minimum=0)  # in place of lr, for Muon's matrices
-    adam_lr: float | None = key(None, minimum=0)  # and for what AdamW updates beside them
     lr_decay: float | None = key(None, minimum=0)
     initial_accumulator_value: float | None = key(None, minimum=0)
 
@@ -240,11 +239,10 @@ _NEEDS_LOCAL_STEPS = NoEffect(
 _NEEDS_SYNC_STORE = NoEffect(
     "it needs zeropp.sync_store", when=lambda c: c.zeropp.sync_store is None
 )
-_NEEDS_MUON = NoEffect('it needs optimizer.type "Muon"', when=lambda c: c.optimizer.type != "Muon")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zeropp(JsonSection):
+class Zeropp(*keys_of("zeropp"), JsonSection):
     """What DeepSpeed's JSON cannot say.
 
     A node is `ranks_per_node` ranks, as launched by default. `nontrainable_weight_bits`: of frozen
@@ -267,8 +265,6 @@ class Zeropp(JsonSection):
     changed meanwhile counts `sync_mixing` beside what has been agreed on. `sync_store`, HOST:PORT
     of a store that `zeropp --keep_store` keeps: each node is a launch of its own, and may leave or
     join; a run begins when there are `sync_nodes`, whose global batch is what the flags say.
-    `muon_blocks`: which rows of a matrix Muon orthogonalizes together, those of a `node`, of a
-    `rank`, or the `whole` matrix, and `muon_whole_every`: all in every so-manyth step.
     """
 
     path: ClassVar[str] = "zeropp"
@@ -312,5 +308,3 @@ class Zeropp(JsonSection):
     sync_on_host: bool = key(False, no_effect=_NEEDS_LOCAL_STEPS)
     sync_store: str | None = key(None, no_effect=_NEEDS_LOCAL_STEPS)
     sync_nodes: int | None = key(None, minimum=1, no_effect=_NEEDS_SYNC_STORE)
-    muon_blocks: str = key("node", choices=("node", "rank", "whole"), no_effect=_NEEDS_MUON)
-    muon_whole_every: int | None = key(None, minimum=1, no_effect=_NEEDS_MUON)

@@ -19,7 +19,8 @@ from zeropp.fsdp_adapter import ShardSpec
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.coding_choice import with_choice
 from zeropp.wire.frozen_weights import stored_layout
-from zeropp.wire.route import Nodes, Route, gradient_route, weight_route
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.route import Route, gradient_route, weight_route
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

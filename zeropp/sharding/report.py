@@ -6,7 +6,8 @@ import torch
 
 from zeropp.sharding.forecast import REDUCED_WHOLE, node_bytes
 from zeropp.sharding.plan import Plan
-from zeropp.wire.route import UNQUANTIZED, Hop, Route
+from zeropp.wire.rank_group import RankGroup
+from zeropp.wire.route import UNQUANTIZED, Route
 from zeropp.wire.traffic import Sent
 
 MIB = 2**20
@@ -77,8 +78,8 @@ def _table(sent: Sent) -> str:
     return "\n".join(lines)
 
 
-def _where(hop: Hop) -> str:
-    near = sum(hop.nodes.same(hop.members[0], other) for other in hop.members)
-    if near == hop.size:
+def _where(group: RankGroup) -> str:
+    near = sum(group.nodes.same(group.members[0], other) for other in group.members)
+    if near == group.size:
         return "of a node"
     return "across nodes" if near == 1 else "in and across nodes"

@@ -9,14 +9,14 @@ import torch
 from zeropp import fsdp_adapter as fsdp
 from zeropp.sharding.plan import DataAxis, UnitPlan
 from zeropp.wire.collectives import GradientMean, WeightGather
-from zeropp.wire.communicator import Communicator, connect
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.kept_weights import KeptWeights
+from zeropp.wire.rank_group import RankGroup, everyone
 from zeropp.wire.route import Route
 from zeropp.wire.traffic import Traffic
 
-Communicators = tuple[Communicator | None, Communicator | None]  # the inner and the outer hop
+Hops = tuple[RankGroup | None, RankGroup | None]  # the inner and the outer one
 
 
 class Wiring:
@@ -38,7 +38,7 @@ class Wiring:
         self.undo = ExitStack()
         self._traffic, self._use, self._kept, self._divides = traffic, use, kept, divides
         self._in_flight = Reductions()
-        self._communicators: dict[tuple[DataAxis, str], Communicators] = {}
+        self._hops: dict[tuple[DataAxis, str], Hops] = {}
 
     def connect(self, unit: fsdp.Unit, plan: UnitPlan, *, stage: int) -> None:
         """Install the planned collectives; stage 0 and a single rank keep those of FSDP2."""
@@ -50,8 +50,8 @@ class Wiring:
                 fsdp.divide_gradients(unit, plan.axis.num_losses)
             return
         self.undo.callback(fsdp.restore_collectives, unit, fsdp.collectives_of(unit))
-        communicators = self._communicators_of(plan.axis, plan.axis.weights, "weights")
-        gather = WeightGather(unit, plan.axis.weights, communicators, self._kept)
+        hops = self._hops_of(plan.axis, plan.axis.weights, "weights")
+        gather = WeightGather(unit, plan.axis.weights, hops, self._kept)
         self.gathers[unit] = gather
         fsdp.use_all_gather(unit, gather)
         self.use_mean(unit, plan.axis, plan.wire_dtype)
@@ -67,13 +67,13 @@ class Wiring:
     def use_mean(self, unit: fsdp.Unit, axis: DataAxis, wire_dtype: torch.dtype) -> None:
         """Average the unit's gradients along the route of the axis."""
         route, rounds = axis.gradients, fsdp.replica_group(unit) is not None
-        communicators = self._communicators_of(axis, route, "gradients")
+        hops = self._hops_of(axis, route, "gradients")
         is_cpu = fsdp.device_of(unit).type == "cpu"
         in_flight = self._in_flight if is_cpu and not rounds else None
         mean = GradientMean(
             unit,
             route,
-            communicators,
+            hops,
             wire_dtype,
             in_flight,
             self._use,
@@ -83,18 +83,13 @@ class Wiring:
         self.undo.callback(mean.leave)
         fsdp.use_reduce_scatter(unit, mean, divides=self._divides)
 
-    def _communicators_of(self, axis: DataAxis, route: Route, purpose: str) -> Communicators:
+    def _hops_of(self, axis: DataAxis, route: Route, purpose: str) -> Hops:
         """Connect this rank to its inner and its outer hop, once."""
-        if (axis, purpose) not in self._communicators:
-            place = axis.position
-            inner = connect(route.inner_hop(place), axis.ranks, place, self._traffic, purpose)
-            outer = connect(
-                route.outer_hop(place),
-                axis.ranks,
-                place,
-                self._traffic,
-                purpose,
-                is_coded=bool(route.is_coded),
+        if (axis, purpose) not in self._hops:
+            axis_group = everyone(route.nodes, axis.position, axis.ranks)
+            inner, outer = axis_group.consecutive(route.inner), axis_group.strided(route.inner)
+            self._hops[axis, purpose] = (
+                inner.connected(self._traffic, purpose),
+                outer.connected(self._traffic, purpose, is_coded=bool(route.is_coded)),
             )
-            self._communicators[axis, purpose] = inner, outer
-        return self._communicators[axis, purpose]
+        return self._hops[axis, purpose]

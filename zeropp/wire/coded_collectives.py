@@ -18,14 +18,14 @@ from torch import Tensor
 from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.coded_message import Spans, decode, encode
 from zeropp.quant.packing import RowLayout
-from zeropp.wire.communicator import Communicator
 from zeropp.wire.in_flight import Hops
+from zeropp.wire.rank_group import RankGroup
 
 CHECK_BYTES = 8  # that a rank sends of a unit to compare its copies
 
 
 def gather_changes(
-    outer: Communicator,
+    outer: RankGroup,
     row: Tensor,
     rows: Tensor,
     layout: RowLayout,
@@ -35,10 +35,10 @@ def gather_changes(
     async_op: bool,
 ) -> Hops:
     """`row` (1, P) of each member -> `rows` (N, P), in place; all members hold the same rows."""
-    own, held = outer.place, rows.cpu()
+    own, held = outer.index, rows.cpu()
     message = encode(row[0].cpu(), held=held[own])
     messages = [message if member != own else message[:0] for member in range(outer.size)]
-    work, arrived = outer.exchange(messages, layout, purpose, unit=unit, async_op=async_op)
+    work, arrived = outer.exchange_coded(messages, layout, purpose, unit=unit, async_op=async_op)
     yield work
     for member, each in arrived.items():
         decode(each, held[member], holds=True)
@@ -48,7 +48,7 @@ def gather_changes(
 
 
 def exchange_rows(
-    outer: Communicator,
+    outer: RankGroup,
     rows: Tensor,
     layout: RowLayout,
     purpose: str,
@@ -57,12 +57,12 @@ def exchange_rows(
     async_op: bool,
 ) -> Generator[dist.Work | None, None, Tensor]:
     """`rows` (N, P), the i-th for member i -> those for this one (N, P), in the senders' order."""
-    own, threes, host = outer.place, threes_in(layout), rows.cpu()
+    own, threes, host = outer.index, threes_in(layout), rows.cpu()
     messages = [
         encode(host[member], threes=threes) if member != own else host[own, :0]
         for member in range(outer.size)
     ]
-    work, arrived = outer.exchange(messages, layout, purpose, unit=unit, async_op=async_op)
+    work, arrived = outer.exchange_coded(messages, layout, purpose, unit=unit, async_op=async_op)
     yield work
     received = host.new_empty(host.shape)
     received[own] = host[own]
@@ -72,7 +72,7 @@ def exchange_rows(
 
 
 def is_same_on_all_nodes(
-    rows: Tensor, outer: Communicator, purpose: str, unit: fsdp.Unit, *, async_op: bool
+    rows: Tensor, outer: RankGroup, purpose: str, unit: fsdp.Unit, *, async_op: bool
 ) -> Generator[dist.Work | None, None, bool]:
     """Return whether all ranks of the hop hold the same `rows` (N, P); each sends CHECK_BYTES."""
     words = rows.view(torch.int64).flatten()

@@ -38,11 +38,11 @@ from zeropp.quant.ops import (
 )
 from zeropp.quant.packing import MULTIPLE, ROTATED_4, RowLayout, row_layout
 from zeropp.wire.coded_collectives import exchange_rows, gather_changes, is_same_on_all_nodes
-from zeropp.wire.communicator import Communicator
 from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Gathering, Hops, InFlightTensor, Reductions, run
 from zeropp.wire.kept_weights import KeptWeights
+from zeropp.wire.rank_group import RankGroup
 from zeropp.wire.route import UNQUANTIZED, Route
 
 log = logging.getLogger("zeropp")
@@ -55,12 +55,12 @@ class WeightGather(fsdp.AllGather):
         self,
         unit: fsdp.Unit,
         route: Route,
-        communicators: tuple[Communicator | None, Communicator | None],
+        hops: tuple[RankGroup | None, RankGroup | None],
         kept: KeptWeights | None,
     ) -> None:
         self.unit, self.route, self.kept = unit, route, kept
         self.copies = kept.copies if kept and route.keeps else None
-        self.inner, self.outer = communicators
+        self.inner, self.outer = hops
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -156,7 +156,7 @@ class WeightGather(fsdp.AllGather):
     ) -> Generator[dist.Work | None, None, torch.Tensor]:
         """Return `rows` (N, P), in place, with the codes that the members' shards have now."""
         outer, unit = self.outer, self.unit
-        row = requantize(shard.view(1, -1), rows[outer.place : outer.place + 1], layout)
+        row = requantize(shard.view(1, -1), rows[outer.index : outer.index + 1], layout)
         if not outer.is_coded:
             yield outer.all_gather(rows, row, purpose, unit=unit, async_op=async_op)
             return rows
@@ -193,7 +193,7 @@ class GradientMean(fsdp.ReduceScatter):
         self,
         unit: fsdp.Unit,
         route: Route,
-        communicators: tuple[Communicator | None, Communicator | None],
+        hops: tuple[RankGroup | None, RankGroup | None],
         wire_dtype: torch.dtype,
         in_flight: Reductions | None,
         use: GradientUse,
@@ -207,10 +207,10 @@ class GradientMean(fsdp.ReduceScatter):
         self.use, self.rounds = use, rounds
         self.divisor = num_losses
         use.add(unit)
-        self.inner, self.outer = communicators
+        self.inner, self.outer = hops
         self.leave = fsdp.before_reduction(unit, self.report)
         # Sums travel between the hops; in fp16 they could overflow where the terms do not.
-        is_summed_twice = None not in communicators
+        is_summed_twice = None not in hops
         self.divides_first = num_losses > 1 and wire_dtype == torch.float16 and is_summed_twice
 
     def allocate(

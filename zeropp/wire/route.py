@@ -1,104 +1,23 @@
 """The routes of weights and gradients through the ranks: which hops, how many bits, what is kept.
 
 Ranks have positions on the data axis, node after node. A route has an inner hop, among `inner`
-consecutive ranks, and an outer hop, among ranks with the same place in their inner groups. A hop of
+consecutive ranks, and an outer hop, among ranks with the same index in their inner groups. A hop of
 one rank is skipped. Nothing here communicates: collectives are built from routes, and so is the
 forecast of the bytes they send.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import groupby
+from dataclasses import dataclass, replace
 
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import RankGroup, everyone
 
 log = logging.getLogger("zeropp")
 
 UNQUANTIZED = 16
 _NO_COPY = "a copy sharded over all ranks would equal the shards, so none is kept"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """The nodes of the data axis: each has `ranks_per_node` consecutive positions.
-
-    `parts` is how many ranks of a node there are for each of these: more than 1 where other axes,
-    as tensor parallelism, split the model among them. Nodes may be parts of one machine, which is
-    then all of `machines`.
-    """
-
-    num_ranks: int
-    ranks_per_node: int
-    parts: int = 1
-    machines: int = field(default=1, compare=False)
-
-    @classmethod
-    def of(cls, ranks: Sequence[int], ranks_per_node: int) -> "Nodes":
-        """Build from the global ranks of the data axis, in order, with `ranks_per_node` to a node.
-
-        Raises InputError if nodes would have different numbers of ranks, or are not contiguous.
-        """
-        runs = [(node, len(list(run))) for node, run in groupby(r // ranks_per_node for r in ranks)]
-        sizes = [size for _, size in runs]
-        if len({node for node, _ in runs}) < len(runs):
-            raise InputError(
-                f"the data axis visits a node twice: ranks {list(ranks)} with {ranks_per_node} "
-                "ranks per node; order the mesh so that the ranks of a node follow each other"
-            )
-        if len(set(sizes)) > 1:
-            raise InputError(
-                f"zeropp.ranks_per_node = {ranks_per_node} does not divide the {len(ranks)} ranks: "
-                f"the nodes would have {', '.join(map(str, sizes))} of them; give every node the "
-                "same number, or set ranks_per_node to a divisor of the number of ranks"
-            )
-        return cls(num_ranks=len(ranks), ranks_per_node=sizes[0])
-
-    @property
-    def count(self) -> int:
-        return self.num_ranks // self.ranks_per_node
-
-    def same(self, position: int, other: int) -> bool:
-        """Whether two positions are on the same node."""
-        return position // self.ranks_per_node == other // self.ranks_per_node
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hop:
-    """The positions that take part in one collective, in its rank order."""
-
-    members: tuple[int, ...]
-    nodes: Nodes
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
-
-    @cached_property
-    def place(self) -> str:
-        """Where the members are, in words."""
-        first, *others = self.members
-        near = all(self.nodes.same(first, other) for other in others)
-        return "in a node" if near else "across nodes"
-
-    def gather_bytes(self, position: int, num_bytes: int) -> dict[str, int]:
-        """Return what the member at `position` sends in a ring all-gather of `num_bytes` each."""
-        following = self.members[(self.members.index(position) + 1) % self.size]
-        hop = "in_node" if self.nodes.same(position, following) else "across_nodes"
-        return {hop: (self.size - 1) * num_bytes}
-
-    def exchange_bytes(self, position: int, num_bytes: int) -> dict[str, int]:
-        """Return what the member at `position` sends in an all-to-all of `num_bytes` to each."""
-        near = sum(self.nodes.same(position, other) for other in self.members) - 1
-        far = self.size - 1 - near
-        return {"in_node": near * num_bytes, "across_nodes": far * num_bytes}
-
-    def message_bytes(self, position: int, other: int, num_bytes: int) -> dict[str, int]:
-        """Return what a message of `num_bytes` from one member to another one counts as."""
-        hop = "in_node" if self.nodes.same(position, other) else "across_nodes"
-        return {hop: num_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +46,13 @@ class Route:
         """Whether all ranks exchange data in one unquantized collective."""
         return self.outer == 1 and self.bits[0] == UNQUANTIZED
 
-    def inner_hop(self, position: int) -> Hop:
-        first = position - position % self.inner
-        return Hop(members=tuple(range(first, first + self.inner)), nodes=self.nodes)
+    def inner_hop(self, position: int) -> RankGroup:
+        """Return the group of the inner hop, planned, as the rank at `position` sees it."""
+        return everyone(self.nodes, position).consecutive(self.inner)
 
-    def outer_hop(self, position: int) -> Hop:
-        members = range(position % self.inner, self.nodes.num_ranks, self.inner)
-        return Hop(members=tuple(members), nodes=self.nodes)
+    def outer_hop(self, position: int) -> RankGroup:
+        """Return the group of the outer hop, as `inner_hop` does that of the inner one."""
+        return everyone(self.nodes, position).strided(self.inner)
 
 
 def require_fit(config: ZeroConfig, nodes: Nodes) -> None:

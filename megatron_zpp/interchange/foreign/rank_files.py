@@ -28,9 +28,9 @@ from megatron_zpp.interchange.foreign.rank_parts import (
     with_experts_joined,
 )
 from megatron_zpp.interchange.foreign.tensor_files import (
-    IS_MUONS,
-    MUONS,
+    MOMENTUM,
     NOT_ASKED_FOR,
+    NOT_TAKEN,
     ForeignCheckpoint,
     LazyTensor,
     NamedTensors,
@@ -86,8 +86,8 @@ def _state_of_all(paths: Paths, files: Files, grid: Grid) -> ByKey:
 
     Raises UnmappedStateError if they cannot be mapped to weights.
     """
-    if any(MUONS in each for each in _all_states(files[0, 0])):
-        raise UnmappedStateError(IS_MUONS)
+    if any(MOMENTUM in each for each in _all_states(files[0, 0])):
+        raise UnmappedStateError(NOT_TAKEN)
     states = {each: path.parent / STATE_FILE for each, path in paths.items()}
     if any(path.exists() for path in states.values()):
         return read_state_files(states, _shapes(files), args_in(files[0, 0], grid.where), grid)

@@ -15,8 +15,8 @@ from zeropp.errors import InputError
 COMMON_STATE = "common_state/shard_0_1"  # what Megatron's ranks share, among the tensors since 0.19
 NOT_ASKED_FOR = "it was not asked for (--no-load-optim)"
 REMEDY = "; --no-load-optim imports the weights alone"  # ends errors in an optimizer's state
-MUONS = "momentum_buffer"  # of Muon, in the state of all programs
-IS_MUONS = "it is Muon's, whose momentum is not taken over"
+MOMENTUM = "momentum_buffer"  # of Muon, in the state of all programs
+NOT_TAKEN = "it is Muon's, whose momentum is not taken over"
 
 
 class UnmappedStateError(Exception):

@@ -29,9 +29,9 @@ from megatron_zpp.interchange.foreign.rank_parts import Grid, with_experts_joine
 from megatron_zpp.interchange.foreign.shard_tensors import ShardTensors
 from megatron_zpp.interchange.foreign.tensor_files import (
     COMMON_STATE,
-    IS_MUONS,
-    MUONS,
+    MOMENTUM,
     NOT_ASKED_FOR,
+    NOT_TAKEN,
     ForeignCheckpoint,
     LazyTensor,
     NamedTensors,
@@ -106,8 +106,8 @@ def _state(
 
     Raises UnmappedStateError if there are none that can be mapped to weights.
     """
-    if any(f".{MUONS}." in name for name in tensors.names()):
-        raise UnmappedStateError(IS_MUONS)
+    if any(f".{MOMENTUM}." in name for name in tensors.names()):
+        raise UnmappedStateError(NOT_TAKEN)
     if has_rank_states(tensors):
         state = read_rank_states(tensors, by_kind.get("", {}), args, _grid(tensors, args))
         step = updates(tensors)

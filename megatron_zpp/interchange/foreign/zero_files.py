@@ -21,8 +21,8 @@ from megatron_zpp.interchange.foreign.megatron_names import core_names
 from megatron_zpp.interchange.foreign.pickles import load_pickle
 from megatron_zpp.interchange.foreign.rank_parts import Grid, flat_tensors, join_stages
 from megatron_zpp.interchange.foreign.tensor_files import (
-    IS_MUONS,
-    MUONS,
+    MOMENTUM,
+    NOT_TAKEN,
     REMEDY,
     ForeignCheckpoint,
     LazyTensor,
@@ -240,8 +240,8 @@ def _groups(state: Mapping[str, Any], key: str, where: str) -> list[Tensor]:
         return state[STAGE_3] if STAGE_3 in state else state[STAGES_1_2]
     inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     kept = [*inner["state"].values()] if isinstance(inner, Mapping) else []
-    if any(MUONS in each for each in kept):
-        raise InputError(f"{where}: has the state of an optimizer, and {IS_MUONS}{REMEDY}")
+    if any(MOMENTUM in each for each in kept):
+        raise InputError(f"{where}: has the state of an optimizer, and {NOT_TAKEN}{REMEDY}")
     if not kept or not all(key in each for each in kept):
         raise InputError(f"{where}: its optimizer has no {key}, so it is not Adam{REMEDY}")
     return [inner["state"][number][key] for number in sorted(inner["state"])]

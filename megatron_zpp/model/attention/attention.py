@@ -94,7 +94,7 @@ class CoreAttention(nn.Module):
             return torch.cat(attended, dim=1)
         if context is not None:
             q, k, v = context.exchange_rows(q, k, v)
-        scores = self.scores_of(q, own_heads=None if context is None else context.peers.place)
+        scores = self.scores_of(q, own_heads=None if context is None else context.group.index)
         with own_random_numbers(self.axis, sequences.splits_rows, dropout, q.device):
             attended = attend(q, k, v, edges, dropout, scores=scores)
         return attended if context is None else context.exchange_heads(attended)

@@ -75,7 +75,7 @@ class MoE(nn.Module):
 
         The second value is how many rows this rank computed.
         """
-        if self.axis is None or self.axis.peers.size == 1:
+        if self.axis is None or self.axis.group.size == 1:
             return self.experts(rows, counts), len(rows)
         sent = self.axis.dispatch(rows, counts)
         return self.axis.combine(self.experts(sent.rows, sent.counts), sent), len(sent.rows)

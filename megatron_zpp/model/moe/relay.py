@@ -28,7 +28,7 @@ from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import RAW, RowLayout, row_layout
-from zeropp.wire.tokens.peers import Peers
+from zeropp.wire.rank_group import RankGroup
 from zeropp.wire.tokens.rows import RowsOfPairs, RowsOfSomePairs, RowsOfTokens, WeightedSums
 
 COUNT_BYTES = 2 * torch.int64.itemsize  # to each node: how many copies and pairs
@@ -42,7 +42,7 @@ class Way:
     bits: of a number in rows that cross towards experts.
     """
 
-    peers: Peers
+    group: RankGroup
     sent: Sequence[int]
     received: Sequence[int]
     bits: int
@@ -50,12 +50,12 @@ class Way:
     def to_relays(self, rows: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """Return tensors [C, ...] of all ranks' copies, for those of this rank's [S, ...]."""
         bits = (self.bits, *(RAW for _ in others))
-        return _moved((rows, *others), bits, self.peers, self.sent, self.received)
+        return _moved((rows, *others), bits, self.group, self.sent, self.received)
 
     def from_relays(self, *columns: Tensor) -> tuple[Tensor, ...]:
         """Return tensors [S, ...] of this rank's copies, for those of all ranks' [C, ...]."""
         bits = (RAW,) * len(columns)
-        return _moved(columns, bits, self.peers, self.received, self.sent)
+        return _moved(columns, bits, self.group, self.received, self.sent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +97,11 @@ def send_copies(
     numbers, is_needed = _by_node(assignment, num_nodes)
     counts = torch.stack((is_needed.sum(0), (numbers >= 0).sum((0, 2))), dim=1)  # [m, 2]
     arriving = torch.empty_like(counts)
-    across.exchange(counts, arriving)
+    across.all_to_all(arriving, counts)
     (sent, _), (received, pairs) = torch.stack((counts, arriving)).transpose(1, 2).tolist()
     nodes = torch.arange(num_nodes, device=tokens.device)
     order = torch.where(is_needed, nodes, num_nodes).flatten().argsort(stable=True)[: sum(sent)]
-    way = Way(peers=across, sent=sent, received=received, bits=axis.bits)
+    way = Way(group=across, sent=sent, received=received, bits=axis.bits)
     copies, copied_weights, experts = _ToRelays.apply(
         RowsOfPairs.apply(tokens, order, num_nodes),
         RowsOfPairs.apply(weights.float(), order, num_nodes),
@@ -126,7 +126,7 @@ def return_sums(computed: Tensor, copies: Copies) -> Tensor:
 
     computed: [M, H], for the rows of the copies that this rank relays.
     """
-    order, num_nodes = copies.assignment.order, copies.way.peers.size
+    order, num_nodes = copies.assignment.order, copies.way.group.size
     sums = WeightedSums.apply(computed, copies.weights, order, copies.lengths)
     rows = _FromRelays.apply(sums, copies.way)
     by_node = RowsOfTokens.apply(rows, copies.order, copies.num_tokens * num_nodes)
@@ -202,7 +202,7 @@ def _of_node(experts: Tensor, num_experts: int, num_pairs: int) -> Assignment:
 def _moved(
     columns: Sequence[Tensor],
     bits: Sequence[int],
-    peers: Peers,
+    group: RankGroup,
     sent: Sequence[int],
     received: Sequence[int],
 ) -> tuple[Tensor, ...]:
@@ -210,7 +210,7 @@ def _moved(
 
     Those for this rank itself stay, and are not encoded.
     """
-    place = peers.place
+    place = group.index
     sizes = sum(sent[:place]), sent[place], sum(sent[place + 1 :])
     parts = [column.split(sizes) for column in columns]
     encoded = [
@@ -218,7 +218,7 @@ def _moved(
         for (before, _, after), width in zip(parts, bits, strict=True)
     ]
     crossing = ([*counts[:place], 0, *counts[place + 1 :]] for counts in (sent, received))
-    arrived = peers.exchange_rows(torch.cat(encoded, dim=1), *crossing)
+    arrived = group.exchange_rows(torch.cat(encoded, dim=1), *crossing)
     first, moved = sum(received[:place]), []
     messages = arrived.split([each.shape[1] for each in encoded], dim=1)
     for (_, own, _), message, width in zip(parts, messages, bits, strict=True):

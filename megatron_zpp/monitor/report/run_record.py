@@ -31,7 +31,7 @@ class RunFacts:
     `table` has the rows printed before training, `settings` all flags by section, and the JSON as
     `zero`. `forecast` gives the bytes that a node was expected to send in a step, by purpose and
     hop ("gradients_across_nodes"). `expected_step` has the seconds of a step in the plan of
-    `--plan-file`, and what they rest on. `optimizer_flops` are the operations of Muon on
+    `--plan-file`, and what they rest on. `optimizer_flops` are those of the optimizer on
     rank 0 in a step, which no rate of the model's operations includes.
     """
 

@@ -25,7 +25,8 @@ def loss_change(optimizer: str, interval: int) -> LossChange | None:
 
     The loss grows with the interval, so that the next larger one in the table is a bound.
     """
-    table = dict(_table()["loss"]["muon" if optimizer == "muon" else "adam"])
+    by_optimizer = _table()["loss"]
+    table = dict(by_optimizer.get(optimizer, by_optimizer["adam"]))
     source = table.pop("source").strip()
     larger = [int(each) for each in table if int(each) >= interval]
     if not larger:

@@ -13,9 +13,8 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.moe.experts import Experts
 from megatron_zpp.model.part import Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
-from megatron_zpp.planner.parts.planned_muon import PlannedMuon
+from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.recipe.optimizer import muon_options
 from megatron_zpp.settings.config import Config
 from zeropp.sharding.cut import places_of, sharded_parameters, trained_subunits
 
@@ -55,7 +54,7 @@ class MetaModel:
         self._ends: dict[tuple, GPT] = {}
         self._units: dict[tuple, tuple[MetaUnit, ...]] = {}
         self._partial: dict[tuple, tuple[nn.Parameter, ...]] = {}
-        self._muon: dict[tuple, PlannedMuon] = {}
+        self._optimizers: dict[tuple, PlannedOptimizer] = {}
 
     def stages(self, ranks: PlannedRanks) -> list[Part]:
         """Return the stages of a rank."""
@@ -124,17 +123,23 @@ class MetaModel:
             self._partial[key] = tuple(partial_parameters(self.split(ranks), splits_rows))
         return self._partial[key]
 
-    def muon(
-        self, config: Config, ranks: PlannedRanks, stages: Sequence[Part], *, is_sharded: bool
-    ) -> PlannedMuon:
-        """Return Muon's steps for a rank's stages, of a `config` with other ZeRO settings."""
+    def optimizer(
+        self,
+        kind: type[PlannedOptimizer],
+        config: Config,
+        ranks: PlannedRanks,
+        stages: Sequence[Part],
+        *,
+        is_sharded: bool,
+    ) -> PlannedOptimizer:
+        """Return the optimizer of a rank's stages, of a `config` with other ZeRO settings."""
         layers = tuple(stage.layers for stage in stages)
-        lines = ranks.data_nodes, ranks.expert_nodes, is_sharded
-        key = _axes_key(ranks), layers, lines, muon_options(config)
-        if key not in self._muon:
+        nodes = ranks.data_nodes, ranks.expert_nodes, is_sharded
+        key = kind, _axes_key(ranks), layers, nodes, kind.key(config)
+        if key not in self._optimizers:
             model = self.split(ranks)
-            self._muon[key] = PlannedMuon(config, model, ranks, stages, is_sharded=is_sharded)
-        return self._muon[key]
+            self._optimizers[key] = kind(config, model, ranks, stages, is_sharded=is_sharded)
+        return self._optimizers[key]
 
     def _root(self, ranks: PlannedRanks, stage: Part, separates_trained: bool) -> Subunits:
         """Return the parameters of each subunit of a stage's root."""

@@ -1,103 +1,67 @@
 """What Muon sends and computes in a step of a planned run, from the optimizer's own plan.
 
-The ranks of a data axis, and those with the same experts, are lines (zeropp/optim/muon/line.py).
-Groups of a line orthogonalize rows together: those of a node, of a rank, or all.
+The ranks of a data axis, and those with the same experts, hold the rows of matrices together.
+Groups of them orthogonalize rows together: those of a node, of a rank, or all.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.part import Part
-from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.recipe.matrix_parts import matrix_parts
-from megatron_zpp.recipe.optimizer import is_muons, muon_options
+from megatron_zpp.capabilities.muon.capability import muon_options, uses_muon
+from megatron_zpp.capabilities.muon.matrix_parts import matrix_parts
+from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer, Sides, Turn, Turns
 from megatron_zpp.settings.config import Config
-from zeropp.optim.muon.blocks import Matrix, Round
-from zeropp.optim.muon.exchange import PURPOSE, Exchange
-from zeropp.optim.muon.line import Line, matrix_of
-from zeropp.optim.muon.newton_schulz import flops
-from zeropp.wire.communicator import Communicator
-from zeropp.wire.route import Hop, Nodes
-from zeropp.wire.traffic import HOPS, Traffic
+from zeropp.capabilities.muon.blocks import Matrix, Round, group_of, rounds_of
+from zeropp.capabilities.muon.exchange import Exchange
+from zeropp.capabilities.muon.matrix_step import MuonOptions
+from zeropp.capabilities.muon.newton_schulz import flops
+from zeropp.capabilities.muon.sharded_matrix import matrix_of
+from zeropp.fsdp_adapter import ShardSpec
+from zeropp.optim.sharded_optimizer import OPTIMIZER
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import RankGroup, everyone, sum_of
+from zeropp.wire.traffic import HOPS
 
 ALONE = Nodes(num_ranks=1, ranks_per_node=1)  # of ranks that hold all rows
 Matrices = tuple[Matrix, ...]
-Sides = tuple[int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """One round of a group: what is sent, in either direction, and what its members compute.
-
-    near_bytes: that the member that sends most sends in its node. far_bytes: that all ranks of a
-    node send to others. work: for each member, the operations by the sides of the products.
-    """
-
-    near_bytes: float
-    far_bytes: float
-    work: tuple[Counter[Sides], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """Groups of ranks that work at once in a share of the steps: the turns of each.
-
-    sent: bytes of all ranks of a stage, by hop.
-    """
-
-    share: float
-    turns: tuple[tuple[Turn, ...], ...]
-    sent: Counter[str]
-
-    @property
-    def flops(self) -> int:
-        """The operations of the busiest rank."""
-        return max(
-            (
-                sum(sum(turn.work[member].values()) for turn in turns)
-                for turns in self.turns
-                for member in range(len(turns[0].work))
-            ),
-            default=0,
-        )
-
-
-class PlannedMuon:
+class PlannedMuon(PlannedOptimizer):
     """Muon's steps for the matrices of a rank's stages.
 
-    model: all layers, with the rank's parts of their matrices. is_sharded: whether data ranks hold
-    rows of these; otherwise each orthogonalizes them whole.
+    Where data ranks do not hold rows of these, each orthogonalizes them whole.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        model: GPT,
-        ranks: PlannedRanks,
-        stages: Sequence[Part],
-        *,
-        is_sharded: bool,
-    ) -> None:
-        self.config, self.model, self.ranks, self.stages = config, model, ranks, stages
-        self.options, self.is_sharded = muon_options(config), is_sharded
+    @staticmethod
+    def key(config: Config) -> Hashable:
+        return muon_options(config)
 
     @cached_property
-    def groups(self) -> tuple[Groups, ...]:
-        """What follows each other in a step: the groups of all matrices, and those of experts."""
+    def options(self) -> MuonOptions:
+        """Where matrices are orthogonalized, and in which numbers."""
+        return muon_options(self.config)
+
+    def state_numbers(self, spec: ShardSpec, *, is_root: bool) -> int:
+        """Return 1, the momentum, for matrices of blocks, and Adam's moments for others."""
+        has_momentum = spec.ndim == 2 and not is_root and not self.config.lora.lora_rank
+        return 1 if has_momentum else super().state_numbers(spec, is_root=is_root)
+
+    @cached_property
+    def turns(self) -> tuple[Turns, ...]:
+        """The groups of all matrices, and then those of experts."""
         ranks, splits = self.ranks, self.ranks.expert_ranks > 1
         others: Counter[Matrices] = Counter(
             self._matrices(place, of_experts=False) for place in range(ranks.tensor_size)
         )
-        groups = [*self._groups(others, ranks.data_nodes)]
+        turns = [*self._turns(others, ranks.data_nodes)]
         if splits:
             experts = Counter({self._matrices(0, of_experts=True): ranks.expert_ranks})
-            groups += self._groups(experts, ranks.expert_nodes)
-        return tuple(groups)
+            turns += self._turns(experts, ranks.expert_nodes)
+        return tuple(turns)
 
     @cached_property
     def sent_by_node(self) -> dict[tuple[str, str], float]:
@@ -105,14 +69,9 @@ class PlannedMuon:
         nodes = self.ranks.nodes
         num_nodes = self.ranks.num_ranks / self.ranks.pipeline_size / nodes.ranks_per_node
         return {
-            (PURPOSE, hop): sum(each.share * each.sent[hop] for each in self.groups) / num_nodes
+            (OPTIMIZER, hop): sum(each.share * each.sent[hop] for each in self.turns) / num_nodes
             for hop in HOPS
         }
-
-    @property
-    def flops(self) -> float:
-        """The operations of the busiest rank in a step, the mean of the steps."""
-        return sum(each.share * each.flops for each in self.groups)
 
     def _matrices(self, place: int, *, of_experts: bool) -> Matrices:
         """Return the matrices of a rank at a place on the tensor axis, in the optimizer's order.
@@ -133,56 +92,55 @@ class PlannedMuon:
             for layer in stage.layers:
                 for name, parameter in self.model.blocks[layer].named_parameters():
                     name = f"blocks.{layer}.{name}"
-                    if parameter.requires_grad and is_muons(name, parameter):
+                    if parameter.requires_grad and uses_muon(name, parameter):
                         yield name, parameter
 
-    def _groups(self, lines: Counter[Matrices], nodes: Nodes) -> Iterator[Groups]:
-        """Yield the groups of lines: how many there are with each list of matrices."""
+    def _turns(self, axes: Counter[Matrices], nodes: Nodes) -> Iterator[Turns]:
+        """Yield the turns of axes on these nodes: how many there are with each matrices."""
         nodes = nodes if self.is_sharded else ALONE
         for blocks, share in self.options.shares().items():
             turns, sent = [], Counter()
-            for matrices, count in lines.items():
-                for line, hop in _hops(nodes, blocks):
-                    rounds = line.rounds(matrices, blocks)
-                    by_member = [self._sent(hop, member, rounds) for member in hop.members]
-                    for each in by_member:
-                        sent.update({key: count * num_bytes for key, num_bytes in each.items()})
-                    turns.append(tuple(self._turn(hop, blocks) for blocks in rounds))
-            yield Groups(share=share, turns=tuple(filter(None, turns)), sent=sent)
+            for matrices, count in axes.items():
+                for axis in _seen_by_firsts(nodes, blocks):
+                    rounds, group = rounds_of(axis, matrices, blocks), group_of(axis, blocks)
+                    for member in group.members:
+                        of_member = self._sent(group, member, rounds)
+                        sent.update({hop: count * size for hop, size in of_member.items()})
+                    turns.append(tuple(self._turn(group, blocks) for blocks in rounds))
+            yield Turns(share=share, turns=tuple(filter(None, turns)), sent=sent)
 
-    def _turn(self, hop: Hop, blocks: Round) -> Turn:
-        sent = [self._sent(hop, member, (blocks,)) for member in hop.members]
-        num_nodes = max(1, hop.size // hop.nodes.ranks_per_node)
+    def _turn(self, group: RankGroup, blocks: Round) -> Turn:
+        sent = [self._sent(group, member, (blocks,)) for member in group.members]
+        num_nodes = max(1, group.size // group.nodes.ranks_per_node)
+        far = sum(each["across_nodes"] for each in sent)
         steps = self.config.muon.muon_num_ns_steps
-        work: tuple[Counter[Sides], ...] = tuple(Counter() for _ in hop.members)
+        work: tuple[Counter[Sides], ...] = tuple(Counter() for _ in group.members)
         for block in blocks:
             sides = block.rows, block.columns
             work[block.owner][sides] += flops(*sides, steps)
         return Turn(
             near_bytes=max(each["in_node"] for each in sent) / 2,
-            far_bytes=sum(each["across_nodes"] for each in sent) * hop.nodes.parts / num_nodes / 2,
+            far_bytes=far * group.nodes.parts / num_nodes / 2,
             work=work,
         )
 
-    def _sent(self, hop: Hop, member: int, rounds: Sequence[Round]) -> Counter[str]:
+    def _sent(self, group: RankGroup, member: int, rounds: Sequence[Round]) -> Counter[str]:
         """Return the bytes that a member of a group sends in these rounds, there and back."""
-        if hop.size == 1:
-            return Counter()
-        ledger = Traffic((PURPOSE,))
+        options = self.options
         exchange = Exchange(
-            dtype=self.options.dtype or torch.bfloat16,
+            group=replace(group, position=member, purpose=OPTIMIZER),
+            dtype=options.dtype or torch.bfloat16,
             device=torch.device("meta"),
-            communicator=Communicator(hop=hop, position=member, group=None, traffic=ledger),
-            quantizes=self.options.quantizes,
+            quantizes=options.quantizes,
         )
-        return exchange.expected(rounds)
+        sent = sum_of(exchange.messages(rounds))
+        return Counter({hop: sent[OPTIMIZER, hop] for hop in HOPS})
 
 
-def _hops(nodes: Nodes, blocks: str) -> Iterator[tuple[Line, Hop]]:
-    """Yield the groups of a line, with the line as their first members see it."""
-    position, ranks = 0, tuple(range(nodes.num_ranks))
+def _seen_by_firsts(nodes: Nodes, blocks: str) -> Iterator[RankGroup]:
+    """Yield the data axis as the first member of each of its groups sees it."""
+    position = 0
     while position < nodes.num_ranks:
-        line = Line(ranks=ranks, position=position, nodes=nodes)
-        hop = line.hop(blocks)
-        yield line, hop
-        position += hop.size
+        axis = everyone(nodes, position)
+        yield axis
+        position += group_of(axis, blocks).size

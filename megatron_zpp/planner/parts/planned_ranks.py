@@ -12,8 +12,8 @@ from megatron_zpp.parallel.mesh import mesh_sizes
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.sharding.grid import nodes_of_grid
-from zeropp.wire.route import Hop, Nodes
-from zeropp.wire.tokens.peers import AXES, Peers
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import AXES, RankGroup
 from zeropp.wire.traffic import Traffic
 
 
@@ -66,7 +66,12 @@ class PlannedRanks(RankGrid):
         """The axis over which experts are split, if they are."""
         return self.expert_axis(self.expert_ranks, self.parallel.moe_dispatch_bits)
 
-    def peers(self, purpose: str, members: Sequence[int]) -> Peers:
-        """Return ranks, this one among them, as peers for one of `AXES`."""
-        hop = Hop(members=tuple(members), nodes=self.nodes)
-        return Peers(purpose=purpose, rank=self.rank, group=None, hop=hop, traffic=self.activations)
+    def rank_group(self, purpose: str, members: Sequence[int]) -> RankGroup:
+        """Return ranks, this one among them, as a group for one of `AXES`."""
+        return RankGroup(
+            members=tuple(members),
+            position=self.rank,
+            nodes=self.nodes,
+            purpose=purpose,
+            ledger=self.activations,
+        )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
+from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_unit import (
     FP32_BYTES,
@@ -28,7 +30,9 @@ from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.optim.offload import HOST, master_devices
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan, spec_of
-from zeropp.wire.route import Nodes
+from zeropp.wire.nodes import Nodes
+
+OPTIMIZERS = MappingProxyType({"muon": PlannedMuon})  # others than AdamW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +74,12 @@ class PlannedRun:
         return tuple(parameter for unit in self.plan.units for parameter in unit.parameters)
 
     @cached_property
-    def muon(self) -> PlannedMuon | None:
-        """Return Muon's steps, if it is the optimizer."""
-        if self.config.optimizer.optimizer != "muon":
-            return None
-        is_sharded = self.stage > 0
-        return self.model.muon(self.config, self.ranks, self.stages, is_sharded=is_sharded)
+    def optimizer(self) -> PlannedOptimizer:
+        """Return what the optimizer adds to a step."""
+        kind = OPTIMIZERS.get(self.config.optimizer.optimizer, PlannedOptimizer)
+        return self.model.optimizer(
+            kind, self.config, self.ranks, self.stages, is_sharded=self.stage > 0
+        )
 
     @property
     def stage(self) -> int:

@@ -12,25 +12,23 @@ from megatron_zpp.planner.node_traffic import axis_forecast
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.planner.timing.hardware import Rates
-from megatron_zpp.planner.timing.links import Message, exchange, ring
+from megatron_zpp.planner.timing.links import Load, exchange, ring
 from megatron_zpp.planner.timing.messages import ALL_REDUCE_RINGS
-from megatron_zpp.recipe.activation_forecast import Move
-from zeropp.wire.tokens.peers import AXES, EXCHANGE, REDUCE
-from zeropp.wire.traffic import Traffic
+from zeropp.wire.rank_group import EXCHANGE, REDUCE, Message
 
 PIPELINE = "pipeline"
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A message that is sent so many times, one after the other."""
+    """A message that is sent several times, one after the other."""
 
-    message: Message
+    load: Load
     times: float
 
     def seconds(self, rates: Rates) -> float:
         """Return how long the links are occupied."""
-        return self.times * self.message.hop(rates).seconds
+        return self.times * self.load.hop(rates).seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +48,16 @@ class StageMessages:
 
 def stage_messages(run: PlannedRun, stage: Part) -> StageMessages:
     """Return the messages of a micro-batch in a stage of a rank."""
-    moves = [move for move in axis_forecast(run).moves(stage) if move.times]
+    messages = [each for each in axis_forecast(run).messages(stage) if each.times]
 
     def chosen(
         *, is_pipeline: bool, is_forward: bool, in_layers: bool = False
     ) -> tuple[Repeated, ...]:
         return repeated(
             (
-                move
-                for move in moves
-                if (move.axis == PIPELINE, move.is_forward, move.in_layers)
+                each
+                for each in messages
+                if (each.purpose == PIPELINE, each.is_forward, each.in_layers)
                 == (is_pipeline, is_forward, in_layers)
             ),
             run.ranks,
@@ -76,27 +74,25 @@ def stage_messages(run: PlannedRun, stage: Part) -> StageMessages:
     )
 
 
-def repeated(moves: Iterable[Move], ranks: PlannedRanks, parts: int = 1) -> tuple[Repeated, ...]:
-    """Return the messages of moves, each of which is spread over equal parts."""
-    return tuple(Repeated(message_of(move, ranks), move.times / parts) for move in moves)
+def repeated(
+    messages: Iterable[Message], ranks: PlannedRanks, parts: int = 1
+) -> tuple[Repeated, ...]:
+    """Return how messages occupy links, each of which is spread over equal parts."""
+    return tuple(Repeated(load_of(each, ranks), each.times / parts) for each in messages)
 
 
-def message_of(move: Move, ranks: PlannedRanks) -> Message:
-    """Return the message of one of the collectives that a move stands for."""
-    single, members = replace(move, times=1), move.hop.members
-    ledger = Traffic(AXES)
-    near = 0
-    for rank in members:
-        before = ledger.sent[move.axis, "in_node"]
-        single.count(rank, ledger)
-        near = max(near, ledger.sent[move.axis, "in_node"] - before)
+def load_of(message: Message, ranks: PlannedRanks) -> Load:
+    """Return how one of the collectives that a message stands for occupies the links."""
+    single, members = replace(message, times=1), message.group.members
+    sent = [single.of(member).sent for member in members]
+    near = max(each.get("in_node", 0) for each in sent)
     # All ranks of a node that compute the same stage send at once, each in its own group.
     senders = min(ranks.nodes.ranks_per_node, ranks.num_ranks // ranks.pipeline_size)
-    far = ledger.sent[move.axis, "across_nodes"] / len(members) * senders
-    if move.kind == EXCHANGE:
+    far = sum(each.get("across_nodes", 0) for each in sent) / len(members) * senders
+    if message.kind == EXCHANGE:
         return exchange(near, far)
     num_nodes = len({rank // ranks.nodes.ranks_per_node for rank in members})
-    rings = ALL_REDUCE_RINGS if move.kind == REDUCE else 1
+    rings = ALL_REDUCE_RINGS if message.kind == REDUCE else 1
     return ring(rings * len(members), rings * num_nodes, near, far)
 
 

@@ -23,8 +23,8 @@ class HopTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
-    """What is sent in one hop: bytes that a rank sends near, bytes that a node sends far.
+class Load:
+    """What one hop puts on the links: bytes that a rank sends near, bytes that a node sends far.
 
     `near_hops` and `far_hops` are the hops one after the other that add latency.
     """
@@ -53,9 +53,9 @@ class Message:
         )
 
 
-def ring(num_ranks: int, num_nodes: int, near_bytes: float, far_bytes: float) -> Message:
+def ring(num_ranks: int, num_nodes: int, near_bytes: float, far_bytes: float) -> Load:
     """Return the message of an all-gather or a reduce-scatter among ranks on so many nodes."""
-    return Message(
+    return Load(
         near_bytes=near_bytes,
         far_bytes=far_bytes,
         near_hops=num_ranks - num_nodes,
@@ -63,9 +63,9 @@ def ring(num_ranks: int, num_nodes: int, near_bytes: float, far_bytes: float) ->
     )
 
 
-def exchange(near_bytes: float, far_bytes: float) -> Message:
+def exchange(near_bytes: float, far_bytes: float) -> Load:
     """Return the message of an all-to-all."""
-    return Message(
+    return Load(
         near_bytes=near_bytes,
         far_bytes=far_bytes,
         near_hops=1 if near_bytes else 0,

@@ -7,13 +7,13 @@ first gather of a step is that of one micro-batch, a later one what the second a
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_zpp.planner.timing.links import Message, exchange, ring
+from megatron_zpp.planner.timing.links import Load, exchange, ring
 from zeropp.sharding.forecast import node_bytes
 from zeropp.sharding.plan import Plan, UnitPlan
 from zeropp.wire.route import Route
 
 Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes of a node
-Messages = tuple[Message, ...]  # of a collective's hops, one after the other
+Messages = tuple[Load, ...]  # of a collective's hops, one after the other
 FORWARD, BACKWARD, GRADIENTS = "weights_forward", "weights_backward", "gradients"
 ALL_REDUCE_RINGS = 2  # it is a reduce-scatter and an all-gather
 

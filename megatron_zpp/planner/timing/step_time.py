@@ -23,8 +23,7 @@ class StepTime:
     that links between nodes may be. computing: passes and update of the busiest rank. bubble: what
     it waits for other stages of a pipeline, were the links infinitely fast. across_nodes, in_node:
     what would be saved if these links were infinitely fast, the far ones first. kernels: what
-    quantizing and dequantizing take. orthogonalizing: of these, what Muon's products and messages
-    take.
+    quantizing and dequantizing take. optimizer: of these, what its products and messages take.
     """
 
     typical: float
@@ -35,7 +34,7 @@ class StepTime:
     across_nodes: float
     in_node: float
     kernels: float
-    orthogonalizing: float = 0.0
+    optimizer: float = 0.0
 
 
 def step_time(work: StepWork, cluster: Cluster) -> StepTime:
@@ -61,7 +60,7 @@ def step_time(work: StepWork, cluster: Cluster) -> StepTime:
         across_nodes=typical - near_only,
         in_node=near_only - kernels_only,
         kernels=kernels_only - passes,
-        orthogonalizing=work.muon_seconds(rates),
+        optimizer=work.optimizer_seconds(rates),
     )
 
 

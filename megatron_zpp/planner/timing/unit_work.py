@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 
 from megatron_zpp.model.part import Part
-from megatron_zpp.planner.node_traffic import gradient_moves
+from megatron_zpp.planner.node_traffic import gradient_messages
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
 from megatron_zpp.planner.parts.planned_unit import Unit
@@ -25,7 +25,7 @@ from megatron_zpp.planner.timing.computing import (
 from megatron_zpp.planner.timing.exchange_time import Exchange
 from megatron_zpp.planner.timing.hardware import Rates, hardware_table
 from megatron_zpp.planner.timing.messages import Messages, UnitMessages, unit_messages
-from megatron_zpp.planner.timing.muon_time import muon_seconds
+from megatron_zpp.planner.timing.optimizer_time import optimizer_seconds
 from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds, pipeline_seconds
 from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork, step_seconds
 from zeropp.wire.route import UNQUANTIZED, Route
@@ -81,9 +81,9 @@ class StepWork:
         passes = pipeline_seconds(stages, len(by_place), num_micro_batches)
         return passes + max(rank.after_passes(rates) for rank, _ in self._ranks)
 
-    def muon_seconds(self, rates: Rates) -> float:
-        """Return what Muon takes beside an update by Adam, on the rank for which that is most."""
-        return max(rank.muon_seconds(rates) for rank, _ in self._ranks)
+    def optimizer_seconds(self, rates: Rates) -> float:
+        """Return what the optimizer takes beside Adam's update, on the rank where that is most."""
+        return max(optimizer_seconds(rank.run.optimizer, rates) for rank, _ in self._ranks)
 
     def busy_seconds(self, kind: type[Streams], rates: Rates, *, quantizing: bool = True) -> float:
         """Return `seconds` of the busiest rank without what it waits for stages of a pipeline."""
@@ -133,12 +133,8 @@ class RankWork:
     def after_passes(self, rates: Rates) -> float:
         """Return the seconds of what follows the passes: gradients of other axes, the update."""
         trained = sum(unit.trained for unit in self.run.units)
-        update = update_seconds(trained, rates) + self.muon_seconds(rates)
+        update = update_seconds(trained, rates) + optimizer_seconds(self.run.optimizer, rates)
         return seconds_of(self._gradient_messages, rates) + update
-
-    def muon_seconds(self, rates: Rates) -> float:
-        """Return what Muon takes beside that update."""
-        return 0.0 if self.run.muon is None else muon_seconds(self.run.muon, rates)
 
     def _stage_works(
         self,
@@ -172,7 +168,7 @@ class RankWork:
     @cached_property
     def _gradient_messages(self) -> tuple[Repeated, ...]:
         """What is sent once per step: gradients that ranks of an axis have parts of."""
-        return repeated(gradient_moves(self.run), self.run.ranks)
+        return repeated(gradient_messages(self.run), self.run.ranks)
 
     @cached_property
     def _units(self) -> list[list[tuple[Unit, UnitMessages]]]:

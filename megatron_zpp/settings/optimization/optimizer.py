@@ -1,10 +1,14 @@
 """The optimizer, weight decay and clipping."""
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.flag import NoEffect, SameAs, Section, flag, needs
+from zeropp.settings.capabilities import declared
 from zeropp.settings.schema import Rule, at_most
 
+OPTIMIZERS = MappingProxyType(dict(declared("OPTIMIZERS", CAPABILITIES)))  # help by name
 NO_DECAY = NoEffect(
     "--lr-decay-style constant does not decay",
     when=lambda c: c.schedule.lr_decay_style == "constant",
@@ -22,11 +26,10 @@ class OptimizerConfig(Section):
 
     optimizer: str = flag(
         "adam",
-        "the optimizer: Adam with decoupled weight decay, or Muon for matrices of blocks and Adam "
-        "for the rest",
-        choices=("adam", "muon"),
+        ", or ".join(("the optimizer: Adam with decoupled weight decay", *OPTIMIZERS.values())),
+        choices=("adam", *OPTIMIZERS),
         synonyms=dict.fromkeys(("adamw", "fusedadam", "fusedadamw"), "adam")
-        | {"dist_muon": "muon"},
+        | dict(declared("SYNONYMS", CAPABILITIES)),
         same_as=SameAs("optimizer.type", to_flag=_optimizer_of, to_json=str.capitalize),
     )
     lr: float = flag(3e-4, "largest learning rate", minimum=0, same_as="optimizer.params.lr")

@@ -36,8 +36,8 @@ from tests.megatron_zpp.train.training_runs import (
 from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.optim.step_or_skip import local_part
-from zeropp.wire.route import Hop, Nodes
-from zeropp.wire.tokens.peers import AXES, Peers
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import AXES, RankGroup
 from zeropp.wire.traffic import Traffic
 
 
@@ -159,13 +159,12 @@ def test_blocks_may_be_traced(how):
 
 def axis_of_two() -> TensorAxis:
     """The tensor axis of a test's two ranks."""
-    hop = Hop(members=(0, 1), nodes=Nodes(num_ranks=2, ranks_per_node=2))
-    peers = Peers(
-        purpose="tensor", rank=dist.get_rank(), group=dist.group.WORLD, hop=hop,
-        traffic=Traffic(AXES),
+    group = RankGroup(
+        members=(0, 1), position=dist.get_rank(), nodes=Nodes(num_ranks=2, ranks_per_node=2),
+        purpose="tensor", ledger=Traffic(AXES), group=dist.group.WORLD,
     )  # fmt: skip
     mesh = init_device_mesh("cpu", (2,))
-    return TensorAxis(peers=peers, sequence_parallel=True, mesh=mesh)
+    return TensorAxis(group=group, sequence_parallel=True, mesh=mesh)
 
 
 def own(whole: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -211,7 +210,7 @@ def test_a_vocabulary_that_is_split_is_looked_up_and_predicted_as_a_whole():
     assert torch.equal(filled(VocabParallelEmbedding(10, 6, axis), table)(tokens), table(tokens))
     logits, labels, mask = torch.randn(7, 10), torch.randint(10, (7,)), torch.rand(7)
     part = own(logits, 1).clone()
-    losses = parallel_cross_entropy(part, labels, mask, axis.peers)
+    losses = parallel_cross_entropy(part, labels, mask, axis.group)
     torch.testing.assert_close(losses, chunked_cross_entropy(logits, labels, mask))
     torch.testing.assert_close(part, own(logits, 1))  # both are gradients now
 

@@ -19,20 +19,20 @@ from megatron_zpp.parallel.collectives import (
     sum_whole,
 )
 from tests.ranks import ranks
-from zeropp.wire.route import Hop, Nodes
-from zeropp.wire.tokens.peers import AXES, Peers
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import AXES, RankGroup
 from zeropp.wire.traffic import Traffic
 
 SIZE = 4
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def peers() -> Peers:
+def peers() -> RankGroup:
     """All ranks, two to a node."""
     members, nodes = tuple(range(SIZE)), Nodes(num_ranks=SIZE, ranks_per_node=2)
-    return Peers(
-        purpose="tensor", rank=dist.get_rank(), group=dist.group.WORLD, traffic=Traffic(AXES),
-        hop=Hop(members=members, nodes=nodes),
+    return RankGroup(
+        members=members, position=dist.get_rank(), nodes=nodes, purpose="tensor",
+        ledger=Traffic(AXES), group=dist.group.WORLD,
     )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megatron_zpp.parallel.expert_axis import ExpertAxis
 from tests.ranks import ranks
-from zeropp.wire.route import Hop, Nodes
-from zeropp.wire.tokens.peers import AXES, Peers
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import AXES, RankGroup
 from zeropp.wire.traffic import Traffic
 
 SIZE, EXPERTS, WIDTH = 4, 8, 5
@@ -17,9 +17,11 @@ OWN = EXPERTS // SIZE
 
 def expert_axis(rank: int, group: dist.ProcessGroup | None) -> ExpertAxis:
     """All ranks, two to a node."""
-    hop = Hop(members=tuple(range(SIZE)), nodes=Nodes(num_ranks=SIZE, ranks_per_node=2))
-    peers = Peers(purpose="expert", rank=rank, group=group, hop=hop, traffic=Traffic(AXES))
-    return ExpertAxis(peers=peers)
+    of_rank = RankGroup(
+        members=tuple(range(SIZE)), position=rank, nodes=Nodes(num_ranks=SIZE, ranks_per_node=2),
+        purpose="expert", ledger=Traffic(AXES), group=group,
+    )  # fmt: skip
+    return ExpertAxis(group=of_rank)
 
 
 def counts_of(case: str) -> Tensor:
@@ -80,4 +82,4 @@ def test_the_ledger_counts_the_rows_that_leave_a_rank() -> None:
         there = sum(int(by_rank[rank, other]) for other in others)
         back = sum(int(by_rank[other, rank]) for other in others)
         numbers = 8 * OWN * len(others)  # how many rows each expert gets, int64
-        assert axis.peers.traffic.sent["expert", hop] == 8 * WIDTH * (there + back) + numbers
+        assert axis.group.ledger.sent["expert", hop] == 8 * WIDTH * (there + back) + numbers

@@ -4,7 +4,7 @@ from itertools import product
 
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import ParallelConfig
-from zeropp.wire.route import Nodes
+from zeropp.wire.nodes import Nodes
 
 P, R, C, T = 2, 3, 2, 2
 SIZES = ParallelConfig(
@@ -25,6 +25,6 @@ def test_a_rank_knows_its_places_and_who_shares_its_work():
         assert places == (p, replica, c, t)
         assert (ranks.num_ranks, ranks.num_replicas) == (P * R * C * T, R)
         assert ranks.pipeline == tuple(number(each, replica, c, t) for each in range(P))
-        assert ranks.tensor_peers.hop.members == tuple(number(p, replica, c, i) for i in range(T))
-        assert ranks.context_peers.hop.members == tuple(number(p, replica, i, t) for i in range(C))
-        assert ranks.tensor_peers.place == t and ranks.context_peers.place == c
+        assert ranks.tensor_group.members == tuple(number(p, replica, c, i) for i in range(T))
+        assert ranks.context_group.members == tuple(number(p, replica, i, t) for i in range(C))
+        assert ranks.tensor_group.index == t and ranks.context_group.index == c

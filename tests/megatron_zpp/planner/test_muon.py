@@ -11,10 +11,10 @@ import torch.distributed as dist
 from benchmarks.shared.training_setup import largest_of_ranks
 from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.estimate import estimate
-from megatron_zpp.planner.parts.planned_muon import Turn
+from megatron_zpp.planner.parts.planned_optimizer import Turn
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.hardware import Description, Protocol, Rates, find_cluster
-from megatron_zpp.planner.timing.muon_time import seconds_of_turns
+from megatron_zpp.planner.timing.optimizer_time import seconds_of_turns
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.build import run_facts
 from megatron_zpp.train.inputs import TRAIN
@@ -22,7 +22,7 @@ from tests.megatron_zpp.parallel.flags import EP2, EP4, NO_DROPOUT, PP2, SP, TP2
 from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold
 from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
-from zeropp.optim.muon.exchange import PURPOSE
+from zeropp.optim.sharded_optimizer import OPTIMIZER
 from zeropp.wire.traffic import HOPS
 
 MODEL = (
@@ -67,8 +67,8 @@ def test_the_ledger_is_the_forecast(flags: str, zero: dict, muon: dict, tmp_path
         foretold = estimate(run.config, vocab_size, run.ranks.nodes, is_cpu=True)
         busiest = largest_of_ranks(run.trainer.optimizer.flops(), torch.device("cpu"))
         assert run_facts(run, ()).optimizer_flops == run.trainer.optimizer.flops() > 0
-    sent = {hop: counted.sent[PURPOSE, hop] / 2 for hop in HOPS}
-    assert sent == {hop: foretold.sent[PURPOSE, hop] for hop in HOPS}
+    sent = {hop: counted.sent[OPTIMIZER, hop] / 2 for hop in HOPS}
+    assert sent == {hop: foretold.sent[OPTIMIZER, hop] for hop in HOPS}
     assert any(sent.values())
     if not muon.keys() & EVERY.keys():
         assert foretold.optimizer_flops == busiest
@@ -100,12 +100,12 @@ def test_the_plan_adds_what_muon_takes_to_the_time_of_adam() -> None:
         rows[name] = searched.row(given_candidate(searched.base))
     adam, node, whole = (rows[name] for name in ("adam", "node", "whole"))
     for row in (node, whole):
-        assert row.time.typical - adam.time.typical == pytest.approx(row.time.orthogonalizing)
+        assert row.time.typical - adam.time.typical == pytest.approx(row.time.optimizer)
         assert row.sent_in_m["in_node"] - adam.sent_in_m["in_node"] == pytest.approx(
             row.optimizer_in_m["in_node"]
         )
     assert node.optimizer_in_m["across_nodes"] == 0 < whole.optimizer_in_m["across_nodes"]
-    assert whole.time.orthogonalizing > node.time.orthogonalizing > 0 == adam.time.orthogonalizing
+    assert whole.time.optimizer > node.time.optimizer > 0 == adam.time.optimizer
 
 
 RATES = Rates(

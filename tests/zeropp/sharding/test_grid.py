@@ -22,7 +22,8 @@ from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import InputError, Sharding, optimizer_step, shard
 from zeropp.sharding.forecast import node_bytes
 from zeropp.sharding.grid import nodes_of_grid
-from zeropp.wire.route import Nodes, gradient_route, weight_route
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.route import gradient_route, weight_route
 
 WIDTH, INNER, CLIP, STEPS = 12, 20, 0.25, 3
 QUANTIZED = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}

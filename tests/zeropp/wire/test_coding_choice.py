@@ -10,7 +10,8 @@ from tests.ranks import ranks
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire import coding_choice
 from zeropp.wire.coding_choice import with_choice
-from zeropp.wire.route import Nodes, Route, gradient_route, weight_route
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.route import Route, gradient_route, weight_route
 
 AXIS = (0, 1, 2, 3)
 NODES = Nodes(num_ranks=4, ranks_per_node=2, machines=2)

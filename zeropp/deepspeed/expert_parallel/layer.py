@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zeropp.wire.rank_group import RankGroup
 from zeropp.wire.tokens.exchange import combine, dispatch
-from zeropp.wire.tokens.peers import Peers
 from zeropp.wire.tokens.rows import RowsOfPairs, RowsOfTokens
 
 
 class ExpertRanks:
     """The ranks that split experts. A copy of a model is whole, and its copy has none."""
 
-    def __init__(self, peers: Peers | None) -> None:
-        self.peers = peers
+    def __init__(self, group: RankGroup | None) -> None:
+        self.group = group
 
     def __deepcopy__(self, _: object) -> "ExpertRanks":
         return ExpertRanks(None)
@@ -68,9 +68,9 @@ class ExpertParallel(nn.Module):
         bounds = torch.searchsorted(sorted_index, numbers)
         order = order[: int(bounds[-1])]  # a choice beyond all experts is none
         rows = RowsOfPairs.apply(tokens, order, index.shape[1])
-        sent = dispatch(rows, bounds.diff(), self.ranks.peers)
+        sent = dispatch(rows, bounds.diff(), self.ranks.group)
         computed = self._of_own_experts(own, sent.rows, sent.counts)
-        rows = combine(computed, sent, self.ranks.peers)
+        rows = combine(computed, sent, self.ranks.group)
         by_token = RowsOfTokens.apply(rows, order, index.numel())
         by_token = by_token.unflatten(0, (*x.shape[:-1], index.shape[1]))
         # no view, which a model may change in place: FSDP2's hooks would be lost

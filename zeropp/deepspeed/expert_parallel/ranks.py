@@ -14,8 +14,8 @@ from zeropp.errors import InputError
 from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import inherit_time_limits, own_ranks_per_node, ranks_of
-from zeropp.wire.route import Hop, Nodes
-from zeropp.wire.tokens.peers import AXES, Peers
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import AXES, RankGroup
 from zeropp.wire.traffic import Traffic
 
 AXIS_NAMES = ("expert_data", "expert")
@@ -54,18 +54,18 @@ def split(found: Sequence[FusedExperts], mesh: DeviceMesh, config: ZeroConfig) -
     )
     inherit_time_limits(grid)
     world = dist.get_world_size()
-    nodes = Nodes(num_ranks=world, ranks_per_node=own_ranks_per_node(config))
-    hop = Hop(members=tuple(lines["expert"]), nodes=nodes)
-    result = SplitExperts(lines=(_line(found, hop),))
-    peers = Peers(
+    traffic = Traffic(AXES)
+    group = RankGroup(
+        members=tuple(lines["expert"]),
+        position=dist.get_rank(),
+        nodes=Nodes(num_ranks=world, ranks_per_node=own_ranks_per_node(config)),
         purpose="expert",
-        rank=dist.get_rank(),
+        ledger=traffic,
         group=grid.get_group("expert"),
-        hop=hop,
-        traffic=result.traffic,
     )
+    result = SplitExperts(traffic=traffic, lines=(_line(found, group),))
     for experts in found:
-        layer = ExpertParallel(experts.module, ExpertRanks(peers))
+        layer = ExpertParallel(experts.module, ExpertRanks(group))
         experts.parent.register_module(experts.name, layer)
         result.meshes[layer] = grid
     return result
@@ -97,10 +97,10 @@ def _require_ranks(mesh: DeviceMesh, config: ZeroConfig) -> None:
         )
 
 
-def _line(found: Sequence[FusedExperts], hop: Hop) -> str:
+def _line(found: Sequence[FusedExperts], group: RankGroup) -> str:
     numbers = sorted({each.num_experts for each in found})
     experts = " or ".join(map(str, numbers))
     return (
-        f"experts: {hop.size} ranks {hop.place} split the {experts} experts of each of "
+        f"experts: {group.size} ranks {group.where} split the {experts} experts of each of "
         f"{len(found)} layers, and send each other tokens in the format of computing"
     )

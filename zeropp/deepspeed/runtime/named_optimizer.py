@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropp.capabilities.muon.groups import groups_of, stacks_of
+from zeropp.capabilities.muon.matrix_step import MuonOptions
+from zeropp.capabilities.muon.muon import Muon
 from zeropp.deepspeed.ops import adam
 from zeropp.errors import InputError
 from zeropp.optim.adam import fastest_adamw
-from zeropp.optim.muon.groups import groups_of, stacks_of
-from zeropp.optim.muon.matrix_step import MuonOptions
-from zeropp.optim.muon.muon import Muon
 from zeropp.settings.zero_config import ZeroConfig
 
 log = logging.getLogger("zeropp")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.optim.local_steps.held_model import HeldModel
+from zeropp.optim.sharded_optimizer import sharded
 from zeropp.optim.step_or_skip import local_part
 
 
@@ -44,16 +45,16 @@ class TrainedWeights:
         """Let the weights be these values, in the order of `read`."""
         for (parameter, whole), value in zip(self._wholes(), values, strict=True):
             whole.copy_(self._joined(parameter, value, whole.numel()).view(whole.shape))
-        for holder, copy in getattr(self.optimizer, "copies", {}).items():
+        optimizer = sharded(self.optimizer)
+        for holder, copy in optimizer.copies.items():
             copy.copy_(local_part(holder))
-        if self.masters:
-            self.optimizer.loaded(behind=False)
+        if optimizer.masters:
+            optimizer.loaded(behind=False)
         self.model.changed()
 
     def gradients(self) -> list[Tensor]:
         """Return the averaged gradients in the order of `read`, zeros where there are none."""
-        if getattr(self.optimizer, "takes_factor", False):
-            self.optimizer.await_gradients()
+        sharded(self.optimizer).await_gradients()
         parts = []
         for parameter, whole in self._wholes():
             gradient = self._gradient(parameter)
@@ -103,7 +104,7 @@ class TrainedWeights:
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """The fp32 weights of an offloaded optimizer, after its last update."""
-        return getattr(self.optimizer, "masters", {})
+        return sharded(self.optimizer).masters
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return self.masters.get(parameter, parameter).grad

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeropp.wire.tokens.peers import Peers
+from zeropp.wire.rank_group import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +35,17 @@ class Dispatched:
 
 
 @torch.compiler.disable  # it enters what is sent into a ledger, each time
-def dispatch(rows: Tensor, counts: Tensor, peers: Peers) -> Dispatched:
+def dispatch(rows: Tensor, counts: Tensor, group: RankGroup) -> Dispatched:
     """Send `rows` [T, H], by expert, of which each expert gets as many as `counts` [E] says.
 
-    Each of the peers has as many of the E experts as the others.
+    Each of the group has as many of the E experts as the others.
     """
-    sent = counts.view(peers.size, -1)
+    sent = counts.view(group.size, -1)
     received = torch.empty_like(sent)
-    peers.exchange(sent, received)
+    group.all_to_all(received, sent)
     splits = [numbers.sum(1).tolist() for numbers in (sent, received)]
-    arrived = _Exchanged.apply(rows, *splits, peers)
-    experts = torch.arange(sent.shape[1], device=rows.device).repeat(peers.size)
+    arrived = _Exchanged.apply(rows, *splits, group)
+    experts = torch.arange(sent.shape[1], device=rows.device).repeat(group.size)
     order = experts.repeat_interleave(received.flatten()).argsort(stable=True)
     return Dispatched(
         rows=_Permuted.apply(arrived, order),
@@ -57,10 +57,10 @@ def dispatch(rows: Tensor, counts: Tensor, peers: Peers) -> Dispatched:
 
 
 @torch.compiler.disable
-def combine(rows: Tensor, dispatched: Dispatched, peers: Peers) -> Tensor:
+def combine(rows: Tensor, dispatched: Dispatched, group: RankGroup) -> Tensor:
     """Return [T, H], in the order of what was dispatched, of what experts made of it [M, H]."""
     by_rank = _Permuted.apply(rows, dispatched.order.argsort())
-    return _Exchanged.apply(by_rank, dispatched.received, dispatched.sent, peers)
+    return _Exchanged.apply(by_rank, dispatched.received, dispatched.sent, group)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -68,14 +68,14 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, rows: Tensor, sent: Sequence[int], received: Sequence[int], peers: Peers
+        ctx, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: RankGroup
     ) -> Tensor:
-        ctx.sent, ctx.received, ctx.peers = sent, received, peers
-        return peers.exchange_rows(rows, sent, received)
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return group.exchange_rows(rows, sent, received)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        back = _Exchanged.apply(gradient, ctx.received, ctx.sent, ctx.peers)
+        back = _Exchanged.apply(gradient, ctx.received, ctx.sent, ctx.group)
         return back, None, None, None
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.interchange.foreign.import_checkpoint import import_checkpoint
 from megatron_zpp.interchange.foreign.pickles import load_metadata, load_pickle
-from megatron_zpp.interchange.foreign.tensor_files import IS_MUONS, MUONS
+from megatron_zpp.interchange.foreign.tensor_files import MOMENTUM, NOT_TAKEN
 from megatron_zpp.interchange.foreign.zero_files import STAGES_1_2
 from megatron_zpp.interchange.open_model import open_model
 from tests.megatron_zpp.interchange.foreign.recorded_checkpoints import unpack
@@ -220,7 +220,7 @@ def with_muons_state(name: str, folder: Path) -> Path:
     if name == TORCH_DIST:  # a chain of Muon and Adam
         (path,) = source.glob("iter*/.metadata")
         metadata = load_metadata(path.parent)
-        old, new = "optimizer.state.exp_avg.", f"chained_0.optimizer.state.{MUONS}."
+        old, new = "optimizer.state.exp_avg.", f"chained_0.optimizer.state.{MOMENTUM}."
         kept, places = metadata.state_dict_metadata, metadata.storage_data
         metadata.state_dict_metadata = {key.replace(old, new): kept[key] for key in kept}
         metadata.storage_data = {
@@ -230,14 +230,14 @@ def with_muons_state(name: str, folder: Path) -> Path:
     for path in source.glob("iter*/mp_rank*/*.pt") if name == LEGACY else ():
         content = load_pickle(path)
         adam = content["optimizer"]
-        state = {key: {MUONS: each["exp_avg"]} for key, each in adam["state"].items()}
+        state = {key: {MOMENTUM: each["exp_avg"]} for key, each in adam["state"].items()}
         content["optimizer"] = [{"optimizer": {**adam, "state": state}}, {"optimizer": adam}]
         save_again(content, path)
     for path in source.glob("*/*optim_states.pt") if name == ZERO_2 else ():
         content = load_pickle(path)["optimizer_state_dict"]
         kept = {key: content[key] for key in ("base_optimizer_state", STAGES_1_2)}
         state = kept["base_optimizer_state"]["state"]
-        state[0] = {MUONS: state[0]["exp_avg"]}
+        state[0] = {MOMENTUM: state[0]["exp_avg"]}
         save_again({"optimizer_state_dict": kept}, path)
     return source
 
@@ -256,10 +256,10 @@ def test_muons_state_is_left_out_by_name(name, tmp_path, capsys):
     flags = ["--from-checkpoint", str(source), "--save"]
     if name == ZERO_2:
         text = error_of(capsys, source)
-        assert f"{IS_MUONS}; --no-load-optim imports the weights alone" in text
+        assert f"{NOT_TAKEN}; --no-load-optim imports the weights alone" in text
         flags = ["--no-load-optim", *flags]
     assert main([*flags, str(tmp_path / "ours")]) == 0
-    said = "it was not asked for" if name == ZERO_2 else IS_MUONS
+    said = "it was not asked for" if name == ZERO_2 else NOT_TAKEN
     assert f"without Adam's state: {said}" in capsys.readouterr().out
     import_checkpoint(unpack(name, tmp_path / "again"), tmp_path / "expected")
     expected = dict(open_model(tmp_path / "expected").tensors())

@@ -28,8 +28,8 @@ from tests.megatron_zpp.model.moe.small_experts import (
 )
 from tests.ranks import ranks
 from zeropp.ranks.groups import shared_group
-from zeropp.wire.route import Hop, Nodes
-from zeropp.wire.tokens.peers import AXES, Peers
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import AXES, RankGroup
 from zeropp.wire.traffic import Traffic
 
 SIZE = 4
@@ -41,15 +41,17 @@ def axis_of(rank: int, per_node: int, bits: int = 16) -> ExpertAxis:
     """The ranks that split the experts: all, as nodes of `per_node`."""
     nodes, ledger = Nodes(num_ranks=SIZE, ranks_per_node=per_node), Traffic(AXES)
 
-    def peers(members: range) -> Peers:
+    def peers(members: range) -> RankGroup:
         group = shared_group("expert", members, range(SIZE))
-        hop = Hop(members=tuple(members), nodes=nodes)
-        return Peers(purpose="expert", rank=rank, group=group, hop=hop, traffic=ledger)
+        return RankGroup(
+            members=tuple(members), position=rank, nodes=nodes, purpose="expert", ledger=ledger,
+            group=group,
+        )  # fmt: skip
 
     first = rank // per_node * per_node
     across = peers(range(rank - first, SIZE, per_node)) if per_node < SIZE else None
     own = peers(range(first, first + per_node))
-    return ExpertAxis(peers=own, across=across, bits=bits)
+    return ExpertAxis(group=own, across=across, bits=bits)
 
 
 def split_layer(whole: MoE, axis: ExpertAxis) -> MoE:
@@ -152,7 +154,7 @@ def test_a_token_crosses_once_to_each_node_that_has_experts_of_it(bits: int) -> 
         copy_bytes(replace(config, num_experts=n), torch.bfloat16, 2, bits)[0][0] - out
         for n in (256, 258)
     ] == [0, 3]  # ids in one byte, or two
-    assert axis.peers.traffic.sent == {
+    assert axis.group.ledger.sent == {
         **Traffic(AXES).sent,
         ("expert", "across_nodes"): across,
         ("expert", "in_node"): 2 * rows * row + 2 * torch.int64.itemsize,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_zpp.planner.node_traffic import gradient_moves, node_of
+from megatron_zpp.planner.node_traffic import gradient_messages, node_of
 from megatron_zpp.planner.parts.planned_run import plan_places
 from megatron_zpp.planner.timing.axis_messages import repeated, stage_messages
 from megatron_zpp.planner.timing.hardware import Description, find_cluster
@@ -10,7 +10,7 @@ from megatron_zpp.planner.timing.step_time import step_time
 from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2, TP4, TWO_STAGES
-from zeropp.wire.route import Nodes
+from zeropp.wire.nodes import Nodes
 from zeropp.wire.traffic import HOPS
 
 SHAPE = (
@@ -35,7 +35,7 @@ def test_messages_add_up_to_the_forecast(flags):
     for run, _ in places(flags):
         near = far = 0.0
         count = run.num_micro_batches
-        sent_once = repeated(gradient_moves(run), run.ranks)
+        sent_once = repeated(gradient_messages(run), run.ranks)
         for stage in run.stages:
             sent, in_layers = stage_messages(run, stage), count * len(stage.layers)
             for messages, times in (

@@ -16,8 +16,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from tests.ranks import ranks
 from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
 from zeropp.sharding.cut import split_experts
-from zeropp.wire.route import Hop, Nodes
-from zeropp.wire.tokens.peers import AXES, Peers
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import AXES, RankGroup
 from zeropp.wire.traffic import Traffic
 
 EXPERTS, HIDDEN, TOP_K = 4, 16, 2
@@ -61,9 +61,11 @@ def choices(case: str, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def split_layer(module: nn.Module) -> ExpertParallel:
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("expert_data", "expert"))
-    hop = Hop(members=tuple(range(size)), nodes=Nodes(num_ranks=size, ranks_per_node=size))
-    group = mesh.get_group("expert")
-    peers = Peers(purpose="expert", rank=rank, group=group, hop=hop, traffic=Traffic(AXES))
+    nodes = Nodes(num_ranks=size, ranks_per_node=size)
+    peers = RankGroup(
+        members=tuple(range(size)), position=rank, nodes=nodes, purpose="expert",
+        ledger=Traffic(AXES), group=mesh.get_group("expert"),
+    )  # fmt: skip
     layer = ExpertParallel(module, ExpertRanks(peers))
     split_experts({layer: mesh})
     return layer

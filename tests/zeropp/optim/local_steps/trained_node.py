@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import zeropp
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
-from zeropp.optim.muon.matrix_step import MuonOptions
+from zeropp.capabilities.muon.matrix_step import MuonOptions
 
 STEPS = 8
 # Of 8 steps: what a sum of some hundred terms of fp32, 1e-7 each, changes in a gradient of 1e-2

@@ -5,8 +5,7 @@
 Rounds follow each other so that one is computed while the next is on its way.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp.optim.muon.blocks import Block, Matrix, Round, Run
-from zeropp.optim.muon.exchange import PURPOSE, Exchange, Tensors, joined
-from zeropp.optim.muon.line import Line, line_of, matrix_of, peers_of, require_rows
-from zeropp.optim.muon.names import BLOCKWISE, NODE, WHOLE
-from zeropp.optim.muon.newton_schulz import Peers, flops, orthogonalize, scale
+from zeropp.capabilities.muon.blocks import Block, Matrix, Round, Run, group_of, rounds_of
+from zeropp.capabilities.muon.exchange import Exchange, Tensors, joined
+from zeropp.capabilities.muon.newton_schulz import MatrixSplit, flops, orthogonalize, scale
+from zeropp.capabilities.muon.settings import BLOCKWISE, NODE, WHOLE
+from zeropp.capabilities.muon.sharded_matrix import axis_of, matrix_of, require_rows, split_of
+from zeropp.optim.sharded_optimizer import OPTIMIZER
 from zeropp.optim.step_or_skip import local_part
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.wire.communicator import connect
+from zeropp.wire.rank_group import Message, RankGroup
 from zeropp.wire.traffic import Traffic
 
 MOMENTUM = "momentum_buffer"  # torch.optim.Muon's name
@@ -31,8 +31,8 @@ MOMENTUM = "momentum_buffer"  # torch.optim.Muon's name
 class MuonOptions:
     """Where matrices are orthogonalized, and in which numbers.
 
-    blocks: `node`, the rows of a node together, `rank`, or `whole`. whole_every: in steps, all rows
-    together in every so-manyth; None: never. tp_mode: Megatron's. quantizes: momentum that crosses
+    blocks: `node`, the rows of a node together, `rank`, or `whole`. whole_every: every P-th step
+    uses all rows together; None: never. tp_mode: Megatron's. quantizes: momentum that crosses
     nodes travels as INT8. dtype: of what is sent in nodes and of the products; None: bf16, with
     products in fp32 on CPUs without bf16.
     """
@@ -74,7 +74,7 @@ class Trained:
     gradient: Tensor
     momentum: Tensor
     matrix: Matrix
-    peers: Peers | None
+    split: MatrixSplit | None
     options: Mapping[str, Any]
     copy: Tensor | None
 
@@ -114,79 +114,72 @@ class MatrixStep:
         device: torch.device,
         matrices: Mapping[Tensor, Matrix],
     ) -> None:
-        self.options, self.traffic = options, Traffic((PURPOSE,))
+        self.options, self.traffic = options, Traffic((OPTIMIZER,))
         self._config, self._device, self._matrices = config, device, dict(matrices)
-        self._lines: dict[Tensor, Line] = {}
-        self._peers_of: dict[Tensor, Peers | None] = {}
-        self._exchanges: dict[tuple[Line, str], Exchange] = {}
+        self._axes: dict[Tensor, RankGroup] = {}
+        self._splits: dict[Tensor, MatrixSplit | None] = {}
+        self._exchanges: dict[tuple[RankGroup, str], Exchange] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what belongs to process groups, which a copy looks up again."""
-        return self.__dict__ | {"_lines": {}, "_peers_of": {}, "_exchanges": {}}
+        return self.__dict__ | {"_axes": {}, "_splits": {}, "_exchanges": {}}
 
     def run(
         self, trained: Iterable[tuple[Tensor, Mapping[str, Any], Mapping, Tensor | None]]
     ) -> None:
         """Update weights and momentum of (parameter, options of its group, state, 16-bit copy)."""
-        by_line: dict[tuple[Line, str], list[Trained]] = {}
+        by_axis: dict[tuple[RankGroup, str], list[Trained]] = {}
         for parameter, options, state, copy in trained:
-            line = self.line(parameter)
             matrix = self.matrix(parameter)
             each = Trained(
                 weight=local_part(parameter),
                 gradient=local_part(parameter.grad),
                 momentum=local_part(state[MOMENTUM]),
                 matrix=matrix,
-                peers=self._peers(parameter, matrix),
+                split=self._split(parameter, matrix),
                 options=options,
                 copy=copy,
             )
             each.momentum.lerp_(each.gradient, 1 - options["momentum"])
             blocks = self.options.blocks_at(int(state["step"]) + 1)
-            by_line.setdefault((line, blocks), []).append(each)
-        for (line, blocks), matrices in by_line.items():
-            rounds = line.rounds([each.matrix for each in matrices], blocks)
-            _Rounds(self._exchange(line, blocks), matrices, self._product_dtype()).run(rounds)
+            by_axis.setdefault((self.axis(parameter), blocks), []).append(each)
+        for (axis, blocks), matrices in by_axis.items():
+            rounds = rounds_of(axis, [each.matrix for each in matrices], blocks)
+            _Rounds(self._exchange(axis, blocks), matrices, self._product_dtype()).run(rounds)
 
-    def expected_traffic(self, parameters: Sequence[Tensor]) -> Counter[tuple[str, str]]:
-        """Return the bytes this rank sends per step, by (purpose, hop), for these matrices.
-
-        With `whole_every`, it is the mean of the steps.
-        """
-        expected: Counter[tuple[str, str]] = Counter()
-        for line, matrices in self._by_line(parameters).items():
+    def messages(self, parameters: Sequence[Tensor]) -> Iterator[Message]:
+        """Yield what this rank sends in a step for these matrices, the mean of the steps."""
+        for axis, matrices in self._by_axis(parameters).items():
             for blocks, share in self.options.shares().items():
-                sent = self._exchange(line, blocks).expected(line.rounds(matrices, blocks))
-                for hop, num_bytes in sent.items():
-                    expected[PURPOSE, hop] += num_bytes * share
-        return expected
+                rounds = rounds_of(axis, matrices, blocks)
+                yield from self._exchange(axis, blocks).messages(rounds, share)
 
     def flops(self, parameters: Sequence[Tensor], steps: int) -> int:
-        """Return the operations of so many iterations of this rank's blocks, the rows of `blocks`.
+        """Return the operations of `steps` iterations of this rank's blocks, the rows of `blocks`.
 
         With `whole_every`, other steps have others.
         """
         total = 0
-        for line, matrices in self._by_line(parameters).items():
-            place = line.hop(self.options.blocks).members.index(line.position)
-            rounds = line.rounds(matrices, self.options.blocks)
-            own = (each for blocks in rounds for each in blocks if each.owner == place)
+        for axis, matrices in self._by_axis(parameters).items():
+            index = group_of(axis, self.options.blocks).index
+            rounds = rounds_of(axis, matrices, self.options.blocks)
+            own = (each for blocks in rounds for each in blocks if each.owner == index)
             total += sum(flops(block.rows, block.columns, steps) for block in own)
         return total
 
-    def _by_line(self, parameters: Sequence[Tensor]) -> dict[Line, list[Matrix]]:
-        by_line: dict[Line, list[Matrix]] = {}
+    def _by_axis(self, parameters: Sequence[Tensor]) -> dict[RankGroup, list[Matrix]]:
+        by_axis: dict[RankGroup, list[Matrix]] = {}
         for parameter in parameters:
-            by_line.setdefault(self.line(parameter), []).append(self.matrix(parameter))
-        return by_line
+            by_axis.setdefault(self.axis(parameter), []).append(self.matrix(parameter))
+        return by_axis
 
-    def line(self, parameter: Tensor) -> Line:
+    def axis(self, parameter: Tensor) -> RankGroup:
         """Return the ranks that hold the rows of a parameter."""
-        if parameter not in self._lines:
-            line = line_of(parameter, self._config)
-            require_rows(parameter, self.matrix(parameter), line)
-            self._lines[parameter] = line
-        return self._lines[parameter]
+        if parameter not in self._axes:
+            axis = axis_of(parameter, self._config)
+            require_rows(parameter, self.matrix(parameter), axis)
+            self._axes[parameter] = axis
+        return self._axes[parameter]
 
     def matrix(self, parameter: Tensor) -> Matrix:
         """Return what is known of a parameter's rows."""
@@ -194,22 +187,22 @@ class MatrixStep:
             self._matrices[parameter] = matrix_of(parameter)
         return self._matrices[parameter]
 
-    def _peers(self, parameter: Tensor, matrix: Matrix) -> Peers | None:
-        if parameter not in self._peers_of:
+    def _split(self, parameter: Tensor, matrix: Matrix) -> MatrixSplit | None:
+        if parameter not in self._splits:
             mode = BLOCKWISE if matrix.is_apart else self.options.tp_mode
-            self._peers_of[parameter] = peers_of(parameter, mode)
-        return self._peers_of[parameter]
+            self._splits[parameter] = split_of(parameter, mode)
+        return self._splits[parameter]
 
-    def _exchange(self, line: Line, blocks: str) -> Exchange:
-        if (line, blocks) not in self._exchanges:
-            hop = line.hop(blocks)
-            self._exchanges[line, blocks] = Exchange(
+    def _exchange(self, axis: RankGroup, blocks: str) -> Exchange:
+        if (axis, blocks) not in self._exchanges:
+            group = group_of(axis, blocks)
+            self._exchanges[axis, blocks] = Exchange(
+                group=group.connected(self.traffic, OPTIMIZER) or group,
                 dtype=self.options.dtype or torch.bfloat16,
                 device=self._device,
-                communicator=connect(hop, line.ranks, line.position, self.traffic, PURPOSE),
                 quantizes=self.options.quantizes,
             )
-        return self._exchanges[line, blocks]
+        return self._exchanges[axis, blocks]
 
     def _product_dtype(self) -> torch.dtype:
         if self.options.dtype is not None:
@@ -225,13 +218,11 @@ def cpu_has_bf16() -> bool:
 
 
 class _Rounds:
-    """The rounds of one line in one step."""
+    """The rounds of one data axis in one step."""
 
     def __init__(self, exchange: Exchange, matrices: Sequence[Trained], dtype: torch.dtype) -> None:
         self.exchange, self.matrices, self.dtype = exchange, matrices, dtype
-        communicator = exchange.communicator
-        self.size = 1 if communicator is None else communicator.size
-        self.place = 0 if communicator is None else communicator.place
+        self.size, self.index = exchange.group.size, exchange.group.index
 
     def run(self, rounds: Sequence[Round]) -> None:
         """Move the weights of all blocks."""
@@ -253,7 +244,7 @@ class _Rounds:
         outgoing: list[Tensors] = [[] for _ in range(self.size)]
         for block in blocks:
             matrix = self.matrices[block.matrix]
-            rows = [matrix.direction(run).flatten() for run in block.runs[self.place]]
+            rows = [matrix.direction(run).flatten() for run in block.runs[self.index]]
             outgoing[block.owner].append(joined(rows, matrix.momentum.new_empty(0)))
         own = self._owned(blocks)
         sizes = [[block.size(member) for block in own] for member in range(self.size)]
@@ -265,7 +256,7 @@ class _Rounds:
         batches: dict[tuple, list[int]] = {}
         for index, block in enumerate(own):
             trained = self.matrices[block.matrix]
-            apart = None if trained.peers is None else index
+            apart = None if trained.split is None else index
             key = block.rows, block.columns, id(trained.options), apart
             batches.setdefault(key, []).append(index)
         results: dict[int, Tensor] = {}
@@ -273,12 +264,12 @@ class _Rounds:
             trained = self.matrices[own[batch[0]].matrix]
             shape = (rows, columns) if len(batch) == 1 else (len(batch), rows, columns)
             momentum = torch.cat([part for index in batch for part in parts[index]]).view(shape)
-            peers = trained.peers and trained.peers._replace(rows=own[batch[0]].peer_rows)
+            split = trained.split and trained.split._replace(rows=own[batch[0]].peer_rows)
             update = orthogonalize(
                 momentum.to(self.dtype),
                 trained.options["ns_coefficients"],
                 trained.options["eps"],
-                peers,
+                split,
             )
             results |= zip(batch, [update] if len(batch) == 1 else update, strict=True)
         return [results[index] for index in range(len(own))]
@@ -292,7 +283,7 @@ class _Rounds:
             for tensors, rows in zip(outgoing, result.split(numbers), strict=True):
                 tensors.append(rows.flatten())
         sizes = [
-            [block.size(self.place) for block in blocks if block.owner == member]
+            [block.size(self.index) for block in blocks if block.owner == member]
             for member in range(self.size)
         ]
         return self.exchange.start(outgoing, sizes)
@@ -301,9 +292,9 @@ class _Rounds:
         updates = [iter(tensors) for tensors in back()]
         for block in blocks:
             rows = next(updates[block.owner]).view(-1, block.columns)
-            lengths = [stop - start for start, stop in block.runs[self.place]]
-            for run, update in zip(block.runs[self.place], rows.split(lengths), strict=False):
+            lengths = [stop - start for start, stop in block.runs[self.index]]
+            for run, update in zip(block.runs[self.index], rows.split(lengths), strict=False):
                 self.matrices[block.matrix].move(run, update, block.whole)
 
     def _owned(self, blocks: Round) -> list[Block]:
-        return [block for block in blocks if block.owner == self.place]
+        return [block for block in blocks if block.owner == self.index]

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropp.capabilities.muon.blocks import Matrix
+from zeropp.capabilities.muon.groups import listed, muon_options
+from zeropp.capabilities.muon.matrix_step import MatrixStep, MuonOptions
+from zeropp.capabilities.muon.muon import MuonGroups
 from zeropp.errors import InputError
 from zeropp.optim.master_weights import use_in_state_dicts
-from zeropp.optim.muon.blocks import Matrix
-from zeropp.optim.muon.groups import listed, muon_options
-from zeropp.optim.muon.matrix_step import MatrixStep, MuonOptions
-from zeropp.optim.muon.muon import MuonGroups
 from zeropp.optim.offload import Offload
 from zeropp.optim.offloaded import OffloadedAdam
 from zeropp.settings.zero_config import ZeroConfig

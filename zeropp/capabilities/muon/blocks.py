@@ -7,9 +7,11 @@ one rank of the group, its owner, and comes back. All ranks of a group make the 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from zeropp.optim.muon.newton_schulz import flops
+from zeropp.capabilities.muon.newton_schulz import flops
+from zeropp.capabilities.muon.settings import NODE, RANK, WHOLE
+from zeropp.wire.rank_group import RankGroup
 
 Run = tuple[int, int]  # rows from the first to before the second
 Shape = tuple[int, int]
@@ -90,6 +92,24 @@ class Block:
 
 
 Round = tuple[Block, ...]  # what is on its way at a time
+
+
+def group_of(axis: RankGroup, blocks: str) -> RankGroup:
+    """Return the ranks of a data axis whose rows are orthogonalized together, as `blocks` says."""
+    sizes = {NODE: axis.nodes.ranks_per_node, RANK: 1, WHOLE: axis.size}
+    return axis.consecutive(sizes[blocks])
+
+
+def rounds_of(axis: RankGroup, matrices: Sequence[Matrix], blocks: str) -> tuple[Round, ...]:
+    """Return which blocks of these matrices go to which member of the group, in turn."""
+    return _rounds(tuple(matrices), axis.size, group_of(axis, blocks).members)
+
+
+@lru_cache(64)  # without gradients of some matrices the plan is another
+def _rounds(
+    matrices: tuple[Matrix, ...], num_shards: int, members: tuple[int, ...]
+) -> tuple[Round, ...]:
+    return plan_rounds(matrices, num_shards, range(members[0], members[-1] + 1))
 
 
 def plan_rounds(

@@ -1,24 +1,23 @@
-"""How long Muon orthogonalizes matrices in a step, beside what is on its way.
+"""How long an optimizer takes in a step beside element-wise updates: its products and messages.
 
-While the blocks of one round are computed, those of the next arrive and those of the one before go
-back (zeropp/optim/muon/matrix_step.py).
+While one round is computed, what belongs to the next arrives and results of the one before go back.
 """
 
 from collections.abc import Sequence
 
-from megatron_zpp.planner.parts.planned_muon import Groups, PlannedMuon, Turn
+from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer, Turn, Turns
 from megatron_zpp.planner.timing.computing import mean_width
 from megatron_zpp.planner.timing.hardware import Rates
 from megatron_zpp.planner.timing.links import exchange
 
 
-def muon_seconds(muon: PlannedMuon, rates: Rates) -> float:
+def optimizer_seconds(optimizer: PlannedOptimizer, rates: Rates) -> float:
     """Return the seconds of a step's rounds, the mean of the steps; groups wait for the slowest."""
-    return sum(each.share * _slowest(each, rates) for each in muon.groups)
+    return sum(each.share * _slowest(each, rates) for each in optimizer.turns)
 
 
-def _slowest(groups: Groups, rates: Rates) -> float:
-    return max((seconds_of_turns(turns, rates) for turns in groups.turns), default=0.0)
+def _slowest(turns: Turns, rates: Rates) -> float:
+    return max((seconds_of_turns(each, rates) for each in turns.turns), default=0.0)
 
 
 def seconds_of_turns(turns: Sequence[Turn], rates: Rates) -> float:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from zeropp import InputError
-from zeropp.optim.muon.matrix_step import MuonOptions
-from zeropp.optim.muon.muon import Muon
+from zeropp.capabilities.muon.matrix_step import MuonOptions
+from zeropp.capabilities.muon.muon import Muon
 
 DRAWS = int(os.environ.get("RANDOM_MUON", "20"))
 SHAPES = [(8, 6), (8, 6), (8, 6), (1, 7), (7, 1), (5, 12), (12, 5), (1, 1)]

@@ -7,17 +7,15 @@ arXiv:2502.16982 (Moonlight).
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeropp.errors import InputError
-from zeropp.optim.adam import FusedAdam, Update
-from zeropp.optim.muon.blocks import Matrix
-from zeropp.optim.muon.groups import (
+from zeropp.capabilities.muon.blocks import Matrix
+from zeropp.capabilities.muon.groups import (
     adjustment,
     as_saved,
     groups_of,
@@ -28,10 +26,13 @@ from zeropp.optim.muon.groups import (
     tensors_in,
     with_options,
 )
-from zeropp.optim.muon.matrix_step import MOMENTUM, MatrixStep, MuonOptions
-from zeropp.optim.muon.newton_schulz import JORDAN
+from zeropp.capabilities.muon.matrix_step import MOMENTUM, MatrixStep, MuonOptions
+from zeropp.capabilities.muon.newton_schulz import JORDAN
+from zeropp.errors import InputError
+from zeropp.optim.adam import FusedAdam, Update
 from zeropp.optim.step_or_skip import scale_gradients
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.wire.rank_group import Message
 from zeropp.wire.traffic import Traffic
 
 log = logging.getLogger("zeropp")
@@ -64,7 +65,7 @@ class MuonGroups(FusedAdam):
             if parameter.grad is not None
         ]
         for parameter, _ in trained:
-            self.matrices.line(parameter)  # may refuse it, before anything has moved
+            self.matrices.axis(parameter)  # may refuse it, before anything has moved
         super()._apply(updates, factor)
         scale_gradients((parameter.grad for parameter, _ in trained), scale)
         self.matrices.run(
@@ -77,9 +78,9 @@ class MuonGroups(FusedAdam):
     def _moved(self, parameters: Sequence[Tensor]) -> None:
         """Take note of matrices that have moved."""
 
-    def expected_traffic(self) -> Mapping[tuple[str, str], float]:
-        """Return the bytes this rank sends per step, by (purpose, hop)."""
-        return self.matrices.expected_traffic(self.muon_parameters)
+    def messages(self) -> Iterator[Message]:
+        """Yield what this rank sends in a step, the mean of the steps."""
+        return self.matrices.messages(self.muon_parameters)
 
     def flops(self) -> int:
         """Return the operations of this rank's Newton-Schulz iterations in a step."""
@@ -93,9 +94,13 @@ class MuonGroups(FusedAdam):
         return [each for group in groups for each in group["params"]]
 
     @property
-    def traffic(self) -> Traffic:
+    def ledger(self) -> Traffic:
         """The ledger of what was sent for matrices."""
         return self.matrices.traffic
+
+    def state_numbers(self, group: Mapping[str, Any]) -> int:
+        """Return how many numbers of state each weight of a group has."""
+        return 1 if group.get("use_muon") else super().state_numbers(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load a state, which may be torch.optim.Muon's.
@@ -211,11 +216,3 @@ class Muon(MuonGroups):
             raise InputError("Muon: no parameters; give a model, or groups with use_muon")
         self.matrices = MatrixStep(config or ZeroConfig(), options or MuonOptions(), device, parts)
         super().__init__(groups, lr, betas, adam_eps, weight_decay, copies=copies)
-
-
-def moments_per_weight(optimizer: torch.optim.Optimizer) -> float:
-    """Return how many numbers of state an optimizer, Adam or Muon, has for a weight, on average."""
-    groups = optimizer.param_groups
-    sizes = [sum(each.numel() for each in group["params"]) for group in groups]
-    moments = [1 if group.get("use_muon") else 2 for group in groups]
-    return sum(a * b for a, b in zip(sizes, moments, strict=True)) / sum(sizes)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp.optim.muon.names import COEFFICIENT_TYPES
+from zeropp.capabilities.muon.settings import COEFFICIENT_TYPES
 
 Coefficients = tuple[float, float, float]
 JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)
@@ -41,8 +41,8 @@ SETS = MappingProxyType(
 )
 
 
-class Peers(NamedTuple):
-    """Ranks of another axis that hold parts of a matrix, which is split in dimension `dim`."""
+class MatrixSplit(NamedTuple):
+    """How ranks of another axis hold parts of a matrix: it is split in dimension `dim`."""
 
     group: dist.ProcessGroup
     dim: int
@@ -62,16 +62,16 @@ def orthogonalize(
     matrix: Tensor,
     coefficients: Sequence[Coefficients],
     eps: float = 1e-7,
-    peers: Peers | None = None,
+    split: MatrixSplit | None = None,
 ) -> Tensor:
     """Return a matrix [m, n] with the singular vectors of `matrix`, its singular values about 1.
 
     It is computed in the dtype of `matrix`, with m ≤ n or as its transpose. A matrix of zeros stays
-    one. Several of one shape, [k, m, n], are each taken by itself, in fewer calls. With `peers`,
+    one. Several of one shape, [k, m, n], are each taken by itself, in fewer calls. With `split`,
     `matrix`, [m, n], is this rank's part, and so is the result.
     """
-    if peers is not None:
-        return _with_peers(matrix, coefficients, eps, peers)
+    if split is not None:
+        return _with_peers(matrix, coefficients, eps, split)
     product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if is_tall else matrix
@@ -84,12 +84,12 @@ def orthogonalize(
 
 
 def _with_peers(
-    matrix: Tensor, coefficients: Sequence[Coefficients], eps: float, peers: Peers
+    matrix: Tensor, coefficients: Sequence[Coefficients], eps: float, split: MatrixSplit
 ) -> Tensor:
-    group, dim = peers.group, peers.dim
-    if peers.is_gathered:
-        sizes = peers.rows or (matrix.shape[dim],) * group.size()
-        padded = F.pad(matrix, (0, 0, 0, max(sizes) - len(matrix))) if peers.rows else matrix
+    group, dim = split.group, split.dim
+    if split.is_gathered:
+        sizes = split.rows or (matrix.shape[dim],) * group.size()
+        padded = F.pad(matrix, (0, 0, 0, max(sizes) - len(matrix))) if split.rows else matrix
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded.contiguous(), group=group)
         own = (part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True))

@@ -18,12 +18,11 @@ from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import shard_on_nodes, step
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, Sharding, ZeroConfig, optimizer_step, shard
-from zeropp.optim.adam import FusedAdam
-from zeropp.optim.muon.blocks import Matrix, Part, plan_rounds, shard_rows
-from zeropp.optim.muon.groups import groups_of, muon_options
-from zeropp.optim.muon.matrix_step import MuonOptions
-from zeropp.optim.muon.muon import Muon
-from zeropp.optim.muon.newton_schulz import (
+from zeropp.capabilities.muon.blocks import Matrix, Part, plan_rounds, shard_rows
+from zeropp.capabilities.muon.groups import groups_of, muon_options
+from zeropp.capabilities.muon.matrix_step import MuonOptions
+from zeropp.capabilities.muon.muon import Muon
+from zeropp.capabilities.muon.newton_schulz import (
     JORDAN,
     SETS,
     coefficients_of,
@@ -31,9 +30,11 @@ from zeropp.optim.muon.newton_schulz import (
     orthogonalize,
     scale,
 )
-from zeropp.optim.muon.offloaded_muon import offloaded_muon
+from zeropp.capabilities.muon.offloaded_muon import offloaded_muon
+from zeropp.optim.adam import FusedAdam
 from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.step_or_skip import local_part
+from zeropp.wire.rank_group import sum_of
 
 DRAWS = int(os.environ.get("RANDOM_MUON", "6"))
 
@@ -196,8 +197,8 @@ def test_blocks_on_shards_are_those_of_whole_matrices(seed):
     for mine, weight in zip(shards, weights, strict=True):
         torch.testing.assert_close(mine.full_tensor(), weight, rtol=1e-5, atol=atol)
     if every is None:
-        sent = {key: number for key, number in optimizer.traffic.sent.items() if number}
-        expected = optimizer.expected_traffic()
+        sent = {key: number for key, number in optimizer.ledger.sent.items() if number}
+        expected = sum_of(optimizer.messages())
         assert sent == {key: 3 * number for key, number in expected.items() if number}
 
 
@@ -268,7 +269,7 @@ def test_nothing_more_crosses_nodes_than_with_adamw():
             step(sharding, optimizer, number)
         ledgers.append(sharding.traffic.sent)
     assert ledgers[0] == ledgers[1]
-    sent, expected = optimizer.traffic.sent, optimizer.expected_traffic()
+    sent, expected = optimizer.ledger.sent, sum_of(optimizer.messages())
     assert sent["optimizer", "across_nodes"] == 0
     assert sent["optimizer", "in_node"] == 2 * expected["optimizer", "in_node"] > 0
 

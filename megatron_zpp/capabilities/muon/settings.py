@@ -1,9 +1,9 @@
 """How Muon moves the matrices of blocks; where it orthogonalizes them the JSON says."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megatron_zpp.settings.flag import Section, flag, needs
-from zeropp.optim.muon.names import COEFFICIENT_TYPES, SCALE_MODES, TP_MODES
+from zeropp.capabilities.muon.settings import COEFFICIENT_TYPES, SCALE_MODES, TP_MODES
 
 NEEDS_MUON = needs("--optimizer muon", lambda c: c.optimizer.optimizer == "muon")
 
@@ -73,3 +73,9 @@ class MuonConfig(Section):
         choices=("medium", "high", "highest"),
         no_effect=NEEDS_MUON,
     )
+
+
+SECTIONS = {"muon": MuonConfig}
+UPDATES = {"muon": tuple(field.name for field in fields(MuonConfig))}  # settings that change them
+OPTIMIZERS = {"muon": "Muon for matrices of blocks and Adam for the rest"}  # of --optimizer
+SYNONYMS = {"dist_muon": "muon"}

@@ -21,10 +21,10 @@ from tests.zeropp.deepspeed.expert_parallel.mixtures import (
 )
 from tests.zeropp.deepspeed.small_engine import logged
 from zeropp import Engine, ZeroConfig
+from zeropp.capabilities.muon.groups import groups_of, stacks_of
+from zeropp.capabilities.muon.matrix_step import MuonOptions
+from zeropp.capabilities.muon.muon import Muon
 from zeropp.deepspeed.utils import safe_get_full_fp32_param
-from zeropp.optim.muon.groups import groups_of, stacks_of
-from zeropp.optim.muon.matrix_step import MuonOptions
-from zeropp.optim.muon.muon import Muon
 
 LR, MOMENTUM, STEPS = 0.02, 0.95, 2
 TRANSPOSED = ("gpt_oss",)

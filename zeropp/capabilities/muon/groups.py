@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeropp.capabilities.muon.blocks import Matrix
+from zeropp.capabilities.muon.settings import SCALE_MODES
+from zeropp.capabilities.muon.sharded_matrix import matrix_of
 from zeropp.errors import InputError, first_few
-from zeropp.optim.muon.blocks import Matrix
-from zeropp.optim.muon.line import matrix_of
-from zeropp.optim.muon.names import SCALE_MODES
 
 Group = dict[str, Any]
 ADJUSTMENTS = MappingProxyType(  # torch's adjust_lr_fn -> scale_mode, extra_scale_factor

@@ -1,18 +1,16 @@
 """Lists of tensors, of sizes that all know, from each rank of a group to each other one."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zeropp.optim.muon.blocks import Round
+from zeropp.capabilities.muon.blocks import Round
 from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import RowLayout, row_layout
-from zeropp.wire.communicator import Communicator
+from zeropp.wire.rank_group import EXCHANGE, Message, RankGroup
 
-PURPOSE = "optimizer"  # in the ledger
 INT8 = 8
 Tensors = list[Tensor]  # flat
 
@@ -21,12 +19,12 @@ Tensors = list[Tensor]  # flat
 class Exchange:
     """How tensors travel: as numbers of `dtype`, or to other nodes as INT8 with `quantizes`.
 
-    Without a communicator the group has this rank alone. Tensors for this rank itself stay here.
+    Collectives run on `device`, where tensors for this rank itself stay.
     """
 
+    group: RankGroup
     dtype: torch.dtype
-    device: torch.device  # of the collectives
-    communicator: Communicator | None = None
+    device: torch.device
     quantizes: bool = False
 
     def start(
@@ -36,19 +34,20 @@ class Exchange:
 
         sizes: of those that each member sends.
         """
-        own = 0 if self.communicator is None else self.communicator.place
+        own = self.group.index
         kept = [each.to(self.device, self.dtype) for each in outgoing[own]]
-        if self.communicator is None:
+        if self.group.size == 1:
             return lambda: [kept]
-        others = [member for member in range(self.communicator.size) if member != own]
-        sent = {member: self._packed(outgoing[member], member) for member in others}
+        packed = [
+            self._packed(tensors, member) if member != own else self._packed([], member)
+            for member, tensors in enumerate(outgoing)
+        ]
         rooms = [
             0 if member == own else self._num_bytes(each, member)
             for member, each in enumerate(sizes)
         ]
-        lengths = [len(sent[member]) if member != own else 0 for member in range(len(sizes))]
-        message = joined([*sent.values()], torch.empty(0, dtype=torch.uint8, device=self.device))
-        work, arrived = self.communicator.all_to_all_unequal(message, lengths, rooms, PURPOSE)
+        message = joined(packed, torch.empty(0, dtype=torch.uint8, device=self.device))
+        work, arrived = self.group.all_to_all_unequal(message, [*map(len, packed)], rooms)
 
         def wait() -> list[Tensors]:
             work.wait()
@@ -60,26 +59,20 @@ class Exchange:
 
         return wait
 
-    def expected(self, rounds: Iterable[Round]) -> Counter[str]:
-        """Return the bytes by hop that this rank sends to move blocks to their owners and back."""
-        sent: Counter[str] = Counter()
-        if self.communicator is None:
-            return sent
-        hop, own = self.communicator.hop, self.communicator.place
-        for blocks in rounds:
-            for member in (each for each in range(hop.size) if each != own):
-                there = [block.size(own) for block in blocks if block.owner == member]
-                back = [block.size(member) for block in blocks if block.owner == own]
-                num_bytes = self._num_bytes(there, member) + self._num_bytes(back, member)
-                sent.update(
-                    hop.message_bytes(self.communicator.position, hop.members[member], num_bytes)
-                )
-        return sent
+    def messages(self, rounds: Iterable[Round], share: float = 1) -> Iterator[Message]:
+        """Yield what this rank sends to move blocks to their owners and back, in so many steps."""
+        own, members = self.group.index, range(self.group.size)
+        for blocks in rounds if self.group.size > 1 else ():
+            for sizes in (
+                [[each.size(own) for each in blocks if each.owner == member] for member in members],
+                [[each.size(member) for each in blocks if each.owner == own] for member in members],
+            ):
+                num_bytes = tuple(self._num_bytes(each, i) for i, each in enumerate(sizes))
+                yield self.group.message(EXCHANGE, num_bytes, times=share)
 
     def _layout(self, sizes: Sequence[int], member: int) -> RowLayout | None:
         """Return the layout of what is quantized on the way to or from a member, or None."""
-        hop = self.communicator.hop
-        is_near = hop.nodes.same(self.communicator.position, hop.members[member])
+        is_near = self.group.hop_to(self.group.members[member]) == "in_node"
         if is_near or not self.quantizes or not sum(sizes):
             return None
         return row_layout(tuple(sizes), (INT8,) * len(sizes), self.dtype)

@@ -1,62 +1,30 @@
-"""The ranks that hold the rows of matrices together, and those that orthogonalize some together."""
+"""A parameter as a matrix whose rows the ranks of a data axis hold together."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator
 from math import prod
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zeropp.capabilities.muon.blocks import Matrix, Part, num_rows, rows_within, shard_rows
+from zeropp.capabilities.muon.newton_schulz import MatrixSplit
+from zeropp.capabilities.muon.settings import BLOCKWISE, DUPLICATED
 from zeropp.errors import InputError
-from zeropp.optim.muon.blocks import (
-    Matrix,
-    Part,
-    Round,
-    num_rows,
-    plan_rounds,
-    rows_within,
-    shard_rows,
-)
-from zeropp.optim.muon.names import BLOCKWISE, DUPLICATED, NODE, RANK, WHOLE
-from zeropp.optim.muon.newton_schulz import Peers
 from zeropp.optim.step_or_skip import local_part
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import find_nodes_of
-from zeropp.wire.route import Hop, Nodes
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import RankGroup, everyone
 
 MODEL_AXES = frozenset({"tensor", "tp", "expert", "ep"})  # of meshes, besides those of data
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """The ranks of a data axis, by their global ranks; this one is at `position`."""
-
-    ranks: tuple[int, ...] = (0,)
-    position: int = 0
-    nodes: Nodes = Nodes(num_ranks=1, ranks_per_node=1)
-
-    def hop(self, blocks: str) -> Hop:
-        """Return the ranks whose rows are orthogonalized together, this one among them."""
-        size = {NODE: self.nodes.ranks_per_node, RANK: 1, WHOLE: len(self.ranks)}[blocks]
-        first = self.position - self.position % size
-        return Hop(members=tuple(range(first, first + size)), nodes=self.nodes)
-
-    def rounds(self, matrices: Sequence[Matrix], blocks: str) -> tuple[Round, ...]:
-        """Return which blocks of these matrices go to which member of the hop, in turn."""
-        return _rounds(tuple(matrices), len(self.ranks), self.hop(blocks).members)
+ALONE = everyone(Nodes(num_ranks=1, ranks_per_node=1), 0)  # which holds all rows
 
 
-@lru_cache(64)  # without gradients of some matrices the plan is another
-def _rounds(
-    matrices: tuple[Matrix, ...], num_shards: int, members: tuple[int, ...]
-) -> tuple[Round, ...]:
-    return plan_rounds(matrices, num_shards, range(members[0], members[-1] + 1))
-
-
-def line_of(parameter: Tensor, config: ZeroConfig) -> Line:
-    """Return the line that shards a parameter by its rows; raises InputError for other dims."""
+def axis_of(parameter: Tensor, config: ZeroConfig) -> RankGroup:
+    """Return the ranks that shard a parameter by its rows; raises InputError for other dims."""
     (axis, dim), *_ = [*_axes(parameter, of_model=False), (None, 0)]
     if dim > parameter.ndim - 2:
         raise InputError(
@@ -64,13 +32,13 @@ def line_of(parameter: Tensor, config: ZeroConfig) -> Line:
             "shard rows, as fully_shard does by default, or give it to AdamW (use_muon=False)"
         )
     if axis is None:
-        return Line()
+        return ALONE
     group = parameter.device_mesh.get_group(axis)
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return Line(ranks=ranks, position=group.rank(), nodes=find_nodes_of(group, config))
+    nodes, ranks = find_nodes_of(group, config), dist.get_process_group_ranks(group)
+    return everyone(nodes, group.rank(), ranks)
 
 
-def peers_of(parameter: Tensor, mode: str) -> Peers | None:
+def split_of(parameter: Tensor, mode: str) -> MatrixSplit | None:
     """Return the ranks of another axis that hold parts of a matrix; None where each is apart.
 
     mode: Megatron's `blockwise` (None), `duplicated` or `distributed`.
@@ -80,11 +48,11 @@ def peers_of(parameter: Tensor, mode: str) -> Peers | None:
         return None
     ((axis, dim),) = others
     group = parameter.device_mesh.get_group(axis)
-    return Peers(group=group, dim=dim, is_gathered=mode == DUPLICATED)
+    return MatrixSplit(group=group, dim=dim, is_gathered=mode == DUPLICATED)
 
 
 def matrix_of(parameter: Tensor, *, is_transposed: bool = False) -> Matrix:
-    """Return a parameter of two dims, of one part, as the ranks of its line hold it.
+    """Return a parameter of two dims, of one part, as the ranks of its data axis hold it.
 
     Other axes may split it once more; its scale is that of the whole. One of three dims is a stack
     of matrices, scaled as if transposed with `is_transposed`. A rank has whole matrices of it, or
@@ -109,9 +77,9 @@ def matrix_of(parameter: Tensor, *, is_transposed: bool = False) -> Matrix:
     return Matrix(shape=(padded * rows, sides[1]), parts=parts, is_apart=True)
 
 
-def require_rows(parameter: Tensor, matrix: Matrix, line: Line) -> None:
+def require_rows(parameter: Tensor, matrix: Matrix, axis: RankGroup) -> None:
     """Raise InputError if this rank's shard is not the one that plans take it to be."""
-    shard = shard_rows(matrix.shape[0], len(line.ranks), line.position)
+    shard = shard_rows(matrix.shape[0], axis.size, axis.index)
     rows = sum(num_rows(rows_within(part.runs, shard)) for part in matrix.parts)
     shape = local_part(parameter).shape
     expected, local = [rows, matrix.shape[1]], [prod(shape[:-1]), shape[-1]]

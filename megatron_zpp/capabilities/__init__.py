@@ -1,0 +1,1 @@
+"""What capabilities add to a GPT's run: flags, rows of the start-up table, lines when resumed."""

@@ -1,0 +1,90 @@
+"""What a capability says of a run, once: everything else is a loop over a run's capabilities."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.parallel.rank_grid import RankGrid
+from megatron_zpp.settings.capability_flags import CAPABILITIES
+from megatron_zpp.settings.config import Config
+from zeropp import Sharding
+from zeropp.settings.capabilities import modules_of
+from zeropp.wire.rank_group import Message
+from zeropp.wire.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class OwnGroup:
+    """Parameters that an optimizer updates in another way: the key of groups that says so."""
+
+    key: str
+    has: Callable[[str, nn.Parameter], bool]
+
+
+@dataclass(kw_only=True)
+class Capability:
+    """A capability of one run; each method says nothing, and does nothing, by default.
+
+    A folder or a module of `megatron_zpp.capabilities` has a `CAPABILITY`, a subclass of this.
+    `sharding` and `optimizer` are None until they are built, and in a run that is only planned.
+    """
+
+    config: Config
+    ranks: RankGrid
+    sharding: Sharding | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+    own_group: ClassVar[OwnGroup | None] = None  # of its optimizer
+    ledger: ClassVar[Traffic | None] = None  # of what it sends; an instance may have one
+
+    @staticmethod
+    def is_on(config: Config) -> bool:
+        """Whether a run has the capability."""
+        return True
+
+    def build_optimizer(
+        self, sharding: Sharding, groups: list[dict], device: torch.device, adam: Mapping[str, Any]
+    ) -> torch.optim.Optimizer | None:
+        """Return the optimizer if it is this capability's; `adam` are the settings of AdamW."""
+
+    def messages(self, num_micro_batches: int) -> Iterable[Message]:
+        """Yield what this rank sends in a step."""
+        return ()
+
+    def before_update(self, step: int) -> None:
+        """Act before the optimizer's update in a step, counted from 1; all ranks call it."""
+
+    def after_update(self, step: int, *, last: bool) -> None:
+        """Act after the update; `last` marks the last step of the run. All ranks call it."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return what a checkpoint holds of it, by name."""
+        return {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` has returned, with the values of a checkpoint."""
+
+    def rows(self) -> Iterable[tuple[str, str]]:
+        """Yield rows (name, text) of the table before training."""
+        return ()
+
+    def changes(self, saved: Mapping[str, Any], num_ranks: int) -> Iterable[str]:
+        """Yield what of the updates to come a resumed run changes.
+
+        saved: settings of the run that saved the checkpoint, by section, on `num_ranks` ranks.
+        """
+        return ()
+
+
+def capabilities_of(config: Config, ranks: RankGrid) -> tuple[Capability, ...]:
+    """Return the capabilities of a run, by their names."""
+    kinds = [module.CAPABILITY for module in modules_of("capability", CAPABILITIES)]
+    return tuple(kind(config=config, ranks=ranks) for kind in kinds if kind.is_on(config))
+
+
+def states_of(capabilities: Sequence[Capability]) -> dict[str, Tensor]:
+    """Return what a checkpoint holds of capabilities; names must differ."""
+    return {name: value for each in capabilities for name, value in each.state().items()}

@@ -1,0 +1,14 @@
+"""The flags that capabilities declare in their modules `settings`, as sections of the `Config`."""
+
+from dataclasses import field, make_dataclass
+
+from zeropp.settings.capabilities import declared
+
+CAPABILITIES = "megatron_zpp.capabilities"
+
+
+def of_capabilities() -> type:
+    """Return a dataclass whose fields are the sections of flags in `SECTIONS` of capabilities."""
+    sections = declared("SECTIONS", CAPABILITIES)
+    fields = [(name, kind, field(default_factory=kind)) for name, kind in sections]
+    return make_dataclass("SectionsOfCapabilities", fields, frozen=True, kw_only=True)

@@ -1,0 +1,73 @@
+"""Each capability has one home, and little elsewhere names it; rooms do not grow.
+
+The counts and lines below are ceilings that only fall: a change that lowers one lowers it here. A
+later capability brings an allowance of its own.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTER = ("megatron_zpp/planner", "megatron_zpp/interchange", "zeropp/deepspeed")
+# Of each capability: how it may be named, its homes, and how many files elsewhere may name it: of
+# the core, and of each of the outer rooms.
+HOMES = {
+    "muon": (
+        r"muon|newton.?schulz|orthogonali",
+        ("zeropp/capabilities/muon", "megatron_zpp/capabilities/muon"),
+        (1, 3),
+    ),
+    "local SGD": (
+        r"local.?steps|local.?sgd|diloco|outer_(lr|momentum|group|mean)|sync_every|elastic",
+        ("zeropp/optim/local_steps", "zeropp/ranks/nodes", "megatron_zpp/train/worlds"),
+        (26, 13),
+    ),
+    "LoRA and MixZ++": (r"lora|mixz|nontrainable|stores_frozen|adapter", (), (73, 12)),
+    "offload": (r"offload", (), (28, 9)),
+    "incremental weight updates": (r"weight_steps|gather_changes|requantize", (), (14, 1)),
+    "experts": (r"expert|moe", ("megatron_zpp/model/moe", "zeropp/wire/tokens"), (57, 19)),
+}
+# Lines of Python of each room, without the rooms in it that have a ceiling of their own.
+LINES = {
+    "zeropp": 22_880,
+    "zeropp/deepspeed": 4_410,
+    "megatron_zpp": 24_870,
+    "megatron_zpp/planner": 5_880,
+    "megatron_zpp/interchange": 7_950,
+    "benchmarks": 12_240,
+    "tests": 61_600,
+}
+
+
+def python_files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def is_in(path: Path, folders: tuple[str, ...]) -> bool:
+    return any(path.is_relative_to(ROOT / folder) for folder in folders)
+
+
+@pytest.mark.parametrize("capability", HOMES)
+def test_little_outside_its_home_names_a_capability(capability: str) -> None:
+    pattern, homes, (most_in_core, most_in_outer) = HOMES[capability]
+    naming = [
+        path
+        for package in ("zeropp", "megatron_zpp")
+        for path in python_files(package)
+        if re.search(pattern, path.read_text(), re.IGNORECASE) and not is_in(path, homes)
+    ]
+    in_core = [str(path.relative_to(ROOT)) for path in naming if not is_in(path, OUTER)]
+    assert len(in_core) <= most_in_core, in_core
+    for room in OUTER:
+        of_room = [str(path.relative_to(ROOT)) for path in naming if is_in(path, (room,))]
+        assert len(of_room) <= most_in_outer, of_room
+
+
+@pytest.mark.parametrize("room", LINES)
+def test_a_room_does_not_grow(room: str) -> None:
+    inner = tuple(other for other in LINES if other.startswith(f"{room}/"))
+    files = [path for path in python_files(room) if not is_in(path, inner)]
+    lines = sum(path.read_text().count("\n") for path in files)
+    assert lines <= LINES[room], f"{room}: {lines:,} lines, {LINES[room]:,} at most"

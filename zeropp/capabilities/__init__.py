@@ -1,0 +1,1 @@
+"""Capabilities, each in one folder with everything that it says about itself."""

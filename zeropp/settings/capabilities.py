@@ -1,0 +1,35 @@
+"""Finds capabilities by listing their folders, so that nothing else has to name them.
+
+A capability is a folder of `zeropp.capabilities`, or of a package like it; a single module is
+one, too. Its module `settings` is imported without torch.
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
+
+CAPABILITIES = "zeropp.capabilities"
+
+
+def modules_of(part: str, package: str = CAPABILITIES) -> Iterator[ModuleType]:
+    """Yield the module `part` of each capability that has one, in the order of their names."""
+    for each in iter_modules(import_module(package).__path__):
+        name = f"{package}.{each.name}"
+        if not each.ispkg:
+            yield import_module(name)
+        elif find_spec(f"{name}.{part}") is not None:
+            yield import_module(f"{name}.{part}")
+
+
+def keys_of(path: str) -> tuple[type, ...]:
+    """Return the sections of keys that capabilities add to the section at `path` of the JSON."""
+    return tuple(section for section in declared("KEYS", CAPABILITIES) if section.path == path)
+
+
+def declared(name: str, package: str) -> list[Any]:
+    """Return what the tuples or mappings called `name` in all modules `settings` hold."""
+    found = (getattr(module, name, ()) for module in modules_of("settings", package))
+    return [each for held in found for each in (held.items() if isinstance(held, dict) else held)]

@@ -1,0 +1,302 @@
+"""Ranks that communicate, and what they send each other, as data.
+
+Every byte is entered in a ledger here, where the collective is called, and a profiler shows the
+collective by the name that it gets here. A group without a process group is planned: its
+collectives are only counted, so that forecasts and runs are the same calls.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from zeropp import fsdp_adapter as fsdp
+from zeropp.quant.coded_message import most_bytes
+from zeropp.quant.packing import RowLayout
+from zeropp.ranks.groups import shared_group, uses_gloo
+from zeropp.ranks.waits import NamedWork
+from zeropp.wire.nodes import Nodes
+from zeropp.wire.traffic import Traffic
+
+# torch 2.13 renamed it
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+GATHER, EXCHANGE, REDUCE = "gather", "exchange", "reduce"
+AXES = ("tensor", "context", "pipeline", "expert")  # purposes of activations, beside ZeRO's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """`times` equal collectives of one rank: the ledger counts them, forecasts are sums of them.
+
+    num_bytes: of a gather, what each rank has; of an exchange, what goes to each other rank, or a
+    number for each member; of a reduction, those of the tensor. A gather counts as a ring in rank
+    order (what gloo does, and NCCL for large messages), an exchange as direct messages, and a
+    reduction as a ring that passes each rank's share around twice.
+    in_layers: they are spread over the layers of a stage; others are before or after these.
+    """
+
+    group: "RankGroup"
+    kind: str
+    num_bytes: int | tuple[int, ...]
+    purpose: str
+    times: float = 1
+    is_forward: bool = True
+    in_layers: bool = False
+
+    @cached_property
+    def sent(self) -> dict[str, float]:
+        """The bytes that this rank sends, by hop."""
+        group = self.group
+        if self.kind == EXCHANGE and isinstance(self.num_bytes, tuple):
+            sent = {"in_node": 0, "across_nodes": 0}
+            for member, size in zip(group.members, self.num_bytes, strict=True):
+                if member != group.position:
+                    sent[group.hop_to(member)] += self.times * size
+            return sent
+        if self.kind == EXCHANGE:
+            near = sum(group.nodes.same(group.position, member) for member in group.members) - 1
+            each, far = self.times * self.num_bytes, group.size - 1 - near
+            return {"in_node": near * each, "across_nodes": far * each}
+        share = self.num_bytes if self.kind == GATHER else round(2 * self.num_bytes / group.size)
+        following = group.members[(group.index + 1) % group.size]
+        return {group.hop_to(following): self.times * (group.size - 1) * share}
+
+    def of(self, position: int) -> "Message":
+        """Return the same collective as the member at `position` takes part in it."""
+        return replace(self, group=replace(self.group, position=position))
+
+
+def sum_of(messages: Iterable[Message]) -> Counter[tuple[str, str]]:
+    """Return the bytes of messages by (purpose, hop)."""
+    total: Counter[tuple[str, str]] = Counter()
+    for message in messages:
+        for hop, num_bytes in message.sent.items():
+            total[message.purpose, hop] += num_bytes
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """The ranks that take part in collectives, in their order; this one is at `position`.
+
+    members: positions among the ranks of `nodes`. ranks: the global ranks at all positions, where
+    they can be connected. purpose: of messages, unless a call says another.
+    ledger: where they are entered. group: None where the ranks are planned, or not connected yet.
+    is_coded: whether `exchange_coded` is to be used across nodes.
+    """
+
+    members: tuple[int, ...]
+    position: int
+    nodes: Nodes
+    ranks: tuple[int, ...] = ()
+    purpose: str = ""
+    ledger: Traffic | None = field(default=None, compare=False, repr=False)
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    is_coded: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @cached_property
+    def index(self) -> int:
+        """The index of this rank among the members."""
+        return self.members.index(self.position)
+
+    @cached_property
+    def where(self) -> str:
+        """Where the members are, in words."""
+        first, *others = self.members
+        near = all(self.nodes.same(first, other) for other in others)
+        return "in a node" if near else "across nodes"
+
+    def hop_to(self, member: int) -> str:
+        """Return the hop on which a message to a member counts."""
+        return "in_node" if self.nodes.same(self.position, member) else "across_nodes"
+
+    def consecutive(self, size: int) -> "RankGroup":
+        """Return the `size` consecutive members of which this rank is one, not connected."""
+        first = self.index - self.index % size
+        return replace(self, members=self.members[first : first + size], group=None)
+
+    def strided(self, stride: int) -> "RankGroup":
+        """Return every `stride`-th member, this rank among them, not connected."""
+        return replace(self, members=self.members[self.index % stride :: stride], group=None)
+
+    def connected(
+        self, ledger: Traffic, purpose: str, *, is_coded: bool = False
+    ) -> "RankGroup | None":
+        """Return this group with a process group and a ledger; None for a group of one rank.
+
+        Only the members need to call it. Models on the same ranks share the process group of a
+        `purpose`, as with FSDP2 they share the mesh's.
+        Gathers and reductions overlap, so that on one communicator they would wait for each other:
+        they have different purposes. Coded messages are lost on a group that has no gloo: there
+        they are not coded.
+        """
+        if self.size == 1:
+            return None
+        members = [self.ranks[member] for member in self.members]
+        group = shared_group(purpose, members, self.ranks)
+        coded = is_coded and uses_gloo(group)
+        return replace(self, purpose=purpose, ledger=ledger, group=group, is_coded=coded)
+
+    def message(self, kind: str, num_bytes: int | tuple[int, ...], **others: object) -> Message:
+        """Return a collective of this group as data; `others` are further fields of `Message`."""
+        return Message(group=self, kind=kind, num_bytes=num_bytes, purpose=self.purpose, **others)
+
+    def count(self, kind: str, num_bytes: int | tuple[int, ...], purpose: str = "") -> None:
+        """Enter a collective into the ledger."""
+        self.ledger.add(purpose or self.purpose, self.message(kind, num_bytes).sent)
+
+    def all_gather(
+        self,
+        whole: Tensor,
+        part: Tensor,
+        purpose: str = "",
+        *,
+        unit: fsdp.Unit | None = None,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Write `part` of each member, in their order, to `whole`, on every member."""
+        self.count(GATHER, part.nbytes, purpose)
+        if self.group is None:
+            return None
+        with self.traced("all_gather", purpose):
+            is_named = self._is_named(part)
+            work = ALL_GATHER(whole, part, group=self.group, async_op=async_op or is_named)
+        return self._named(work, "all-gather", purpose, unit, async_op) if is_named else work
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        parts: Tensor,
+        purpose: str = "",
+        *,
+        unit: fsdp.Unit | None = None,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Send the i-th of equal parts to member i; write what comes to `received`, by sender.
+
+        Planned members send each other the same numbers.
+        """
+        self.count(EXCHANGE, parts.nbytes // self.size, purpose)
+        if self.group is None:
+            received.copy_(parts)
+            return None
+        with self.traced("all_to_all", purpose):
+            is_named = self._is_named(parts)
+            work = dist.all_to_all_single(
+                received, parts, group=self.group, async_op=async_op or is_named
+            )
+        return self._named(work, "all-to-all", purpose, unit, async_op) if is_named else work
+
+    def all_to_all_unequal(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[dist.Work | None, Tensor]:
+        """Send the first `sent[0]` rows [T, ...] to the first member, the next to the second, etc.
+
+        Returns what waits for the rows [M, ...] that arrive, `received[i]` from member i, and them.
+        """
+        width = rows[:1].nbytes if len(rows) else 0
+        self.count(EXCHANGE, tuple(count * width for count in sent))
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        if self.group is None:
+            return None, arrived
+        with self.traced("all_to_all"):
+            work = dist.all_to_all_single(
+                arrived, rows.contiguous(), [*received], [*sent], group=self.group, async_op=True
+            )
+        is_named = self._is_named(rows)
+        return self._named(work, "all-to-all", "", None, True) if is_named else work, arrived
+
+    def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Return what `all_to_all_unequal` does when it has arrived."""
+        work, arrived = self.all_to_all_unequal(rows, sent, received)
+        if work is not None:
+            work.wait()
+        return arrived
+
+    def exchange_coded(
+        self,
+        messages: Sequence[Tensor],
+        layout: RowLayout,
+        purpose: str,
+        *,
+        unit: fsdp.Unit,
+        async_op: bool = False,
+    ) -> tuple[dist.Work | None, Mapping[int, Tensor]]:
+        """Send each member its coded row of a layout; return what will hold theirs.
+
+        Messages are uint8, on the host. Nobody is told how long they are: gloo receives one that is
+        shorter than the memory for it, at its beginning, so that lengths cost no round trip. What
+        comes must say itself where it ends.
+        """
+        own, room = self.index, most_bytes(layout.packed_bytes)
+        others = [member for member in range(self.size) if member != own]
+        rooms = [room if member != own else 0 for member in range(self.size)]
+        lengths = [len(message) for message in messages]
+        self.count(EXCHANGE, tuple(lengths), purpose)
+        self.ledger.add_coded(purpose, layout.elements * len(others), sum(lengths))
+        received = torch.empty(sum(rooms), dtype=torch.uint8)
+        with self.traced("exchange", purpose):
+            work = dist.all_to_all_single(
+                received, torch.cat([*messages]), rooms, lengths, group=self.group, async_op=True
+            )
+            work = self._named(work, "exchange", purpose, unit, async_op)
+        return work, dict(zip(others, received.view(-1, room), strict=True))
+
+    def maximize(self, x: Tensor) -> None:
+        """Replace each element of x by the largest of all members."""
+        self.count(REDUCE, x.nbytes)
+        if self.group is not None:
+            with self.traced("all_reduce"):
+                dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+
+    def own_seed(self) -> int:
+        """Draw a number from the random state that all members share, and add this one's index."""
+        shared = 0 if self.group is None else int(torch.randint(2**31, ()))
+        return shared + self.index
+
+    def traced(self, operation: str, purpose: str = "") -> record_function:
+        """Return a context that gives what runs in it a name in a profiler's trace."""
+        what = f"zeropp {operation} of {purpose or self.purpose}"
+        return record_function(f"{what}, {self.size} ranks {self.where}")
+
+    def _is_named(self, tensor: Tensor) -> bool:
+        """Whether a failed wait can name the ranks that did not come: the host waits, for gloo."""
+        return tensor.device.type == "cpu" and self._is_gloo
+
+    @cached_property
+    def _is_gloo(self) -> bool:
+        return uses_gloo(self.group)
+
+    def _named(
+        self,
+        work: dist.Work,
+        operation: str,
+        purpose: str,
+        unit: fsdp.Unit | None,
+        async_op: bool,
+    ) -> dist.Work | None:
+        def name() -> str:
+            of_unit = "" if unit is None else f" of {fsdp.name_of(unit)}"
+            what = f"the {operation} of {(purpose or self.purpose).replace('_', ' ')}"
+            return f"{what}{of_unit}, {self.size} ranks {self.where}"
+
+        named = NamedWork(work, self.group, name)
+        if async_op:
+            return named
+        named.wait()
+        return None
+
+
+def everyone(nodes: Nodes, position: int, ranks: Sequence[int] = ()) -> RankGroup:
+    """Return the ranks at all positions, as the one at `position` sees them."""
+    members = tuple(range(nodes.num_ranks))
+    return RankGroup(members=members, position=position, nodes=nodes, ranks=tuple(ranks))
