@@ -29,6 +29,7 @@ from benchmarks.shared.zero_json import zero_json
 from benchmarks.step.training_loops import Steps, accumulate, adamw, fsdp2, model_loss_of
 from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.recipe.activation_forecast import activation_traffic
+from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
@@ -105,7 +106,8 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
     config = replace(config, lora=asked_for if zero_name in LORA else LoraConfig())
     ranks, count = setup.ranks, setup.micro_batches
     sharding = build_model(config, setup.vocab_size, ranks, apex=None)
-    optimizer = build_optimizer(sharding, config, ranks.device, apex=None)
+    own = capabilities_of(config, ranks)
+    optimizer = build_optimizer(sharding, config, ranks.device, None, own)
     if isinstance(sharding.model, Pipeline):
         step = _pipeline_step(sharding.model, optimizer, steps, count)
     else:

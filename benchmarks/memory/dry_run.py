@@ -22,6 +22,7 @@ from megatron_zpp.model.routing_record import RoutingStep
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import Estimate, estimate
+from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.optimizer import build_optimizer
@@ -114,7 +115,7 @@ def _train(config: Config, ranks: Ranks) -> None:
     size = config.batch.micro_batch_size
     micro_batches = config.batch.global_batch_size // (size * ranks.num_replicas)
     sharding = build_model(config, VOCABULARY, ranks, apex=None)
-    optimizer = build_optimizer(sharding, config, CPU, apex=None)
+    optimizer = build_optimizer(sharding, config, CPU, None, capabilities_of(config, ranks))
     shape = size, config.model.seq_length
     tokens, mask = torch.randint(VOCABULARY, shape), torch.ones(shape)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=mask, position_ids=None)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.shared.training_setup import CLIP, DTYPES, TrainingSetup, largest_of_ranks
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.optimizer import build_optimizer
 from zeropp import Sharding, optimizer_step
@@ -70,7 +71,8 @@ def _row(setup: TrainingSetup) -> dict:
     gc.collect()
     gc.freeze()  # from here on gc.get_objects() and gc.collect() leave out what is alive now
     sharding = build_model(setup.config, setup.vocab_size, setup.ranks, apex=None)
-    optimizer = build_optimizer(sharding, setup.config, setup.ranks.device, apex=None)
+    own = capabilities_of(setup.config, setup.ranks)
+    optimizer = build_optimizer(sharding, setup.config, setup.ranks.device, None, own)
     _backward(sharding, steps[0], until=len(steps[0]))
     optimizer_step(optimizer, sharding, clip_grad=CLIP)
     _backward(sharding, steps[1], until=len(steps[1]) - 1)

@@ -23,7 +23,7 @@ from megatron_zpp.planner.timing.messages import UnitMessages, unit_messages
 from megatron_zpp.planner.timing.timeline import Collective, UnitWork, step_seconds
 from megatron_zpp.settings.arguments import parse
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 FSDP2 = "fsdp2"
 ORDERED = (FSDP2, "zero3", "zeropp")

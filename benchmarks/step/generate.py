@@ -28,7 +28,7 @@ from megatron_zpp.interchange.open_model import load_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.text.generate import Request, stream
 from megatron_zpp.text.sampling import Sampling
-from megatron_zpp.tokenizer.null import NullTokenizer
+from megatron_zpp.tokenizer.base import NullTokenizer
 from zeropp.errors import InputError
 
 CACHED, UNCACHED, TRANSFORMERS = "with the cache", "without it", "transformers"

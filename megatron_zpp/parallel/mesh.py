@@ -30,8 +30,7 @@ from zeropp.ranks.coordination import fail_together, require_same
 from zeropp.ranks.groups import set_time_limit, shared_group, time_limit
 from zeropp.ranks.process_group import pick_device, start_process_group, world_store
 from zeropp.ranks.topology import Environment
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import AXES, RankGroup
+from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 
 SAME_COMMAND = (

@@ -9,7 +9,7 @@ from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
 from megatron_zpp.planner.search import MUCH_FASTER, TIE, Plan, Row, Search
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 MOST_RANKS = 8192
 MIB = 2**20

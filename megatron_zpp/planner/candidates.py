@@ -17,7 +17,7 @@ from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
 from zeropp.settings.sync_schedule import SyncSchedule
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 # Two step times that differ by less are not told apart: the median error of predicted speedups
 # (docs/planning.md).

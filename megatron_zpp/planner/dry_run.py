@@ -20,7 +20,7 @@ from zeropp.optim.local_steps.outer_group import PURPOSE
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.report import describe
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 OUTER = (PURPOSE, "across_nodes")
 DOES_NOT_FIT = 1  # exit status

@@ -36,7 +36,7 @@ from megatron_zpp.planner.step_simulation import (
 )
 from megatron_zpp.settings.config import Config
 from zeropp.sharding.plan import Plan
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 SAVED_COPY = "copy for --async-save"
 AGREED, OUTER_STATE, EXCHANGE = "agreed weights", "outer momentum", "buffers of an exchange"

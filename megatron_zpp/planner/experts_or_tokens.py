@@ -14,7 +14,7 @@ from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.parts.planned_run import plan_places
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.sharding.forecast import first_bytes
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 ACROSS = "across_nodes"
 

@@ -33,7 +33,7 @@ from megatron_zpp.recipe.expert_ranks import with_expert_ranks
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.optim.sharded_optimizer import OPTIMIZER
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.traffic import HOPS
 
 BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit

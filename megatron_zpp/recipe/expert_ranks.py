@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.settings.config import Config, ModelConfig
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import UNQUANTIZED
 
 

@@ -27,7 +27,7 @@ def build_optimizer(
     config: Config,
     device: torch.device,
     apex: Apex | None,
-    capabilities: Sequence[Capability] = (),
+    capabilities: Sequence[Capability],
 ) -> torch.optim.Optimizer:
     """Build a capability's optimizer if one has its own, else AdamW.
 

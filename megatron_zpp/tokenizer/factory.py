@@ -5,11 +5,10 @@ import logging
 from types import MappingProxyType
 
 from megatron_zpp.settings.config import TokenizerConfig
-from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.tokenizer.base import NullTokenizer, Tokenizer
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
 from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron_zpp.tokenizer.hugging_face import HFTokenizer
-from megatron_zpp.tokenizer.null import NullTokenizer
 from megatron_zpp.tokenizer.sentence_piece import (
     GPTSentencePieceTokenizer,
     Llama2Tokenizer,

@@ -15,30 +15,26 @@ from megatron_zpp.monitor.communication import CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
-from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate, warn_if_float32_is_faster
+from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
-from megatron_zpp.recipe.apex import find_apex
-from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.expert_ranks import expert_rows, with_expert_ranks
-from megatron_zpp.recipe.local_steps import build_local_steps
-from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.one_stage import OneStage
-from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import Config, PrecisionConfig
+from megatron_zpp.settings.config import Config
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.inputs import TRAIN, open_inputs
 from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
+from megatron_zpp.train.trained import build_trained
 from megatron_zpp.train.trainer import Trainer
 from megatron_zpp.train.worlds.rows import local_steps_rows, log_without_effect
 from megatron_zpp.train.worlds.saved_run import saved_run, with_source
-from zeropp import LossScaler, Sharding, __version__
+from zeropp import Sharding, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.optim.sharded_optimizer import sharded, state_numbers_per_weight
@@ -63,41 +59,27 @@ def build_run(
     source = saved_run(requested.checkpoint, ranks)
     requested = with_source(requested, source, ranks) if ranks.outer else requested
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
-    apex, fill = find_apex(ranks.device), pretrained and pretrained.fill
-    sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
-    warn_if_float32_is_faster(ranks.device, sharding.compute_dtype)
-    capabilities = capabilities_of(config, ranks)
-    optimizer = build_optimizer(sharding, config, ranks.device, apex, capabilities)
-    for each in capabilities:
-        each.sharding, each.optimizer = sharding, optimizer
-    scaler = build_scaler(config.precision)
-    local = build_local_steps(config, ranks, sharding, optimizer)
-    beginning = load(
-        config,
-        ranks,
-        source,
-        sharding,
-        optimizer,
-        scaler,
-        tokenizer.fingerprint,
-        local_steps=local,
-        capabilities=capabilities,
-    )
+    fill = pretrained and pretrained.fill
+    trained = build_trained(config, ranks, tokenizer.vocab_size, fill)
+    beginning = load(config, ranks, source, trained, tokenizer.fingerprint)
     batches.go_behind(beginning.earlier_sizes)
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, beginning)
     trainer = Trainer(
+        **vars(trained),
         config=config,
         ranks=ranks,
-        sharding=sharding,
-        passes=passes_of(sharding, ranks),
-        optimizer=optimizer,
-        scaler=scaler,
+        passes=passes_of(trained.sharding, ranks),
         schedules=beginning.schedules,
         counters=beginning.counters,
-        communication=CommunicationMeter(config, sharding, ranks, optimizer, local, capabilities),
-        local_steps=local,
-        capabilities=capabilities,
+        communication=CommunicationMeter(
+            config,
+            trained.sharding,
+            ranks,
+            trained.optimizer,
+            trained.local_steps,
+            trained.capabilities,
+        ),
     )
     saves_beside = config.checkpoint.save and config.checkpoint.async_save
     run = Run(
@@ -140,20 +122,6 @@ def open_step_watch(config: Config, ranks: Ranks) -> StepWatch | None:
         config = with_expert_ranks(config, ranks.nodes)
         num_ranks = ranks.num_worlds * ranks.num_ranks
         return StepWatch(read_expected_step(config.log.plan_file, config, num_ranks))
-
-
-def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
-    """The loss scaler of fp16; nothing else needs one."""
-    if not precision.fp16:
-        return None
-    fixed = precision.loss_scale
-    return LossScaler(
-        scale=precision.initial_loss_scale if fixed is None else fixed,
-        min_scale=precision.min_loss_scale,
-        window=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
-        dynamic=fixed is None,
-    )
 
 
 def open_metrics(

@@ -24,7 +24,7 @@ from megatron_zpp.train.loop import evaluate_split, train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Interrupted, Stopping
 from megatron_zpp.train.worlds.elastic import elastic_options
-from megatron_zpp.train.worlds.own_folders import with_own_folders
+from megatron_zpp.train.worlds.saved_run import with_own_folders
 from zeropp import InputError
 from zeropp.checkpoint.shared_folder import hold_folder
 from zeropp.errors import NetworkError

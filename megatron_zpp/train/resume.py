@@ -24,13 +24,13 @@ from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
 from megatron_zpp.train.inputs import Batches, data_bytes, sample_sizes
+from megatron_zpp.train.trained import Trained
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
 from megatron_zpp.train.worlds.continuation import continue_local_steps
 from megatron_zpp.train.worlds.saved_run import SavedRun
-from zeropp import InputError, LossScaler, Sharding
+from zeropp import InputError
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
-from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.settings.capabilities import declared
 
 PLAIN = "tokenizer_hf_no_include_special_tokens"  # older checkpoints do not have it
@@ -165,13 +165,8 @@ def load(
     config: Config,
     ranks: Ranks,
     source: SavedRun | None,
-    sharding: Sharding,
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler | None,
+    trained: Trained,
     tokenizer_fingerprint: str,
-    *,
-    local_steps: LocalSteps | None = None,
-    capabilities: Sequence[Capability] = (),
 ) -> StartingPoint:
     """Load weights, optimizer and loss scaler from what `--load` names, if any: `source`.
 
@@ -179,6 +174,7 @@ def load(
     have not saved are averaged. Raises InputError for a checkpoint that does not fit the run.
     """
     options, schedules = config.checkpoint, Schedules.of(config)
+    local_steps, capabilities = trained.local_steps, trained.capabilities
     beginning = StartingPoint(counters=Counters(), schedules=schedules, history={})
     if source is None:
         is_needed = options.exit_on_missing_checkpoint or options.ckpt_step is not None
@@ -190,7 +186,7 @@ def load(
     starts_anew = without or not source.is_of_each
     others = {} if local_steps is None or starts_anew else local_steps.state()
     own = {} if without or source.is_averaged else states_of(capabilities)
-    state = _read(config, source, sharding, optimizer, tokenizer_fingerprint, others | own)
+    state = _read(config, source, trained, tokenizer_fingerprint, others | own)
     for each in capabilities if state is not None and own else ():
         each.load({name: own[name] for name in each.state()})
     if local_steps is not None:
@@ -204,14 +200,11 @@ def load(
         return beginning
     log.info("loaded checkpoint of iteration %d from %s", state.iteration, options.load)
     _require_same_adapters(config, state)
-    if scaler and state.loss_scaler and not (options.no_load_optim or options.finetune):
-        scaler.load_state_dict(state.loss_scaler)
+    if trained.scaler and state.loss_scaler and not (options.no_load_optim or options.finetune):
+        trained.scaler.load_state_dict(state.loss_scaler)
     if options.finetune or options.reset_iteration or not state.iteration:
         return beginning
-    _log_other_settings(config, state)
-    saved = state.configuration
-    for line in (line for each in capabilities for line in each.changes(saved, state.world_size)):
-        log.info(CHANGED_UPDATES, line)
+    _log_other_settings(config, state, capabilities)
     scheduled_samples = 0
     if not options.no_load_lr_state:
         scheduled_samples = state.schedule["scheduled_samples"]
@@ -231,8 +224,7 @@ def load(
 def _read(
     config: Config,
     source: SavedRun,
-    sharding: Sharding,
-    optimizer: torch.optim.Optimizer,
+    trained: Trained,
     tokenizer_fingerprint: str,
     others: Mapping[str, torch.Tensor],
 ) -> TrainingState | None:
@@ -240,7 +232,8 @@ def _read(
 
     `others` are further tensors to read.
     """
-    options, model = config.checkpoint, sharding.model
+    options, sharding, optimizer = config.checkpoint, trained.sharding, trained.optimizer
+    model = sharding.model
     load_optimizer = not (options.no_load_optim or options.finetune or source.is_averaged)
     sharding.weights_changed()
     state = checkpoint.load(
@@ -261,7 +254,9 @@ def _read(
     return state
 
 
-def _log_other_settings(config: Config, state: TrainingState) -> None:
+def _log_other_settings(
+    config: Config, state: TrainingState, capabilities: Sequence[Capability]
+) -> None:
     """Log a line for each setting whose change gives the resumed run other samples or updates."""
     batch, saved = config.batch.global_batch_size, state.configuration["batch"]["global_batch_size"]
     if batch != saved:
@@ -283,7 +278,10 @@ def _log_other_settings(config: Config, state: TrainingState) -> None:
         lines.append("the checkpoint's version read special tokens in texts as ordinary text")
     for line in lines:
         log.info("%s: this changes which samples come next", line)
-    for line in setting_changes(config, state.configuration, UPDATES):
+    updates = setting_changes(config, state.configuration, UPDATES)
+    for each in capabilities:
+        updates += each.changes(state.configuration, state.world_size)
+    for line in updates:
         log.info(CHANGED_UPDATES, line)
 
 

@@ -16,7 +16,6 @@ from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.metrics import History
 from megatron_zpp.monitor.optimizer_norms import optimizer_norms
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.recipe.expert_balance import ExpertBalance
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
@@ -24,10 +23,10 @@ from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules, is_due
 from megatron_zpp.train.inputs import Batches
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
+from megatron_zpp.train.trained import Trained
 from megatron_zpp.train.worlds.progress import RunProgress
-from zeropp import LossScaler, Sharding, optimizer_step
+from zeropp import optimizer_step
 from zeropp.optim.local_steps.elastic_steps import ElasticSteps
-from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.sharded_optimizer import sharded
 from zeropp.optim.step_or_skip import global_norm, local_part
 
@@ -83,23 +82,18 @@ STATE_COUNTERS = tuple(
 
 
 @dataclass(kw_only=True)
-class Trainer:
-    """What steps change: weights, the optimizer's state, the loss scale, the progress.
+class Trainer(Trained):
+    """What takes steps: they change weights, the optimizer's state, the loss scale, the progress.
 
     `passes` runs forward and backward passes: those of a pipeline, or of a model that is whole.
     """
 
     config: Config
     ranks: Ranks
-    sharding: Sharding
     passes: OneStage | Pipeline
-    optimizer: torch.optim.Optimizer
-    scaler: LossScaler | None
     schedules: Schedules
     counters: Counters
     communication: CommunicationMeter
-    local_steps: LocalSteps | None = None  # where nodes step alone
-    capabilities: Sequence[Capability] = ()
 
     @cached_property
     def experts(self) -> ExpertBalance:

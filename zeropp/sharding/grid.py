@@ -23,7 +23,7 @@ from zeropp.ranks.groups import inherit_time_limit, shared_group
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import explained_waits
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 
 class Grid:

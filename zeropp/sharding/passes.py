@@ -29,9 +29,8 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.wire.collectives import WeightGather
 from zeropp.wire.gradient_use import GradientUse
-from zeropp.wire.gradients import Gradients
 from zeropp.wire.kept_weights import KeptWeights, Notice, Units, notify_weights_written
-from zeropp.wire.scalar_gradients import ScalarGradients
+from zeropp.wire.scalar_gradients import Gradients, ScalarGradients
 from zeropp.wire.secondary_copies import SecondaryCopies
 
 INCOMPLETE = (

@@ -19,7 +19,7 @@ from zeropp.fsdp_adapter import ShardSpec
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.coding_choice import with_choice
 from zeropp.wire.frozen_weights import stored_layout
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import Route, gradient_route, weight_route
 
 

@@ -17,7 +17,7 @@ from zeropp.sharding.plan import Plan
 from zeropp.sharding.report import Rows, describe
 from zeropp.sharding.root import Root
 from zeropp.wire.frozen_weights import require_frozen
-from zeropp.wire.gradients import Gradients
+from zeropp.wire.scalar_gradients import Gradients
 from zeropp.wire.traffic import JoinedTraffic, Sent
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,61 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.errors import InputError
 from zeropp.quant.coded_message import most_bytes
 from zeropp.quant.packing import RowLayout
 from zeropp.ranks.groups import shared_group, uses_gloo
 from zeropp.ranks.waits import NamedWork
-from zeropp.wire.nodes import Nodes
 from zeropp.wire.traffic import Traffic
 
 # torch 2.13 renamed it
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 GATHER, EXCHANGE, REDUCE = "gather", "exchange", "reduce"
 AXES = ("tensor", "context", "pipeline", "expert")  # purposes of activations, beside ZeRO's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The nodes of the data axis: each has `ranks_per_node` consecutive positions.
+
+    `parts` is how many ranks of a node there are for each of these: more than 1 where other axes,
+    as tensor parallelism, split the model among them. Nodes may be parts of one machine, which is
+    then all of `machines`.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    parts: int = 1
+    machines: int = field(default=1, compare=False)
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], ranks_per_node: int) -> "Nodes":
+        """Build from the global ranks of the data axis, in order, with `ranks_per_node` to a node.
+
+        Raises InputError if nodes would have different numbers of ranks, or are not contiguous.
+        """
+        runs = [(node, len(list(run))) for node, run in groupby(r // ranks_per_node for r in ranks)]
+        sizes = [size for _, size in runs]
+        if len({node for node, _ in runs}) < len(runs):
+            raise InputError(
+                f"the data axis visits a node twice: ranks {list(ranks)} with {ranks_per_node} "
+                "ranks per node; order the mesh so that the ranks of a node follow each other"
+            )
+        if len(set(sizes)) > 1:
+            raise InputError(
+                f"zeropp.ranks_per_node = {ranks_per_node} does not divide the {len(ranks)} ranks: "
+                f"the nodes would have {', '.join(map(str, sizes))} of them; give every node the "
+                "same number, or set ranks_per_node to a divisor of the number of ranks"
+            )
+        return cls(num_ranks=len(ranks), ranks_per_node=sizes[0])
+
+    @property
+    def count(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+    def same(self, position: int, other: int) -> bool:
+        """Whether two positions are on the same node."""
+        return position // self.ranks_per_node == other // self.ranks_per_node
 
 
 @dataclass(frozen=True, kw_only=True)

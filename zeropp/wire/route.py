@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import RankGroup, everyone
+from zeropp.wire.rank_group import Nodes, RankGroup, everyone
 
 log = logging.getLogger("zeropp")
 

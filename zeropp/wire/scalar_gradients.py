@@ -1,11 +1,13 @@
-"""0-d parameters stay whole on every rank, in fp32: FSDP2 cannot shard them. Their gradients here.
+"""Where averaged gradients are; and those of 0-d parameters, which stay whole on every rank.
+
+FSDP2 cannot shard 0-d parameters, which are in fp32.
 
 Each rank adds up its own until a step's last backward pass. At the end of that they are averaged,
 all in one all-reduce: their sums, and how many ranks had one. A parameter that no rank used keeps
 `.grad` None.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from weakref import WeakMethod, ref
 
@@ -15,6 +17,35 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zeropp import fsdp_adapter as fsdp
+
+
+class Gradients:
+    """The averaged gradients of a model: its parameters hold them, or their masters do."""
+
+    def __init__(self) -> None:
+        self._masters: Mapping[nn.Parameter, nn.Parameter] = {}
+        self._parameters: Mapping[nn.Parameter, nn.Parameter] = {}  # of masters
+
+    def use_masters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Look for the gradients of these parameters in their masters."""
+        self._masters = masters
+        self._parameters = {master: parameter for parameter, master in masters.items()}
+
+    @property
+    def has_masters(self) -> bool:
+        return bool(self._masters)
+
+    def parameter_of(self, holder: nn.Parameter) -> nn.Parameter:
+        """Return the parameter whose master this is, or the parameter itself."""
+        return self._parameters.get(holder, holder)
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the gradient of a parameter."""
+        return self._masters.get(parameter, parameter).grad
+
+    def clear(self, parameter: nn.Parameter) -> None:
+        """Drop the gradient of a parameter."""
+        self._masters.get(parameter, parameter).grad = None
 
 
 class ScalarGradients:

@@ -15,7 +15,7 @@ from zeropp.optim.local_steps.outer_group import PURPOSE
 from zeropp.optim.local_steps.outer_mean import OuterMean
 from zeropp.settings.sync_schedule import SyncSchedule
 from zeropp.sharding.plan import UnitPlan
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 FP32_BYTES = 4
 # Buffers of an exchange, in fp32: differences, what comes back from each owner, and both joined; of

@@ -22,8 +22,7 @@ from zeropp.capabilities.muon.newton_schulz import flops
 from zeropp.capabilities.muon.sharded_matrix import matrix_of
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.optim.sharded_optimizer import OPTIMIZER
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import RankGroup, everyone, sum_of
+from zeropp.wire.rank_group import Nodes, RankGroup, everyone, sum_of
 from zeropp.wire.traffic import HOPS
 
 ALONE = Nodes(num_ranks=1, ranks_per_node=1)  # of ranks that hold all rows

@@ -12,8 +12,7 @@ from megatron_zpp.parallel.mesh import mesh_sizes
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.sharding.grid import nodes_of_grid
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import AXES, RankGroup
+from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 
 

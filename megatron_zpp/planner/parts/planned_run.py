@@ -30,7 +30,7 @@ from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.optim.offload import HOST, master_devices
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan, spec_of
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 OPTIMIZERS = MappingProxyType({"muon": PlannedMuon})  # others than AdamW
 

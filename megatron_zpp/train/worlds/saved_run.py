@@ -112,6 +112,21 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     return _common_run(options, first, num_worlds)
 
 
+def with_own_folders(config: Config, ranks: Ranks) -> Config:
+    """Return the configuration with the folders of this world's checkpoints.
+
+    The first world has those that the flags name, and others a folder in each.
+    """
+    number = ranks.outer.number if ranks.outer else 0
+    if not number:
+        return config
+    options = config.checkpoint
+    save, load = (
+        each and str(folder_of_node(Path(each), number)) for each in (options.save, options.load)
+    )
+    return replace(config, checkpoint=replace(options, save=save, load=load))
+
+
 def with_source(config: Config, source: SavedRun | None, ranks: Ranks) -> Config:
     """Return the configuration with the folder that this world loads, or else the first one's."""
     options = config.checkpoint

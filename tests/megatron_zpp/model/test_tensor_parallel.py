@@ -36,8 +36,7 @@ from tests.megatron_zpp.train.training_runs import (
 from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.optim.step_or_skip import local_part
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import AXES, RankGroup
+from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 
 

@@ -10,8 +10,7 @@ from megatron_zpp.monitor.communication import Communication, CommunicationMeter
 from megatron_zpp.monitor.tensorboard_names import communication_scalars
 from megatron_zpp.settings.config import Config
 from zeropp.optim.local_steps.outer_group import PURPOSE as OUTER
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import AXES
+from zeropp.wire.rank_group import AXES, Nodes
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
 
 MIB = 2**20

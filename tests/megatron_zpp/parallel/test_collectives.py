@@ -19,8 +19,7 @@ from megatron_zpp.parallel.collectives import (
     sum_whole,
 )
 from tests.ranks import ranks
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import AXES, RankGroup
+from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 
 SIZE = 4

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from megatron_zpp.parallel.expert_axis import ExpertAxis
 from tests.ranks import ranks
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import AXES, RankGroup
+from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 
 SIZE, EXPERTS, WIDTH = 4, 8, 5

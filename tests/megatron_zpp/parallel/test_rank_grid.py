@@ -4,7 +4,7 @@ from itertools import product
 
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import ParallelConfig
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 P, R, C, T = 2, 3, 2, 2
 SIZES = ParallelConfig(

@@ -19,7 +19,7 @@ from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.interchange.family_flags import FLAGS
 from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold
 from tests.ranks import ranks
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 MODEL = (
     "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0 "

@@ -29,7 +29,7 @@ from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold
 from tests.ranks import ranks
 from zeropp.errors import InputError
 from zeropp.sharding.plan import Plan
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --hidden-dropout 0 "

@@ -20,7 +20,7 @@ from tests.megatron_zpp.train.training_runs import TINY, built_run, shared_folde
 from tests.ranks import ranks
 from tests.worlds import worlds
 from zeropp import InputError
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 BATCH = "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
 WIDE = "--hidden-size 256 --num-layers 4"

@@ -21,7 +21,7 @@ from megatron_zpp.planner.timing.step_time import typical_seconds
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.sharding.forecast import node_bytes
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16 "

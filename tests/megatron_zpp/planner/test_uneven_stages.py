@@ -18,7 +18,7 @@ from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.hardware import Description, find_cluster
 from megatron_zpp.settings.arguments import parse
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 FLAGS = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16 --zero-stage 1 "

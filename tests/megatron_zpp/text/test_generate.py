@@ -12,7 +12,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig
 from megatron_zpp.text.generate import Piece, Request, complete, generate, stream
 from megatron_zpp.text.sampling import Sampling, sample
-from megatron_zpp.tokenizer.null import NullTokenizer
+from megatron_zpp.tokenizer.base import NullTokenizer
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build
 from tests.ranks import ranks
 from zeropp.errors import InputError

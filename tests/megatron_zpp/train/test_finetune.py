@@ -30,7 +30,7 @@ from tests.megatron_zpp.train.training_runs import (
 from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.wire.frozen_weights import is_quantized
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 
 @pytest.fixture(scope="module")

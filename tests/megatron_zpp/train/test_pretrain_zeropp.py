@@ -225,9 +225,8 @@ def test_weights_loaded_in_place_are_the_ones_that_are_evaluated(tmp_path):
         from_folder = replace(run.config.checkpoint, load=str(tmp_path))
         config = replace(run.config, checkpoint=from_folder)
         trainer, fingerprint = run.trainer, run.tokenizer.fingerprint
-        sharding, optimizer = trainer.sharding, trainer.optimizer
         source = saved_run(from_folder, run.ranks)
-        load(config, run.ranks, source, sharding, optimizer, trainer.scaler, fingerprint)
+        load(config, run.ranks, source, trainer, fingerprint)
         assert validation_loss(run) == fresh != untrained
 
 

@@ -19,7 +19,7 @@ from megatron_zpp.train.build import build_run
 from megatron_zpp.train.pretrain import pretrain
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
-from megatron_zpp.train.worlds.own_folders import with_own_folders
+from megatron_zpp.train.worlds.saved_run import with_own_folders
 from tests.ranks import ranks
 from tests.worlds import worlds
 from zeropp.optim.local_steps.elastic_group import ElasticGroup

@@ -14,7 +14,7 @@ from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, Sharding, shard
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 TUTORIAL = {"zero_hpz_partition_size": 16}
 

@@ -18,7 +18,7 @@ from tests.ranks import ranks
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.sharding.forecast import node_bytes, rank_bytes
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import Route
 
 BLOCK, ROOT = 3 * 256, 256  # elements of a rank's shard

@@ -22,7 +22,7 @@ from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import InputError, Sharding, optimizer_step, shard
 from zeropp.sharding.forecast import node_bytes
 from zeropp.sharding.grid import nodes_of_grid
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import gradient_route, weight_route
 
 WIDTH, INNER, CLIP, STEPS = 12, 20, 0.25, 3

@@ -14,7 +14,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.sharding.cut import places_of, plan_units
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.sharding.shard import outermost_blocks
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 
 SETTINGS = ({"stage": 0}, {"stage": 1}, {"stage": 3})
 STORED = {"stage": 3, "zero_quantized_nontrainable_weights": True}

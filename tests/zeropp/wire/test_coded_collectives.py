@@ -68,7 +68,7 @@ def require_close_to_the_weights(sharding: Sharding) -> None:
             sharding.plan.units[-1].axis.weights,
             sharding.compute_dtype,
         )
-        own = rows[fsdp_adapter.collectives_of(unit).all_gather.outer.place][None]
+        own = rows[fsdp_adapter.collectives_of(unit).all_gather.outer.index][None]
         numbers = torch.empty((1, layout.elements))
         dequantize(own, numbers, layout)
         shards = [each.local.detach().flatten() for each in fsdp_adapter.own_shards(unit)]

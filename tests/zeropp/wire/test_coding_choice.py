@@ -10,7 +10,7 @@ from tests.ranks import ranks
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire import coding_choice
 from zeropp.wire.coding_choice import with_choice
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import Route, gradient_route, weight_route
 
 AXIS = (0, 1, 2, 3)

@@ -11,7 +11,7 @@ from zeropp.fsdp_adapter import MixedPrecisionPolicy, shard_unit
 from zeropp.sharding.plan import DataAxis
 from zeropp.sharding.wiring import Wiring
 from zeropp.wire.gradient_use import GradientUse
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import Route
 from zeropp.wire.traffic import Traffic
 

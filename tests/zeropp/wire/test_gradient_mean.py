@@ -22,7 +22,7 @@ from tests.zeropp.prescribed_gradients import (
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.quant.packing import ROTATED_4
 from zeropp.wire.collectives import gradient_layouts, weight_layout
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import Route
 
 NOISE = 0.118  # relative L2 error of INT8 then INT4 on Gaussian gradients, at most

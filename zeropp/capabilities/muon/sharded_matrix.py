@@ -14,8 +14,7 @@ from zeropp.errors import InputError
 from zeropp.optim.step_or_skip import local_part
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import find_nodes_of
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import RankGroup, everyone
+from zeropp.wire.rank_group import Nodes, RankGroup, everyone
 
 MODEL_AXES = frozenset({"tensor", "tp", "expert", "ep"})  # of meshes, besides those of data
 

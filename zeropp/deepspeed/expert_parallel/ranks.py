@@ -14,8 +14,7 @@ from zeropp.errors import InputError
 from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import inherit_time_limits, own_ranks_per_node, ranks_of
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import AXES, RankGroup
+from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 
 AXIS_NAMES = ("expert_data", "expert")

@@ -28,8 +28,7 @@ from tests.megatron_zpp.model.moe.small_experts import (
 )
 from tests.ranks import ranks
 from zeropp.ranks.groups import shared_group
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import AXES, RankGroup
+from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 
 SIZE = 4

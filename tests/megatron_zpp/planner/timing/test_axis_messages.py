@@ -10,7 +10,7 @@ from megatron_zpp.planner.timing.step_time import step_time
 from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2, TP4, TWO_STAGES
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.traffic import HOPS
 
 SHAPE = (
@@ -43,8 +43,8 @@ def test_messages_add_up_to_the_forecast(flags):
                 (sent.ends_forward, count), (sent.ends_backward, count), (sent.onward, count),
                 (sent.back, count), (sent_once, 1 / len(run.stages)),
             ):  # fmt: skip
-                near += times * sum(each.times * each.message.near_bytes for each in messages)
-                far += times * sum(each.times * each.message.far_bytes for each in messages)
+                near += times * sum(each.times * each.load.near_bytes for each in messages)
+                far += times * sum(each.times * each.load.far_bytes for each in messages)
         node = node_of(run)
         expected = {
             hop: sum(node[axis, hop] for axis in ("tensor", "context", "pipeline")) for hop in HOPS

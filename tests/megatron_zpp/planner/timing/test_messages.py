@@ -10,7 +10,7 @@ from megatron_zpp.planner.timing.step_time import step_time
 from megatron_zpp.planner.timing.unit_work import RankWork, StepWork
 from megatron_zpp.settings.arguments import parse
 from zeropp.sharding.forecast import node_bytes
-from zeropp.wire.nodes import Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.traffic import HOPS
 
 SHAPE = (

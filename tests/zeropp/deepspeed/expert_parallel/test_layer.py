@@ -16,8 +16,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from tests.ranks import ranks
 from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
 from zeropp.sharding.cut import split_experts
-from zeropp.wire.nodes import Nodes
-from zeropp.wire.rank_group import AXES, RankGroup
+from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 
 EXPERTS, HIDDEN, TOP_K = 4, 16, 2

@@ -1,0 +1,72 @@
+"""What training changes of a run, and what a checkpoint holds of it beside the counters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_zpp.monitor.matmul_rate import warn_if_float32_is_faster
+from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.recipe.apex import find_apex
+from megatron_zpp.recipe.capability import Capability, capabilities_of
+from megatron_zpp.recipe.model import build_model
+from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.settings.config import Config, PrecisionConfig
+from zeropp import LossScaler, Sharding
+from zeropp.optim.local_steps.elastic_steps import ElasticSteps
+from zeropp.optim.local_steps.held_model import OfSharding
+from zeropp.optim.local_steps.local_steps import LocalSteps
+from zeropp.optim.local_steps.trained_weights import TrainedWeights
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """The model, the optimizer, the loss scale, and what else acts in steps."""
+
+    sharding: Sharding
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler | None
+    local_steps: LocalSteps | None = None  # where nodes step alone
+    capabilities: Sequence[Capability] = ()
+
+
+def build_trained(
+    config: Config, ranks: Ranks, vocab_size: int, fill: Callable[[torch.nn.Module], None] | None
+) -> Trained:
+    """Build the model, whose weights `fill` writes or which are drawn, and what trains it."""
+    apex, capabilities = find_apex(ranks.device), capabilities_of(config, ranks)
+    sharding = build_model(config, vocab_size, ranks, apex, fill)
+    warn_if_float32_is_faster(ranks.device, sharding.compute_dtype)
+    optimizer = build_optimizer(sharding, config, ranks.device, apex, capabilities)
+    for each in capabilities:
+        each.sharding, each.optimizer = sharding, optimizer
+    return Trained(
+        sharding=sharding,
+        optimizer=optimizer,
+        scaler=build_scaler(config.precision),
+        local_steps=_local_steps(config, ranks, sharding, optimizer) if ranks.outer else None,
+        capabilities=capabilities,
+    )
+
+
+def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
+    """The loss scaler of fp16; nothing else needs one."""
+    if not precision.fp16:
+        return None
+    fixed = precision.loss_scale
+    return LossScaler(
+        scale=precision.initial_loss_scale if fixed is None else fixed,
+        min_scale=precision.min_loss_scale,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        dynamic=fixed is None,
+    )
+
+
+def _local_steps(
+    config: Config, ranks: Ranks, sharding: Sharding, optimizer: torch.optim.Optimizer
+) -> LocalSteps:
+    """Return what lets nodes step alone, as the JSON asks for it."""
+    weights = TrainedWeights(model=OfSharding(sharding), optimizer=optimizer)
+    kind = LocalSteps if ranks.elastic is None else ElasticSteps
+    return kind.of(config.zero.zeropp, weights, ranks.outer)
