@@ -20,7 +20,8 @@ from zeropp.optim.local_steps.outer_group import PURPOSE
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.report import describe
-from zeropp.wire.rank_group import Nodes
+from zeropp.wire.rank_group import AXES, Nodes
+from zeropp.wire.traffic import PURPOSES
 
 OUTER = (PURPOSE, "across_nodes")
 DOES_NOT_FIT = 1  # exit status
@@ -149,8 +150,8 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
         f"on each of {num_replicas} {'replicas' if shared else 'ranks'}"
     )
-    sends, is_alone = memory_estimate.optimizer_flops is not None, OUTER in memory_estimate.sent
-    has_others = bool(shared) or model.has_experts or sends or is_alone
+    others = (each for each in memory_estimate.sent if each[0] not in (*PURPOSES, *AXES))
+    has_others = bool(shared) or model.has_experts or any(others)
     sent = memory_estimate.sent if has_others else None
     memory = {"host": memory_estimate.host}
     if memory_estimate.device:
@@ -164,6 +165,7 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", plan.stage),
         *_optimizer_rows(config, memory_estimate.optimizer_flops),
+        *memory_estimate.rows,
         *describe(plan, memory_estimate.micro_batches, sent),
         ("memory", _memory_table(memory) + (BALANCED if model.has_experts else "")),
     ]
@@ -180,7 +182,7 @@ def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> str:
     """Return lines of MiB by kind, with a column for each memory, without kinds that are zero."""
     title = "MiB of a rank, at most"
     lines = [f"{title:<24}" + "".join(f"{name:>14}" for name in memory)]
-    for kind in kinds.KINDS:
+    for kind in dict.fromkeys((*kinds.KINDS, *(kind for each in memory.values() for kind in each))):
         sizes = [bytes_by_kind.get(kind, 0) for bytes_by_kind in memory.values()]
         if any(sizes):
             lines.append(f"{kind:<24}" + "".join(f"{size / MIB:14.2f}" for size in sizes))
@@ -195,7 +197,7 @@ def _advice(memory: Memory, memory_estimate: Estimate, config: Config) -> str:
     is_host = memory.name == "host"
     bytes_by_kind = memory_estimate.host if is_host else memory_estimate.device
     largest_kind = max(bytes_by_kind, key=bytes_by_kind.__getitem__)
-    advice = ADVICE[largest_kind]
+    advice = ADVICE.get(largest_kind, SHARD_MORE)
     if memory.ranks > 1:
         advice += "; fewer ranks on a machine share its memory among fewer"
     if not memory_estimate.device:

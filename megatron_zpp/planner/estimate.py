@@ -5,7 +5,7 @@ The step is simulated (`step_simulation.py`), with activations that are traced o
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -51,7 +51,8 @@ class Estimate:
     """Bytes on the device and on the host at the peak of the fullest rank, by kind.
 
     On a CPU everything is on the host. `plan` is that of a rank's part of `model`, the whole one on
-    the meta device. `sent` is what a node sends in a step, the mean over nodes. `ranks` are those
+    the meta device. `sent` is what a node sends in a step, the mean over nodes. `rows` are those of
+    capabilities. `ranks` are those
     of the run, seen from this one. `optimizer_flops` are the operations of the busiest
     rank beside element-wise updates, the mean of the steps, None if there are none.
     """
@@ -63,6 +64,7 @@ class Estimate:
     model: nn.Module
     ranks: PlannedRanks
     sent: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    rows: Sequence[tuple[str, str]] = ()
     optimizer_flops: float | None = None
 
     @property
@@ -147,6 +149,8 @@ def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
     simulation = StepSimulation(run, [_traced(run, stage, traces) for stage in run.stages])
     simulation.run_step()
     device, host = simulation.peak, Counter()
+    for each in run.capabilities:
+        device.update(each.memory())
     if run.offloads:
         host = offloaded_bytes(run)
     if config.checkpoint.async_save and config.checkpoint.save:
@@ -160,6 +164,7 @@ def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
         plan=run.plan,
         ranks=run.ranks,
         model=run.model.whole,
+        rows=[row for each in run.capabilities for row in each.rows()],
     )
 
 

@@ -8,7 +8,9 @@ from torch import nn
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
 from megatron_zpp.recipe.activation_forecast import Forecast
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from zeropp.optim.sharded_optimizer import OPTIMIZER
+from zeropp.settings.capabilities import declared
 from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.rank_group import AXES, Message, sum_of
 from zeropp.wire.traffic import HOPS, PURPOSES
@@ -38,7 +40,10 @@ def node_of(run: PlannedRun) -> Sent:
             _add(sent, run, message, run.num_micro_batches)
     for message in gradient_messages(run):
         _add(sent, run, message, 1)
-    names = [*PURPOSES, *AXES]
+    names = [*PURPOSES, *AXES, *declared("PURPOSES", CAPABILITIES)]
+    for each in run.capabilities:
+        for message in each.messages(run.num_micro_batches):
+            _add(sent, run, message, 1)
     if run.optimizer.sent_by_node:
         sent.update(run.optimizer.sent_by_node)
         names.insert(len(PURPOSES), OPTIMIZER)

@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.config import Config
-from zeropp import Sharding
 from zeropp.settings.capabilities import modules_of
 from zeropp.wire.rank_group import Message
 from zeropp.wire.traffic import Traffic
+
+if TYPE_CHECKING:  # a capability of one module has settings, too, that the configuration waits for
+    from megatron_zpp.parallel.rank_grid import RankGrid
+    from megatron_zpp.settings.config import Config
+    from zeropp import Sharding
 
 
 @dataclass(frozen=True)
@@ -32,27 +34,35 @@ class Capability:
     `sharding` and `optimizer` are None until they are built, and in a run that is only planned.
     """
 
-    config: Config
-    ranks: RankGrid
-    sharding: Sharding | None = None
+    config: "Config"
+    ranks: "RankGrid"
+    sharding: "Sharding | None" = None
     optimizer: torch.optim.Optimizer | None = None
 
     own_group: ClassVar[OwnGroup | None] = None  # of its optimizer
     ledger: ClassVar[Traffic | None] = None  # of what it sends; an instance may have one
 
     @staticmethod
-    def is_on(config: Config) -> bool:
+    def is_on(config: "Config") -> bool:
         """Whether a run has the capability."""
         return True
 
     def build_optimizer(
-        self, sharding: Sharding, groups: list[dict], device: torch.device, adam: Mapping[str, Any]
+        self,
+        sharding: "Sharding",
+        groups: list[dict],
+        device: torch.device,
+        adam: Mapping[str, Any],
     ) -> torch.optim.Optimizer | None:
         """Return the optimizer if it is this capability's; `adam` are the settings of AdamW."""
 
     def messages(self, num_micro_batches: int) -> Iterable[Message]:
         """Yield what this rank sends in a step."""
         return ()
+
+    def memory(self) -> Mapping[str, int]:
+        """Return bytes that it keeps on this rank's device, by kind."""
+        return {}
 
     def before_update(self, step: int) -> None:
         """Act before the optimizer's update in a step, counted from 1; all ranks call it."""
@@ -68,7 +78,7 @@ class Capability:
         """Go on from what `state` has returned, with the values of a checkpoint."""
 
     def rows(self) -> Iterable[tuple[str, str]]:
-        """Yield rows (name, text) of the table before training."""
+        """Yield rows (name, text) of the table before training, and of --dry-run."""
         return ()
 
     def changes(self, saved: Mapping[str, Any], num_ranks: int) -> Iterable[str]:
@@ -79,7 +89,7 @@ class Capability:
         return ()
 
 
-def capabilities_of(config: Config, ranks: RankGrid) -> tuple[Capability, ...]:
+def capabilities_of(config: "Config", ranks: "RankGrid") -> tuple[Capability, ...]:
     """Return the capabilities of a run, by their names."""
     kinds = [module.CAPABILITY for module in modules_of("capability", CAPABILITIES)]
     return tuple(kind(config=config, ranks=ranks) for kind in kinds if kind.is_on(config))

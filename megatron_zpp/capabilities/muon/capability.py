@@ -69,6 +69,8 @@ class MuonCapability(Capability):
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield which matrices are orthogonalized where, and what that costs a rank."""
         optimizer = self.optimizer
+        if optimizer is None:  # the run is planned, and the planner says what it costs
+            return
         options, matrices = optimizer.matrices.options, optimizer.muon_parameters
         share = sum(each.numel() for each in matrices) / sum(
             each.numel() for group in optimizer.param_groups for each in group["params"]

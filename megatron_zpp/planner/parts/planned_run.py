@@ -25,6 +25,7 @@ from megatron_zpp.planner.parts.planned_unit import (
     sizes_of,
     stored_bytes,
 )
+from megatron_zpp.recipe.capability import Capability, capabilities_of
 from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
@@ -80,6 +81,11 @@ class PlannedRun:
         return self.model.optimizer(
             kind, self.config, self.ranks, self.stages, is_sharded=self.stage > 0
         )
+
+    @cached_property
+    def capabilities(self) -> tuple[Capability, ...]:
+        """Return what else takes part in steps."""
+        return capabilities_of(self.config, self.ranks)
 
     @property
     def stage(self) -> int:
