@@ -71,7 +71,7 @@ def headline(cluster_path: Path, convergence_path: Path) -> str:
     columns = [Column(title, name) for name, title in NAMES.items()]
     parts = [
         f"![Bytes between two nodes and step times]({_link(cluster_path, '.png')})",
-        table(rows, Column("", "title"), *columns, Column("than FSDP2, ring / gloo", "ratios")),
+        table(rows, Column("", "title"), *columns, Column("FSDP2 takes (ring / gloo)", "ratios")),
         _wrapped(f"{_setting(cluster)} [All figures]({_link(cluster_path, '.md')})."),
         _wrapped(f"{_loss(convergence)} [All figures]({_link(convergence_path, '.md')})."),
     ]

@@ -63,7 +63,7 @@ def test_bytes_and_waits_fall_with_the_interval(slow: Plan) -> None:
         )
         assert row.time.across_nodes == pytest.approx(share * first.time.across_nodes)
         assert row.time.computing == first.time.computing
-    # docs/local_steps.md: .516 M (N-1)/N / H, with scales and padding.
+    # docs/local_sgd.md: .516 M (N-1)/N / H, with scales and padding.
     assert first.sent_in_m["across_nodes"] == pytest.approx(0.516 / 2 / 10, rel=0.01)
 
 
