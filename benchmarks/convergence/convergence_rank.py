@@ -71,7 +71,7 @@ def train(run: Run, recipe: Recipe) -> dict:
             report(run, iteration, training[-1], held_out[-1][1])
     communication = measured.communication  # of all steps: the log interval is the whole run
     batch = run.config.batch
-    micro_batches = batch.global_batch_size // (batch.micro_batch_size * run.ranks.all_replicas)
+    micro_batches = batch.global_batch_size // (batch.micro_batch_size * run.ranks.num_parts)
     return {
         "parameters": run.trainer.sharding.model.num_parameters(),
         "collectives": [list(row) for row in run.trainer.sharding.describe(micro_batches)],
@@ -88,7 +88,7 @@ def train(run: Run, recipe: Recipe) -> dict:
 
 def held_out_loss_of(run: Run, recipe: Recipe) -> float:
     """The loss of the recipe's held-out samples."""
-    rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * run.ranks.all_replicas)
+    rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * run.ranks.num_parts)
     return held_out_loss(run, EVAL_MICRO_BATCH, rounds)
 
 

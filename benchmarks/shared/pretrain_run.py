@@ -72,8 +72,8 @@ def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
         run.config.data,
         consumed_samples=0,
         micro_batch_size=micro_batch_size,
-        rank=run.ranks.place_of_replica,
-        world=run.ranks.all_replicas,
+        rank=run.ranks.part,
+        world=run.ranks.num_parts,
         eod=run.tokenizer.eod,
     ) as batches:
         losses, num_tokens = evaluate(run.trainer.sharding, run.ranks, batches, rounds)

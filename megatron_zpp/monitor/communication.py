@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.replicas import OUTER
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
-from zeropp.optim.local_steps.local_steps import LocalSteps
-from zeropp.optim.local_steps.outer_group import PURPOSE as OUTER
 from zeropp.optim.sharded_optimizer import OPTIMIZER, sharded
 from zeropp.settings.capabilities import declared
 from zeropp.wire.rank_group import AXES, sum_of
@@ -119,12 +118,10 @@ class CommunicationMeter:
         sharding: Sharding,
         ranks: Ranks,
         optimizer: torch.optim.Optimizer | None = None,
-        local_steps: LocalSteps | None = None,
         capabilities: Sequence[Capability] = (),
     ) -> None:
         self._config, self._sharding, self._ranks = config, sharding, ranks
         self._optimizer, self._capabilities = sharded(optimizer), capabilities
-        self._local_steps = local_steps
         self._formulas: dict[int, tuple[Counter, Counter]] = {}
         self._rank_interval, self._node_total = Communication(), Communication()
         self._since_exchange = Communication()
@@ -141,9 +138,9 @@ class CommunicationMeter:
         all-reduces by PyTorch's own collective, whose bytes are not counted.
         """
         expected, plain = self._formula(num_micro_batches)
-        if self._local_steps is not None:
+        if outer := self._ranks.replicas.expected(iteration):
             expected = Counter(expected)
-            expected.update(self._local_steps.expected_traffic(iteration))
+            expected.update(outer)
         if not expected:
             return
         sent = self._take()
@@ -162,9 +159,7 @@ class CommunicationMeter:
         """
         expected = Counter(self._sharding.expected_traffic(num_micro_batches, typical=True))
         expected.update(self._beside(num_micro_batches))
-        if self._local_steps is not None:
-            start, _ = self._local_steps.schedule.phases[-1]
-            expected.update(self._local_steps.expected_traffic(start + 1))
+        expected.update(self._ranks.replicas.expected())
         (mean,), _ = self._on_node([expected])
         self.forecast = Counter({key: mean[key] for key in KEYS if key[0] in PURPOSES or mean[key]})
         return self.forecast
@@ -174,8 +169,8 @@ class CommunicationMeter:
         interval, self._rank_interval = self._rank_interval, Communication()
         if not interval.steps:
             return None
-        if self._local_steps is not None:
-            interval.sent.update(self._local_steps.group.traffic.take())
+        if (outer := self._ranks.replicas.ledger) is not None:
+            interval.sent.update(outer.take())
         columns = interval.sent, interval.expected, interval.plain
         (sent, expected, plain), counts = self._on_node(columns, interval.coded)
         node_interval = Communication(
@@ -201,7 +196,7 @@ class CommunicationMeter:
             return []
         per_step = f"{size(sent / total.steps)} per node and step"
         between = ("between nodes", f"{per_step}, {size(sent)} in {total.steps:,} steps")
-        if not sharding.plan.units or self._ranks.num_worlds * sharding.num_ranks == 1:
+        if not sharding.plan.units or self._ranks.replicas.count * sharding.num_ranks == 1:
             return [between]
         dtypes = dict.fromkeys((sharding.compute_dtype, sharding.plan.units[0].wire_dtype))
         formats = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -221,8 +216,8 @@ class CommunicationMeter:
         ranks; all ranks call it."""
         numbers = [column[key] for column in columns for key in KEYS]
         ranks = self._ranks
-        totals = ranks.sum_over_worlds(*numbers, *counts)
-        num_nodes = ranks.num_worlds * max(1, ranks.num_ranks / ranks.nodes.ranks_per_node)
+        totals = ranks.sum_over_replicas(*numbers, *counts)
+        num_nodes = ranks.replicas.count * max(1, ranks.num_ranks / ranks.nodes.ranks_per_node)
         means = iter(total / num_nodes for total in totals[: len(numbers)])
         return [Counter({key: next(means) for key in KEYS}) for _ in columns], totals[
             len(numbers) :
@@ -234,8 +229,12 @@ class CommunicationMeter:
             if sharding.stage > 0 and sharding.num_ranks > 1:
                 expected.update(sharding.expected_traffic(num_micro_batches))
             if sharding.stage > 0:
-                worlds, world = self._ranks.num_worlds, self._ranks.node
-                plain.update(sharding.plain_traffic(num_micro_batches, worlds=worlds, world=world))
+                replicas = self._ranks.replicas
+                plain.update(
+                    sharding.plain_traffic(
+                        num_micro_batches, worlds=replicas.count, world=replicas.index
+                    )
+                )
             beside = self._beside(num_micro_batches)
             expected.update(beside)
             plain.update(beside)

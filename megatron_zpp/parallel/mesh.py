@@ -18,17 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_zpp.parallel.expert_axis import AXIS_NAMES
 from megatron_zpp.parallel.main_thread import MainThread
 from megatron_zpp.parallel.rank_grid import RankGrid
+from megatron_zpp.parallel.replicas import Joining, Replicas
 from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.settings.config import ParallelConfig
-from zeropp.optim.local_steps.elastic_group import (
-    ElasticGroup,
-    ElasticOptions,
-    join_elastic_group,
-)
-from zeropp.optim.local_steps.outer_group import OuterGroup, join_outer_group
 from zeropp.ranks.coordination import fail_together, require_same
 from zeropp.ranks.groups import set_time_limit, shared_group, time_limit
-from zeropp.ranks.process_group import pick_device, start_process_group, world_store
+from zeropp.ranks.process_group import pick_device, start_process_group
 from zeropp.ranks.topology import Environment
 from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
@@ -54,9 +49,7 @@ class Ranks(RankGrid):
     store: dist.Store
     context_size: int = 1
     ranks_per_node: int | None = None  # as launched if None
-    outer: OuterGroup | ElasticGroup | None = (
-        None  # where nodes step alone, each a world of its own
-    )
+    replicas: Replicas = field(default_factory=Replicas)
     activations: Traffic = field(default_factory=partial(Traffic, AXES))  # what this rank has sent
     main_thread: MainThread = field(default_factory=MainThread)
 
@@ -65,48 +58,29 @@ class Ranks(RankGrid):
         return self.environment.rank
 
     @property
-    def node(self) -> int:
-        """The number of this rank's world, of those that step alone."""
-        return self.outer.node if self.outer else 0
-
-    @property
-    def num_worlds(self) -> int:
-        return self.outer.size if self.outer else 1
-
-    @property
-    def launch(self) -> str:
-        """What names this start of nodes that step alone, on all of them alike."""
-        return self.outer.launch if self.outer else ""
-
-    @property
     def global_rank(self) -> int:
-        """This rank's number among those of all worlds."""
-        return self.node * self.num_ranks + self.rank
+        """This rank's number among those of all replicas."""
+        return self.replicas.index * self.num_ranks + self.rank
 
     @property
-    def elastic(self) -> ElasticGroup | None:
-        """The other nodes, where nodes come and go."""
-        return self.outer if isinstance(self.outer, ElasticGroup) else None
+    def world_size(self) -> int:
+        """How many ranks all replicas have."""
+        return self.replicas.count * self.num_ranks
 
     @property
-    def all_meet(self) -> OuterGroup | None:
-        """The other nodes that step alone, where all of them do the same beside their steps."""
-        return self.outer if isinstance(self.outer, OuterGroup) else None
+    def planned_parts(self) -> int:
+        """Into how many parts the global batch is divided that the flags name."""
+        return self.replicas.planned * self.num_replicas
 
     @property
-    def planned_replicas(self) -> int:
-        """How many replicas the global batch that the flags name is for."""
-        return (self.outer.planned if self.outer else 1) * self.num_replicas
+    def num_parts(self) -> int:
+        """Into how many parts a global batch is divided, those of other replicas included."""
+        return self.replicas.count * self.num_replicas
 
     @property
-    def all_replicas(self) -> int:
-        """How many replicas see different samples, those of other worlds included."""
-        return self.num_worlds * self.num_replicas
-
-    @property
-    def place_of_replica(self) -> int:
-        """The place of this rank's replica among `all_replicas`."""
-        return self.node * self.num_replicas + self.replica
+    def part(self) -> int:
+        """The index of this rank's part among `num_parts`."""
+        return self.replicas.index * self.num_replicas + self.replica
 
     @cached_property
     def grid(self) -> torch.Tensor:
@@ -217,10 +191,9 @@ class Ranks(RankGrid):
         """Return each value summed over all ranks in fp64, with one collective of CPU tensors."""
         return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
 
-    def sum_over_worlds(self, *values: float) -> list[float]:
-        """Return `sum` over the ranks of all worlds."""
-        values = self.sum(*values)
-        return self.all_meet.sum(*values) if self.all_meet else values
+    def sum_over_replicas(self, *values: float) -> list[float]:
+        """Return `sum` over the ranks of all replicas that do the same beside their steps."""
+        return self.replicas.sum(*self.sum(*values))
 
     def sum_tensor(self, values: torch.Tensor) -> torch.Tensor:
         """Return a tensor, on this rank's device or CPU, summed over all ranks in fp64."""
@@ -251,32 +224,21 @@ def join_ranks(
     config: ParallelConfig,
     ranks_per_node: int | None = None,
     settings: Mapping[str, str] = MappingProxyType({}),
-    *,
-    steps_alone: bool = False,
-    elastic: ElasticOptions | None = None,
+    joining: Joining | None = None,
 ) -> Ranks:
     """Start the process group and build the mesh of all ranks that the configuration names.
 
-    With `steps_alone`, the ranks of a node are a world, or those of several nodes that share a
-    model; with `elastic`, all ranks are one node of several that come and go. Raises InputError on
-    all ranks if they do not have the same `settings`, texts by their
-    names.
+    With `joining`, these may be the ranks of one replica of several. Raises InputError on all ranks
+    if they do not have the same `settings`, texts by their names.
     """
-    device = pick_device(environment)
+    device, joining = pick_device(environment), joining or Joining()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    world, outer = environment, None
-    if steps_alone and elastic is None:
-        per_node = ranks_per_node or environment.local_world_size
-        world = environment.within(config.world_ranks(per_node))
+    world = joining.world(environment, config)
     store = start_process_group(
         environment, device, timeout, config.distributed_backend, world=world
     )
-    if steps_alone and elastic is None:
-        outer = join_outer_group(store, environment, world, timeout)
-        store = world_store(store, environment, world)
     require_same(settings, SAME_COMMAND)
-    if elastic is not None:
-        outer = join_elastic_group(elastic, environment, timeout)
+    replicas, store = joining.join(store, environment, world, timeout)
     mesh = build_mesh(device, world.world_size, config)
     for axis in mesh.mesh_dim_names:
         set_time_limit(mesh.get_group(axis), timeout)
@@ -285,7 +247,7 @@ def join_ranks(
         device=device,
         mesh=mesh,
         store=store,
-        outer=outer,
+        replicas=replicas,
         context_size=config.context_parallel_size,
         ranks_per_node=ranks_per_node,
     )

@@ -29,11 +29,10 @@ from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.inputs import TRAIN, open_inputs
 from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
+from megatron_zpp.train.saved_run import saved_run, with_source
 from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trained import build_trained
 from megatron_zpp.train.trainer import Trainer
-from megatron_zpp.train.worlds.rows import local_steps_rows, log_without_effect
-from megatron_zpp.train.worlds.saved_run import saved_run, with_source
 from zeropp import Sharding, __version__
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
@@ -57,7 +56,7 @@ def build_run(
     """Do all that precedes the first iteration, on all ranks; InputError for what does not fit."""
     check_nodes(requested, ranks)
     source = saved_run(requested.checkpoint, ranks)
-    requested = with_source(requested, source, ranks) if ranks.outer else requested
+    requested = with_source(requested, source, ranks)
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
     fill = pretrained and pretrained.fill
     trained = build_trained(config, ranks, tokenizer.vocab_size, fill)
@@ -77,7 +76,6 @@ def build_run(
             trained.sharding,
             ranks,
             trained.optimizer,
-            trained.local_steps,
             trained.capabilities,
         ),
     )
@@ -120,7 +118,7 @@ def open_step_watch(config: Config, ranks: Ranks) -> StepWatch | None:
         return None
     with fail_together():
         config = with_expert_ranks(config, ranks.nodes)
-        num_ranks = ranks.num_worlds * ranks.num_ranks
+        num_ranks = ranks.world_size
         return StepWatch(read_expected_step(config.log.plan_file, config, num_ranks))
 
 
@@ -151,7 +149,7 @@ def open_metrics(
         config.log,
         console,
         lines(throughput=config.log.log_throughput),
-        world_size=ranks.num_worlds * ranks.num_ranks,
+        world_size=ranks.world_size,
         flops=TokenFlops.of(config.model, config.recompute, tokenizer.vocab_size),
         rate=rate,
         writers=writers,
@@ -165,7 +163,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     """Rows of the table printed before training, as (name, value)."""
     config, trainer, ranks, model = run.config, run.trainer, run.ranks, run.config.model
     sharding, batch = trainer.sharding, trainer.schedules.batch_size.final
-    micro_batches = batch // (config.batch.micro_batch_size * ranks.planned_replicas)
+    micro_batches = batch // (config.batch.micro_batch_size * ranks.planned_parts)
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {run.tokenizer.vocab_size:,}"
@@ -184,7 +182,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
             "batch",
             f"{batch} samples of {model.seq_length} tokens, {micro_batches} micro-"
             f"batch{'es' * (micro_batches > 1)} of {config.batch.micro_batch_size} on each of "
-            f"{ranks.all_replicas} {share}",
+            f"{ranks.num_parts} {share}",
         ),
         ("length", length_of(run)),
         ("checkpoints", checkpoints_of(run)),
@@ -203,12 +201,10 @@ def summary(run: Run) -> list[tuple[str, object]]:
 
 def communication_rows(run: Run, micro_batches: int) -> Iterator[tuple[str, str]]:
     """Rows that say which nodes there are, what they exchange, and how many bytes that takes."""
-    trainer, outer = run.trainer, run.trainer.local_steps
-    expected = trainer.communication.expected_on_node(micro_batches)
-    if outer is not None:
-        yield from local_steps_rows(outer, run.ranks)
-    for name, text in trainer.sharding.describe(micro_batches, expected):
-        if outer is None or name != "nodes":
+    expected = run.trainer.communication.expected_on_node(micro_batches)
+    yield from run.ranks.replicas.rows(run.ranks)
+    for name, text in run.trainer.sharding.describe(micro_batches, expected):
+        if not run.ranks.replicas.independent or name != "nodes":
             yield name, text
 
 
@@ -264,12 +260,13 @@ def check_nodes(config: Config, ranks: Ranks) -> None:
     """Raise InputError for nodes that do not fit the JSON.
 
     Logs a line if ranks that exchange activations in every layer are in different nodes, and one if
-    nodes step alone and settings are for messages between them.
+    settings are for messages between replicas that send none in a step.
     """
     nodes = find_nodes(ranks.mesh, config.zero, ranks.data)
     require_fit(config.zero, nodes)
-    if ranks.outer is not None and nodes.count == 1:
-        log_without_effect(config, ranks)
+    if nodes.count == 1 and ranks.global_rank == 0:
+        for line in ranks.replicas.notices(config):
+            log.info(line)
     per_node = nodes.ranks_per_node * nodes.parts
     if ranks.rank == 0 and per_node % ranks.tensor_size:
         log.warning(

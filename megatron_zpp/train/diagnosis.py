@@ -96,8 +96,8 @@ def _gradient_norms(sharding: Sharding) -> dict[str, float]:
 def _samples_of_micro_batches(trainer: Trainer, pending: PendingIteration) -> list[str]:
     """The samples of this rank's micro-batches of an iteration, as for --skip-samples."""
     size, batch = trainer.config.batch.micro_batch_size, pending.samples
-    step = size * trainer.ranks.all_replicas
-    firsts = range(batch.start + trainer.ranks.place_of_replica * size, batch.stop, step)
+    step = size * trainer.ranks.num_parts
+    firsts = range(batch.start + trainer.ranks.part * size, batch.stop, step)
     return [f"{first}:{first + size}" for first in firsts]
 
 

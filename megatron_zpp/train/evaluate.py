@@ -14,8 +14,8 @@ def evaluate(
     """Evaluate the next `num_micro_batches` micro-batches of every rank.
 
     Returns the sum of the losses of tokens, in nats, and how many tokens have one, the same on all
-    ranks. Nodes that step alone evaluate the weights that each has; those that come and go sum
-    nothing with others.
+    ranks. Replicas that train independently evaluate the weights that each has; elastic ones sum
+    nothing with others here.
     """
     model = sharding.model
     model.eval()
@@ -28,6 +28,6 @@ def evaluate(
         num_tokens += count
     model.train()
     sharding.release()
-    sum_of_losses, sum_of_tokens = ranks.sum_over_worlds(total.item(), num_tokens.item())
+    sum_of_losses, sum_of_tokens = ranks.sum_over_replicas(total.item(), num_tokens.item())
     # All ranks count tokens; those that are not at the end of a pipeline have no loss.
     return sum_of_losses, sum_of_tokens * ranks.num_losses / ranks.num_ranks

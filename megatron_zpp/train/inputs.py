@@ -54,18 +54,18 @@ class Batches:
     def loader(self, split: int, consumed_samples: int, skipped: Sequence[range] = ()) -> Loader:
         """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks.
 
-        Of other splits than TRAIN, nodes that come and go each have all micro-batches. The samples
+        Of other splits than TRAIN, elastic replicas each have all micro-batches. The samples
         of `skipped`, ranges of whole global batches, are passed over.
         """
         ranks = self.ranks
-        alone = split != TRAIN and ranks.elastic is not None
+        alone = split != TRAIN and ranks.replicas.joins_and_leaves
         return Loader(
             self.datasets[split],
             self.data,
             consumed_samples=consumed_samples,
             micro_batch_size=self.micro_batch_size,
-            rank=ranks.replica if alone else ranks.place_of_replica,
-            world=ranks.num_replicas if alone else ranks.all_replicas,
+            rank=ranks.replica if alone else ranks.part,
+            world=ranks.num_replicas if alone else ranks.num_parts,
             eod=self.eod,
             device=self.ranks.device,
             skipped=skipped,
@@ -83,7 +83,7 @@ def open_inputs(
     Raises InputError for a file that cannot be read and for inputs that do not fit together.
     """
     with_model, pretrained = with_initial_model(requested)
-    require_divisible(with_model, ranks.planned_replicas)
+    require_divisible(with_model, ranks.planned_parts)
     data, tokenizer = ranks.rank_zero_first(
         lambda: resolve_data(with_model.data, with_model.tokenizer)
     )

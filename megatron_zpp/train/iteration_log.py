@@ -1,6 +1,7 @@
 """Logs iterations when their numbers are there, and ends a run that is no longer finite."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from megatron_zpp.monitor.log_lines import duration
 from megatron_zpp.monitor.loss_watch import LossWatch
@@ -8,7 +9,6 @@ from megatron_zpp.monitor.metrics import Interval, Iteration
 from megatron_zpp.train.diagnosis import describe_spike, source_of_non_finite
 from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.worlds.means import over_worlds
 from zeropp import InputError
 
 
@@ -46,9 +46,9 @@ class IterationLog:
         self._write()
 
     def _write(self) -> None:
-        """Write what has not been written, with the means over nodes that step alone."""
+        """Write what has not been written, with the means over replicas."""
         iterations, self._unlogged = self._unlogged, []
-        for iteration in over_worlds(iterations, self.run.ranks):
+        for iteration in self._over_replicas(iterations):
             interval = self.run.metrics.iteration(iteration)
             if interval is None and not self._has_logged:
                 self.run.console.line(
@@ -58,6 +58,28 @@ class IterationLog:
             self._has_logged = True
             if interval is not None and not self._has_announced_save:
                 self._announce_save(interval)
+
+    @property
+    def _means_are_shared(self) -> bool:
+        replicas = self.run.ranks.replicas
+        return replicas.independent and not replicas.joins_and_leaves
+
+    def _over_replicas(self, iterations: Sequence[Iteration]) -> list[Iteration]:
+        """Return iterations with means over replicas, all of which call it; elastic ones log their
+        own numbers."""
+        if not self._means_are_shared or not iterations:
+            return [*iterations]
+        own = [
+            number
+            for each in iterations
+            for number in (each.loss, each.empty_share, each.grad_norm or 0.0)
+        ]
+        replicas = self.run.ranks.replicas
+        means = iter(total / replicas.count for total in replicas.sum(*own))
+        return [
+            replace(each, loss=next(means), empty_share=next(means), grad_norm=next(means))
+            for each in iterations
+        ]
 
     def _announce_save(self, interval: Interval) -> None:
         """Log when the next checkpoint is due; once, as soon as the time of a step is known."""
@@ -79,7 +101,7 @@ class IterationLog:
         run, iteration, problem = self.run, pending.result(), pending.problem()
         first, end = pending.samples.start, pending.samples.stop
         advice = f"; --skip-samples {first}:{end} on resume leaves this batch out"
-        if run.ranks.elastic:  # where that is refused, as batches follow the number of nodes
+        if run.ranks.replicas.joins_and_leaves:  # where that is refused
             advice = ""
         if problem is not None:
             raise InputError(
@@ -89,7 +111,7 @@ class IterationLog:
             )
         self._unlogged.append(iteration)
         is_due = iteration.iteration % run.config.log.log_interval == 0
-        if run.ranks.all_meet is None or is_due:
+        if not self._means_are_shared or is_due:
             self._write()
         warning = run.step_watch.warning(iteration.seconds) if run.step_watch else None
         if warning is not None:

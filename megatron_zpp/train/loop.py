@@ -2,23 +2,21 @@
 
 from megatron_zpp.monitor.metrics import Validation
 from megatron_zpp.monitor.step_profiler import StepProfiler
+from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.settings.scheduled_values import is_due
 from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN, VALIDATION
 from megatron_zpp.train.iteration_log import IterationLog
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.worlds.first_node import keep_writers
-from megatron_zpp.train.worlds.shared_evaluation import sum_over_shares
 
 
 def train(run: Run) -> bool:
     """Train from the counters on; returns whether the last iteration was reached."""
     config, counters, log = run.config, run.trainer.counters, IterationLog(run=run)
-    if config.zero.zeropp.sync_store:
-        has_joined = run.trainer.join_other_nodes(run.metrics.history, run.batches)
-        if has_joined and is_due(counters.iteration, config.evaluation.eval_interval):
-            evaluate_split(run, VALIDATION, f"iteration {counters.iteration}")  # as the others do
+    has_joined = run.trainer.join(run.metrics.history, run.batches)
+    if has_joined and is_due(counters.iteration, config.evaluation.eval_interval):
+        evaluate_split(run, VALIDATION, f"iteration {counters.iteration}")  # as the others do
     if config.evaluation.eval_at_start and counters.iteration == 0:
         evaluate_split(run, VALIDATION, "the start of training")
 
@@ -29,9 +27,8 @@ def train(run: Run) -> bool:
         GarbageCollection(config.training) as garbage,
     ):
         while counters.iteration < last and not stop_reason:
-            if config.zero.zeropp.sync_store:
-                keep_writers(config.log, run.ranks, run.metrics, counters)
-            stop_reason = train_with_these_nodes(run, log, profiler, garbage)
+            keep_writers(run)
+            stop_reason = train_with_these_replicas(run, log, profiler, garbage)
         if stop_reason:
             run.saver.finish()
             run.console.line(f"stopping after iteration {counters.iteration}: {stop_reason}")
@@ -44,16 +41,16 @@ def train(run: Run) -> bool:
     return True
 
 
-def train_with_these_nodes(
+def train_with_these_replicas(
     run: Run, log: IterationLog, profiler: StepProfiler, garbage: GarbageCollection
 ) -> str | None:
-    """Train until the last iteration, or until other nodes take part: they share the samples anew.
+    """Train until the last iteration, or until other replicas take part.
 
     Returns why the run stops and has been saved, or None.
     """
     config, counters, schedules = run.config, run.trainer.counters, run.trainer.schedules
-    outer, first_sample = run.ranks.outer, counters.consumed_samples
-    present = outer.members if outer else None
+    replicas, first_sample = run.ranks.replicas, counters.consumed_samples
+    present = replicas.membership
     left_out = schedules.batch_size.batches_with(config.data.skipped, first_sample)
     with run.batches.loader(TRAIN, first_sample, left_out) as batches:
         while counters.iteration < schedules.length.iterations:
@@ -65,7 +62,7 @@ def train_with_these_nodes(
 
             evaluates = is_due(counters.iteration, config.evaluation.eval_interval)
             stop_reason = run.stopping.reason(
-                counters.iteration, run.ranks, meets=run.trainer.meets
+                counters.iteration, run.ranks, aligned=replicas.aligned(counters.iteration)
             )
             saves = stop_reason or is_due(counters.iteration, config.checkpoint.save_interval)
             if evaluates or saves:
@@ -80,9 +77,19 @@ def train_with_these_nodes(
                 run.saver.save()
             else:
                 run.saver.log_progress()
-            if stop_reason or (outer and outer.members != present):
+            if stop_reason or replicas.membership != present:
                 return stop_reason
     return None
+
+
+def keep_writers(run: Run) -> None:
+    """Write the curves from here on if this replica has become the first one, as that one left."""
+    ranks, metrics = run.ranks, run.metrics
+    if ranks.replicas.joins_and_leaves and not ranks.global_rank and not metrics.has_writers:
+        writers = open_writers(
+            run.config.log, rank=0, world_size=ranks.num_ranks, resumed_at=run.trainer.counters
+        )
+        metrics.use_writers(writers)
 
 
 def leave_out_batch(run: Run) -> None:
@@ -91,7 +98,7 @@ def leave_out_batch(run: Run) -> None:
     first = counters.consumed_samples
     size = run.trainer.schedules.batch_size(first)
     counters.advance(size, run.config.model.seq_length, skipped=True)
-    run.trainer.meet_other_nodes()
+    run.trainer.end_step()
     run.console.line(
         f"iteration {counters.iteration} is left out: samples {first}:{first + size} "
         "(--skip-samples)"
@@ -112,8 +119,9 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
     if consumed + num_samples > len(dataset):
         consumed = 0  # this run has fewer validation samples than the one that saved the checkpoint
     ranks = run.ranks
-    replicas = ranks.num_replicas if ranks.elastic else ranks.all_replicas
-    samples_per_pass = config.batch.micro_batch_size * replicas
+    alone = ranks.replicas.joins_and_leaves
+    parts = ranks.num_replicas if alone else ranks.num_parts
+    samples_per_pass = config.batch.micro_batch_size * parts
     passes = num_samples // samples_per_pass
 
     def sums_of(share: int, shares: int) -> tuple[float, float]:
@@ -121,7 +129,7 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
         with run.batches.loader(split, consumed + own.start * samples_per_pass) as batches:
             return evaluate(run.trainer.sharding, ranks, batches, len(own))
 
-    sum_of_losses, num_tokens = sum_over_shares(run.trainer.local_steps, sums_of)
+    sum_of_losses, num_tokens = ranks.replicas.evaluate(sums_of)
     if split == VALIDATION:
         counters.consumed_valid_samples = consumed + num_samples
     name = "validation" if split == VALIDATION else "test"

@@ -13,6 +13,7 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.report.at_end import report_after_failure, report_rows
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
+from megatron_zpp.parallel.replicas import joining_of
 from megatron_zpp.parallel.shared_settings import shared_settings
 from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import CheckpointConfig, Config
@@ -22,13 +23,11 @@ from megatron_zpp.train.determinism import deterministic_kernels
 from megatron_zpp.train.inputs import TEST, VALIDATION
 from megatron_zpp.train.loop import evaluate_split, train
 from megatron_zpp.train.run import Run
+from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Interrupted, Stopping
-from megatron_zpp.train.worlds.elastic import elastic_options
-from megatron_zpp.train.worlds.saved_run import with_own_folders
 from zeropp import InputError
 from zeropp.checkpoint.shared_folder import hold_folder
 from zeropp.errors import NetworkError
-from zeropp.optim.local_steps.outer_group import OuterError
 from zeropp.ranks.coordination import report_on_each_machine, report_once
 from zeropp.ranks.exit import OTHER_RANK_FAILED
 from zeropp.ranks.process_group import refuse_to_start
@@ -69,10 +68,7 @@ def main(
                     config.parallel,
                     per_node,
                     settings,
-                    steps_alone=config.zero.zeropp.sync_every != 1,
-                    elastic=elastic_options(config, environment, settings)
-                    if config.zero.zeropp.sync_store
-                    else None,
+                    joining_of(config, environment, settings),
                 )
                 config = with_own_folders(config, ranks)
                 return _with_heartbeat(config, ranks, console, stopping)
@@ -173,8 +169,7 @@ def _with_heartbeat(config: Config, ranks: Ranks, console: Console, stopping: St
         limit = 60 * config.parallel.distributed_timeout_minutes
         heartbeat = Heartbeat(ranks.store, ranks.rank, ranks.num_ranks, ranks.main_thread, limit)
     status = _pretrain_and_report(config, ranks, console, stopping, heartbeat)
-    if ranks.outer and (status == 0 or ranks.elastic):
-        ranks.outer.close()
+    ranks.replicas.close(succeeded=status == 0)
     if heartbeat:
         heartbeat.close(keeps_store=ranks.rank == 0 and not ranks.environment.launcher_has_store)
     if status and ranks.global_rank == 0:
@@ -208,7 +203,7 @@ def _pretrain_and_report(
         if failure is None:
             if heartbeat:
                 heartbeat.publish_own_failure(f"{type(error).__name__}: {error}")
-            if isinstance(error, WaitError | OuterError):
+            if isinstance(error, WaitError):
                 console.notice(logging.ERROR, str(error))
                 return FAILED
             raise

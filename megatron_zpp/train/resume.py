@@ -24,10 +24,9 @@ from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
 from megatron_zpp.train.inputs import Batches, data_bytes, sample_sizes
+from megatron_zpp.train.saved_run import SavedRun
 from megatron_zpp.train.trained import Trained
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
-from megatron_zpp.train.worlds.continuation import continue_local_steps
-from megatron_zpp.train.worlds.saved_run import SavedRun
 from zeropp import InputError
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
@@ -100,22 +99,18 @@ class Saver:
             save_optimizer=not options.no_save_optim,
             writer=self.writer,
             lock=self.lock,
-            others=(trainer.local_steps.state() if trainer.local_steps else {})
-            | states_of(trainer.capabilities),
+            others={**trainer.ranks.replicas.state(), **states_of(trainer.capabilities)},
         )
         if self.writer is None:
             self.console.line(f"saved checkpoint {path}")
 
     def _keep(self) -> Retention:
-        """Return which checkpoints stay.
-
-        Of nodes that step alone some may be a save ahead of others, or two if saves run beside
-        training: they keep as many more, so that all have one of the same iteration.
-        """
+        """Return which checkpoints stay."""
         options = self.trainer.config.checkpoint
         newest, interval = options.keep_checkpoints, options.save_retain_interval
-        if self.trainer.local_steps and (newest, interval) != (None, None):
-            newest = (newest or 1) + (2 if self.writer else 1)
+        if (newest, interval) != (None, None):
+            replicas = self.trainer.ranks.replicas
+            newest = replicas.kept(newest, beside=self.writer is not None)
         return Retention(newest=newest, interval=interval)
 
     def next_save(self, iteration: int) -> int | None:
@@ -147,9 +142,9 @@ class Saver:
             seed=config.training.seed,
             world_size=trainer.ranks.num_ranks,
             stage=trainer.sharding.stage,
-            num_worlds=trainer.ranks.num_worlds,
-            node=trainer.ranks.node,
-            launch=trainer.ranks.launch,
+            num_worlds=trainer.ranks.replicas.count,
+            node=trainer.ranks.replicas.index,
+            launch=trainer.ranks.replicas.launch,
             sample_sizes=[*self.batches.earlier_sizes, sample_sizes(config)],
             data_bytes=data_bytes(config.data),
             tokenizer=self.tokenizer.fingerprint,
@@ -170,27 +165,26 @@ def load(
 ) -> StartingPoint:
     """Load weights, optimizer and loss scaler from what `--load` names, if any: `source`.
 
-    All ranks call it. Where nodes step alone, each loads its own; those that as many nodes as now
-    have not saved are averaged. Raises InputError for a checkpoint that does not fit the run.
+    All ranks call it. Replicas that train independently load each its own; if their number has
+    changed, weights are averaged. Raises InputError for a checkpoint that does not fit the run.
     """
     options, schedules = config.checkpoint, Schedules.of(config)
-    local_steps, capabilities = trained.local_steps, trained.capabilities
+    replicas, capabilities = ranks.replicas, trained.capabilities
     beginning = StartingPoint(counters=Counters(), schedules=schedules, history={})
     if source is None:
         is_needed = options.exit_on_missing_checkpoint or options.ckpt_step is not None
-        if options.load and is_needed and not ranks.elastic.joins:
+        if options.load and is_needed and not replicas.joins:
             raise no_checkpoint_error(options.load, "--ckpt-step or --exit-on-missing-checkpoint")
         return beginning
-    reads_agreed = ranks.elastic is not None  # nodes that may end form no mean of their weights
+    reads_agreed = replicas.joins_and_leaves  # they form no mean of their weights
     without = options.finetune or (options.no_load_optim and not reads_agreed)
     starts_anew = without or not source.is_of_each
-    others = {} if local_steps is None or starts_anew else local_steps.state()
+    others = {} if starts_anew else replicas.state()
     own = {} if without or source.is_averaged else states_of(capabilities)
-    state = _read(config, source, trained, tokenizer_fingerprint, others | own)
+    state = _read(config, source, trained, tokenizer_fingerprint, {**others, **own})
     for each in capabilities if state is not None and own else ():
         each.load({name: own[name] for name in each.state()})
-    if local_steps is not None:
-        continue_local_steps(local_steps, others, source, state, config, ranks)
+    replicas.resume(others, source, state, config, ranks)
     if state is None:
         if options.exit_on_missing_checkpoint:
             raise no_checkpoint_error(options.load, "--exit-on-missing-checkpoint")

@@ -50,11 +50,11 @@ class Stopping(AbstractContextManager):
         for number, handler in zip(self._signals, self._handlers, strict=True):
             signal.signal(number, handler)
 
-    def reason(self, iteration: int, ranks: Ranks, *, meets: bool = True) -> str | None:
+    def reason(self, iteration: int, ranks: Ranks, *, aligned: bool = True) -> str | None:
         """Why to save and stop after `iteration`, or None.
 
         A collective if the answer depends on signals, files or clocks, which differ between ranks.
-        Nodes that step alone then stop where all of them meet.
+        Replicas stop where all of them are `aligned`, at the same step.
         """
         config = self._config
         if config.exit_interval and iteration % config.exit_interval == 0:
@@ -63,14 +63,14 @@ class Stopping(AbstractContextManager):
         never = (
             not config.exit_signal_handler and (config.exit_duration_in_mins, path) == (None,) * 2
         )
-        if never or not meets:
+        if never or not aligned:
             return None
         time_is_up = (
             config.exit_duration_in_mins is not None
             and time.monotonic() - self._started > 60 * config.exit_duration_in_mins
         )
         is_killed = path is not None and os.path.exists(path)
-        num_signals, num_clocks, num_files = ranks.sum_over_worlds(
+        num_signals, num_clocks, num_files = ranks.sum_over_replicas(
             float(self._received is not None), float(time_is_up), float(is_killed)
         )
         if num_signals:

@@ -13,10 +13,6 @@ from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.settings.config import Config, PrecisionConfig
 from zeropp import LossScaler, Sharding
-from zeropp.optim.local_steps.elastic_steps import ElasticSteps
-from zeropp.optim.local_steps.held_model import OfSharding
-from zeropp.optim.local_steps.local_steps import LocalSteps
-from zeropp.optim.local_steps.trained_weights import TrainedWeights
 
 
 @dataclass(kw_only=True)
@@ -26,7 +22,6 @@ class Trained:
     sharding: Sharding
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None
-    local_steps: LocalSteps | None = None  # where nodes step alone
     capabilities: Sequence[Capability] = ()
 
 
@@ -40,11 +35,11 @@ def build_trained(
     optimizer = build_optimizer(sharding, config, ranks.device, apex, capabilities)
     for each in capabilities:
         each.sharding, each.optimizer = sharding, optimizer
+    ranks.replicas.bind(config, sharding, optimizer)
     return Trained(
         sharding=sharding,
         optimizer=optimizer,
         scaler=build_scaler(config.precision),
-        local_steps=_local_steps(config, ranks, sharding, optimizer) if ranks.outer else None,
         capabilities=capabilities,
     )
 
@@ -61,12 +56,3 @@ def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
         hysteresis=precision.hysteresis,
         dynamic=fixed is None,
     )
-
-
-def _local_steps(
-    config: Config, ranks: Ranks, sharding: Sharding, optimizer: torch.optim.Optimizer
-) -> LocalSteps:
-    """Return what lets nodes step alone, as the JSON asks for it."""
-    weights = TrainedWeights(model=OfSharding(sharding), optimizer=optimizer)
-    kind = LocalSteps if ranks.elastic is None else ElasticSteps
-    return kind.of(config.zero.zeropp, weights, ranks.outer)

@@ -23,10 +23,9 @@ from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules, is_due
 from megatron_zpp.train.inputs import Batches
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
+from megatron_zpp.train.progress import RunProgress
 from megatron_zpp.train.trained import Trained
-from megatron_zpp.train.worlds.progress import RunProgress
 from zeropp import optimizer_step
-from zeropp.optim.local_steps.elastic_steps import ElasticSteps
 from zeropp.optim.sharded_optimizer import sharded
 from zeropp.optim.step_or_skip import global_norm, local_part
 
@@ -109,19 +108,21 @@ class Trainer(Trained):
         started = time.perf_counter()
         waited_before = batches.waited
         config, counters = self.config, self.counters
-        of_ramp = counters.scheduled_samples if self.ranks.elastic else counters.consumed_samples
-        planned = self.schedules.batch_size(of_ramp)
-        global_batch_size = planned * self.ranks.all_replicas // self.ranks.planned_replicas
+        replicas, follows = self.ranks.replicas, counters.consumed_samples
+        if replicas.joins_and_leaves:  # the size of a batch follows their number
+            follows = counters.scheduled_samples
+        planned = self.schedules.batch_size(follows)
+        global_batch_size = planned * self.ranks.num_parts // self.ranks.planned_parts
         loss_scale = self.scaler.scale if self.scaler else 1.0
 
         self._set_schedule()
         losses = self.forward_backward(batches, global_batch_size, loss_scale)
         numbers = {}
         if losses.routing is not None:
-            numbers = self.experts.end(losses.routing, self.sharding.model, self._sum_over_nodes)
+            over_replicas = partial(replicas.sum_in_step, counters.iteration + 1)
+            numbers = self.experts.end(losses.routing, self.sharding.model, over_replicas)
         backward_ended = self._timer_now()
-        if self.local_steps:
-            self.local_steps.before_update(counters.iteration + 1)
+        replicas.before_update(counters.iteration + 1)
         for each in self.capabilities:
             each.before_update(counters.iteration + 1)
         update = optimizer_step(
@@ -139,7 +140,7 @@ class Trainer(Trained):
         self.communication.end_step(num_micro_batches, counters.iteration + 1)
         skipped = self.scaler is not None and update.skipped
         counters.advance(global_batch_size, config.model.seq_length, skipped, planned)
-        self.meet_other_nodes()
+        self.end_step()
 
         fields = self._known_fields(global_batch_size, loss_scale, skipped)
         if config.log.log_timers_to_tensorboard:
@@ -149,45 +150,27 @@ class Trainer(Trained):
             fields, losses, update, started, previous, numbers, self.scaler is not None
         )
 
-    def meet_other_nodes(self) -> None:
-        """Exchange with nodes that step alone how far they came, if that is due."""
-        if self.local_steps:
-            iteration, last = self.counters.iteration, self.schedules.length.iterations
-            self.local_steps.after_update(iteration, is_last=iteration == last)
+    def end_step(self) -> None:
+        """Take the outer step of replicas that train independently, if it is due."""
+        iteration = self.counters.iteration
+        last = iteration == self.schedules.length.iterations
+        self.ranks.replicas.after_update(iteration, last=last)
 
-    def join_other_nodes(self, history: History, batches: Batches) -> bool:
-        """Let nodes that join get the run's state; get it if this node is one of them.
+    def join(self, history: History, batches: Batches) -> bool:
+        """Let replicas that join get the run's state; get it, and say so, if this is one of them.
 
-        Returns whether it is. `history`: the losses up to now.
+        history: the losses up to now.
         """
-        joins = False
-        if isinstance(self.local_steps, ElasticSteps):
-            progress = RunProgress(
-                scaler=self.scaler,
-                counters=self.counters,
-                schedules=self.schedules,
-                history=history,
-                batches=batches,
-            )
-            self.local_steps.follow(progress)
-            joins = self.local_steps.group.joins
-            if joins:
-                self.local_steps.join()
-                self.schedules = progress.schedules
+        progress = RunProgress(
+            scaler=self.scaler,
+            counters=self.counters,
+            schedules=self.schedules,
+            history=history,
+            batches=batches,
+        )
+        joins = self.ranks.replicas.join(progress)
+        self.schedules = progress.schedules
         return joins
-
-    def _sum_over_nodes(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of fp64 values over nodes, where they take the next step together."""
-        steps = self.local_steps
-        if steps and steps.schedule.averages_gradients(self.counters.iteration + 1):
-            total = steps.sum(lambda *_: values.flatten().tolist())
-            return values.new_tensor(total).view_as(values)
-        return values
-
-    @property
-    def meets(self) -> bool:
-        """Whether all nodes are at the same place, after an iteration in which they exchanged."""
-        return self.local_steps is None or self.local_steps.meets(self.counters.iteration)
 
     def forward_backward(
         self, batches: Loader, global_batch_size: int, loss_scale: float
@@ -235,7 +218,7 @@ class Trainer(Trained):
 
     def _num_micro_batches(self, global_batch_size: int) -> int:
         """Return how many micro-batches of a global batch a replica has."""
-        return global_batch_size // (self.config.batch.micro_batch_size * self.ranks.all_replicas)
+        return global_batch_size // (self.config.batch.micro_batch_size * self.ranks.num_parts)
 
     def _micro_batches(
         self, batches: Loader, count: int, num_empty: torch.Tensor
@@ -244,7 +227,7 @@ class Trainer(Trained):
 
         Adds to `num_empty` (0-d) how many of them have no token with a loss.
         """
-        place = self.ranks.place_of_replica * self.config.batch.micro_batch_size
+        place = self.ranks.part * self.config.batch.micro_batch_size
         for _ in range(count):
             first_sample, batch = batches.consumed_samples + place, next(batches)
             num_empty += ~batch.loss_mask.any()

@@ -8,6 +8,7 @@ import torch
 
 from megatron_zpp.monitor.communication import Communication, CommunicationMeter
 from megatron_zpp.monitor.tensorboard_names import communication_scalars
+from megatron_zpp.parallel.replicas import Replicas
 from megatron_zpp.settings.config import Config
 from zeropp.optim.local_steps.outer_group import PURPOSE as OUTER
 from zeropp.wire.rank_group import AXES, Nodes
@@ -22,11 +23,11 @@ class TwoNodes:
     """The ranks of a job in which all others sent what this one sent: 2 nodes of 2."""
 
     num_ranks = num_replicas = 4
-    num_worlds, node = 1, 0
+    replicas = Replicas()
     nodes = Nodes(num_ranks=4, ranks_per_node=2)
     activations = Traffic(AXES)
 
-    def sum_over_worlds(self, *values: float) -> list[float]:
+    def sum_over_replicas(self, *values: float) -> list[float]:
         return [4 * value for value in values]
 
 
@@ -136,11 +137,11 @@ def test_one_node_has_no_ending():
 def test_an_exchange_is_the_mean_over_the_steps_since_the_one_before():
     """What the lines say times their steps is what the ledger has counted."""
     model, outer = sharding(), Traffic((OUTER,))
-    local_steps = SimpleNamespace(
-        group=SimpleNamespace(traffic=outer),
-        expected_traffic=lambda iteration: {(OUTER, "across_nodes"): MIB},
+    ranks = TwoNodes()
+    ranks.replicas = SimpleNamespace(
+        count=1, index=0, ledger=outer, expected=lambda step: {(OUTER, "across_nodes"): MIB}
     )
-    meter = CommunicationMeter(Config(), model, TwoNodes(), local_steps=local_steps)
+    meter = CommunicationMeter(Config(), model, ranks)
     lines = []
     for steps, exchanged in ((2, 0), (2, 0), (2, 3 * MIB), (2, MIB)):  # 2 ranks of a node
         for _ in range(steps):

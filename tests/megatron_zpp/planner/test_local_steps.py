@@ -44,7 +44,7 @@ def test_agreed_weights_and_messages(stage: int, bits: int, tensor: int, tmp_pat
     assert planned.num_worlds == 2
     memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
     with worlds(2, shared_folder(str(tmp_path))) as outer, built_run(flags, outer) as run:
-        local_steps, meter = run.trainer.local_steps, run.trainer.communication
+        local_steps, meter = run.ranks.replicas.steps, run.trainer.communication
         assert memory.sent[OUTER] == pytest.approx(meter.forecast[OUTER], rel=1e-9)
         fragments = local_steps.fragments
         agreed = outer.gather(sum(x.nbytes for each in fragments for x in each.agreed))
@@ -166,7 +166,7 @@ def require_buffers(bits: int, nodes: int, folder: Path) -> None:
     )
     memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
     with worlds(1, folder) as outer, built_run(flags, outer) as run:
-        local_steps = run.trainer.local_steps
+        local_steps = run.ranks.replicas.steps
         for weight in local_steps.weights.read():
             weight.add_(0.01 * torch.randn_like(weight))
         outer.start = at_once

@@ -156,7 +156,7 @@ def test_as_many_nodes_without_moments_go_on_with_the_mean(
     flags += f"--load {saved / 'run'} --ckpt-step 6 {flag}"
     with worlds(1, folder) as outer, built_run(flags, outer) as built:
         require_means(built, saved)
-        for each in built.trainer.local_steps.fragments:
+        for each in built.ranks.replicas.steps.fragments:
             assert all(map(torch.equal, each.agreed, each.weights.read()))
             assert not each.momentum.any()
 
@@ -173,7 +173,7 @@ def test_nodes_that_come_and_go_begin_alike_without_moments(
     iteration = 0 if flag == "--finetune" else 6
     with elastic_nodes(folder, iteration) as outer, built_run(flags, outer) as built:
         assert built.trainer.counters.iteration == iteration
-        steps, weights = built.trainer.local_steps, weights_of(built)
+        steps, weights = built.ranks.replicas.steps, weights_of(built)
         values = [each.sum().item() for each in weights.values()]
         assert steps.sum(lambda place, size: values) == [2 * each for each in values]
         if flag == "--finetune":
@@ -207,7 +207,7 @@ def test_nodes_that_begin_with_other_weights_are_found_at_their_first_exchange(
     flags = flags_of(folder / f"{rank}.json") + f"--seed {rank + 1}"
     with worlds(1, folder) as outer, built_run(flags, outer) as built:
         with pytest.raises(InputError, match="begin with the same weights"):
-            built.trainer.local_steps.after_update(1, is_last=True)
+            built.ranks.replicas.steps.after_update(1, is_last=True)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

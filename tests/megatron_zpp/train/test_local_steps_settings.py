@@ -37,7 +37,7 @@ def flags_of(path: Path, zero: dict | None = None, **zeropp: object) -> str:
 
 
 def weights_of(run: Run) -> list[torch.Tensor]:
-    return [each.clone() for each in run.trainer.local_steps.weights.read()]
+    return [each.clone() for each in run.ranks.replicas.steps.weights.read()]
 
 
 @ranks(2)
@@ -72,7 +72,7 @@ def test_only_adapters_are_exchanged_and_a_stop_loses_no_digit(tmp_path: Path) -
 def require_agreed_adapters(flags: str, folder: Path) -> None:
     """Require that nodes agree on adapters alone."""
     with worlds(1, folder) as outer, built_run(flags, outer) as run:
-        model, (fragment,) = run.trainer.sharding.model, run.trainer.local_steps.fragments
+        model, (fragment,) = run.trainer.sharding.model, run.ranks.replicas.steps.fragments
         agreed = fragment.agreed
         num_trained = sum(map(len, agreed))
         assert 0 < num_trained == model.num_parameters(trained_only=True) < model.num_parameters()

@@ -14,7 +14,7 @@ from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.inputs import VALIDATION
 from megatron_zpp.train.resume import load
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.worlds.saved_run import saved_run
+from megatron_zpp.train.saved_run import saved_run
 from tests.megatron_zpp.train.training_runs import (
     built_run,
     field,

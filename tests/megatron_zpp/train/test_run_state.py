@@ -108,7 +108,7 @@ def look_at(flags: str, folder: Path, name: str, outer: Any = None) -> None:
 
 def values_of(run: Run) -> dict[str, Any]:
     """Return what a run has of each row, as far as one can compare it on other ranks."""
-    trainer, steps = run.trainer, run.trainer.local_steps
+    trainer, steps = run.trainer, run.ranks.replicas.steps
     model, scaler, history = trainer.sharding.model, trainer.scaler, run.metrics.history
     values = {
         "trained weights": list(map(whole, model.parameters())),
@@ -208,7 +208,7 @@ def steps_and_exchange(folder: Path) -> None:
         values = take_steps(run, 2)
         of_nodes = outer.gather(values)
         run.saver.save()
-        run.trainer.local_steps.synchronize(2)
+        run.ranks.replicas.steps.synchronize(2)
         after = values_of(run)
         require("outer step", after, own=values, of_nodes=of_nodes)
         alike = ("trained weights", "agreed weights and buffers", BUFFERS)
@@ -259,13 +259,13 @@ def join(folder: Path) -> None:
         fresh, joins, trainer = values_of(run), outer.joins, run.trainer
         assert trainer.schedules.learning_rate.max_lr == (1e-4 if joins else 1e-2)
         wait_for_joiners(outer, 1)
-        trainer.join_other_nodes(run.metrics.history, run.batches)
+        trainer.join(run.metrics.history, run.batches)
         if not joins:
             take_steps(run, 1)
-            trainer.local_steps.synchronize(3)
+            trainer.ranks.replicas.steps.synchronize(3)
         after = values_of(run)
         own.with_suffix(f".{outer.number}").write_bytes(pickle.dumps(after))
-        assert trainer.local_steps.sum(lambda place, size: [1.0]) == [2.0]
+        assert trainer.ranks.replicas.steps.sum(lambda place, size: [1.0]) == [2.0]
         of_first = pickle.loads(own.with_suffix(".0").read_bytes())
         if joins:
             require("join", after, own=fresh, of_nodes=[of_first], fresh=fresh)
@@ -274,7 +274,7 @@ def join(folder: Path) -> None:
         train(run)
         end = values_of(run)
         own.with_suffix(f".end.{outer.number}").write_bytes(pickle.dumps(end))
-        assert trainer.local_steps.sum(lambda place, size: [1.0]) == [2.0]
+        assert trainer.ranks.replicas.steps.sum(lambda place, size: [1.0]) == [2.0]
         of_first = pickle.loads(own.with_suffix(".end.0").read_bytes())
         names = ("trained weights", BUFFERS, "agreed weights and buffers", "counters", "schedules")
         names += ("order of samples",)

@@ -47,7 +47,7 @@ exit_process(main(sys.argv[1:]))
 def test_the_signal_that_a_flag_names_is_recorded_beside_sigterm(name):
     before = signal.getsignal(signal.SIGUSR1)
     config = TrainingConfig(exit_signal_handler=True, exit_signal="SIGUSR1")
-    ranks = MagicMock(sum_over_worlds=lambda *values: values)
+    ranks = MagicMock(sum_over_replicas=lambda *values: values)
     with Stopping(config) as stopping:
         assert stopping.reason(1, ranks) is None
         os.kill(os.getpid(), signal.Signals[name])

@@ -11,15 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.capabilities.local_sgd.replicas import ElasticLocalSGD, LocalSGD
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.parallel.mesh import Ranks, build_mesh
+from megatron_zpp.parallel.replicas import Replicas
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.pretrain import pretrain
 from megatron_zpp.train.run import Run
+from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Stopping
-from megatron_zpp.train.worlds.saved_run import with_own_folders
 from tests.ranks import ranks
 from tests.worlds import worlds
 from zeropp.optim.local_steps.elastic_group import ElasticGroup
@@ -189,9 +191,12 @@ def _job(
     mesh = build_mesh(torch.device(device), world, config.parallel)
     place = Environment(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     size = config.parallel.context_parallel_size
+    replicas = Replicas()
+    if outer is not None:
+        replicas = LocalSGD(outer) if isinstance(outer, OuterGroup) else ElasticLocalSGD(outer)
     joined = kind(
         environment=place, device=torch.device(device), mesh=mesh, store=None, context_size=size,
-        ranks_per_node=config.zero.zeropp.ranks_per_node, outer=outer,
+        ranks_per_node=config.zero.zeropp.ranks_per_node, replicas=replicas,
     )  # fmt: skip
     config = with_own_folders(config, joined)
     with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:

@@ -22,6 +22,7 @@ from zeropp.ranks.groups import set_backend_time_limit
 from zeropp.ranks.nodes.member import Members
 from zeropp.ranks.nodes.rounds import NodeLostError
 from zeropp.ranks.topology import Environment
+from zeropp.ranks.waits import WaitError
 from zeropp.wire.traffic import Traffic
 
 PURPOSE = "outer"  # in the ledger
@@ -29,7 +30,7 @@ Result = TypeVar("Result")
 Watch = Callable[[Callable[[], bool]], None]
 
 
-class OuterError(RuntimeError):
+class OuterError(WaitError):
     """An exchange with the other nodes failed."""
 
 

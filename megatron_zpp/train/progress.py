@@ -1,4 +1,4 @@
-"""How far a run is, for a node that joins it."""
+"""How far a run is, for a replica that joins it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,6 @@ from megatron_zpp.monitor.metrics import History
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.train.inputs import Batches
 from zeropp import LossScaler
-from zeropp.optim.local_steps.elastic_steps import Progress
 
 
 @dataclass(kw_only=True)
@@ -18,13 +17,13 @@ class RunProgress:
     """
 
     scaler: LossScaler | None
-    counters: Progress
+    counters: Any  # with `state` and `load`
     schedules: Schedules
     history: History
     batches: Batches
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` takes, on another node."""
+        """Return what `load` takes, on another replica."""
         scaler = self.scaler.state_dict() if self.scaler else {}
         return {
             "counters": self.counters.state(),
@@ -35,7 +34,7 @@ class RunProgress:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on where another node is."""
+        """Go on where another replica is."""
         self.counters.load(state["counters"])
         self.schedules = state["schedules"]
         self.history.load_state_dict(state["history"])

@@ -1,4 +1,4 @@
-"""How nodes that step alone go on from a checkpoint."""
+"""How replicas that train independently go on from a checkpoint."""
 
 import logging
 from collections.abc import Mapping
@@ -11,7 +11,6 @@ from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.parallel import SIZES
-from megatron_zpp.train.worlds.saved_run import SavedRun
 from zeropp.errors import InputError
 from zeropp.optim.local_steps.local_steps import LocalSteps
 from zeropp.optim.local_steps.outer_mean import OuterMean
@@ -22,10 +21,10 @@ EXPERTS = "expert_model_parallel_size"
 log = logging.getLogger("megatron_zpp")
 
 
-def continue_local_steps(
-    local_steps: LocalSteps,
+def continue_replica(
+    replicas: Any,
     read: Mapping[str, Tensor],
-    source: SavedRun,
+    source: Any,
     state: TrainingState | None,
     config: Config,
     ranks: Ranks,
@@ -36,10 +35,11 @@ def continue_local_steps(
     different weights then go on with their mean. All nodes call it. Raises InputError on all of
     them if they have loaded different iterations.
     """
-    if ranks.elastic:
+    local_steps = replicas.steps
+    if replicas.joins_and_leaves:
         _continue_alone(local_steps, read, state, config, ranks)
         return
-    iterations = ranks.outer.gather(None if state is None else state.iteration)
+    iterations = replicas.gather(None if state is None else state.iteration)
     if len(set(iterations)) > 1:
         raise InputError(
             f"--load: nodes that step alone have loaded other iterations: "
@@ -65,7 +65,9 @@ def _forget_momentum_of_others(
     saved_by = _layout(state.world_size, state.stage, state.configuration["parallel"])
     now = _layout(ranks.num_ranks, config.zero.stage, asdict(config.parallel))
     place = state.num_worlds, state.node
-    if saved_by == now and (place == (ranks.num_worlds, ranks.node) or not state.launch):
+    if saved_by == now and (
+        place == (ranks.replicas.count, ranks.replicas.index) or not state.launch
+    ):
         return
     for each in local_steps.fragments:
         each.momentum.zero_()

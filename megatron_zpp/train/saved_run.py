@@ -24,7 +24,6 @@ from zeropp.optim.local_steps.averaged_buffers import AveragedBuffers
 from zeropp.optim.local_steps.held_model import OfSharding
 from zeropp.optim.local_steps.trained_weights import TrainedWeights
 from zeropp.ranks.coordination import broadcast_object, fail_together, rank
-from zeropp.ranks.nodes.entry import Saved
 
 log = logging.getLogger("megatron_zpp")
 
@@ -90,23 +89,20 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     """
     if options.load is None:
         return None
-    own = first = Path(options.load)
-    if ranks.outer is not None:
-        first = _folder_of_first(options, ranks)
-    if ranks.elastic and options.finetune:
+    own, replicas = Path(options.load), ranks.replicas
+    first = _folder_of_first(options, ranks)
+    if replicas.joins_and_leaves and options.finetune:
         return _common_run(options, first, _saved_worlds(first, options.ckpt_step))
-    if ranks.elastic:
-        return _own_run(own, ranks.elastic.iteration)
+    if replicas.joins_and_leaves:
+        return _own_run(own, replicas.iteration)
     saved_here = _saved_worlds(own, options.ckpt_step)
     saved_by_first = _saved_worlds(first, options.ckpt_step) if first != own else saved_here
-    views = [(saved_here, saved_by_first)]
-    if ranks.outer is not None:
-        views = ranks.outer.gather(views[0])
+    views = replicas.gather((saved_here, saved_by_first))
     num_worlds, _ = views[0]
-    if num_worlds == ranks.num_worlds > 1 or (num_worlds is None and any(own for own, _ in views)):
+    if num_worlds == replicas.count > 1 or (num_worlds is None and any(own for own, _ in views)):
         _require_all([each is not None for each, _ in views], f"checkpoint of its own in {first}")
         return _of_each(options, ranks, own)
-    if ranks.outer is not None:
+    if replicas.independent:
         what = f"checkpoint in {first}, which all nodes read if another number of nodes saved it"
         _require_all([each == num_worlds for _, each in views], what)
     return _common_run(options, first, num_worlds)
@@ -117,7 +113,7 @@ def with_own_folders(config: Config, ranks: Ranks) -> Config:
 
     The first world has those that the flags name, and others a folder in each.
     """
-    number = ranks.outer.number if ranks.outer else 0
+    number = ranks.replicas.number
     if not number:
         return config
     options = config.checkpoint
@@ -130,14 +126,14 @@ def with_own_folders(config: Config, ranks: Ranks) -> Config:
 def with_source(config: Config, source: SavedRun | None, ranks: Ranks) -> Config:
     """Return the configuration with the folder that this world loads, or else the first one's."""
     options = config.checkpoint
-    if options.load is None:
+    if options.load is None or not ranks.replicas.independent:
         return config
     folder = source.folder if source else _folder_of_first(options, ranks)
     return replace(config, checkpoint=replace(options, load=str(folder)))
 
 
 def _folder_of_first(options: CheckpointConfig, ranks: Ranks) -> Path:
-    return Path(options.load).parent if ranks.outer.number else Path(options.load)
+    return Path(options.load).parent if ranks.replicas.number else Path(options.load)
 
 
 def _common_run(options: CheckpointConfig, first: Path, num_worlds: int | None) -> SavedRun:
@@ -152,14 +148,14 @@ def _of_each(options: CheckpointConfig, ranks: Ranks, own: Path) -> SavedRun:
     verify = not options.no_verify_checkpoint
     path = checkpoint.choose(own, verify=verify, iteration=options.ckpt_step)
     chosen = None if path is None else iteration_of(path)
-    views = ranks.outer.gather((chosen, _launches(own)))
+    views = ranks.replicas.gather((chosen, _launches(own)))
     _require_all([each is not None for each, _ in views], f"checkpoint of its own in {own}")
     found, most = [found for _, found in views], min(newest for newest, _ in views)
     iteration = _newest_of_all(found, most, str(own), options.ckpt_step)
     return SavedRun(
         folder=own,
         iteration=iteration,
-        num_worlds=ranks.num_worlds,
+        num_worlds=ranks.replicas.count,
         is_of_each=True,
         is_verified=verify and iteration == chosen,
     )
@@ -202,22 +198,6 @@ def _newest_of_all(
             "(--ckpt-step names one)"
         )
     return iteration
-
-
-def saved_by_node(options: CheckpointConfig, number: int) -> Saved:
-    """Return what the checkpoint is of that the node with a number goes on from."""
-    if options.load is None or options.finetune:
-        return Saved()
-    folder = folder_of_node(Path(options.load), number)
-    iteration = options.ckpt_step
-    if iteration is None:
-        latest = checkpoint_folder(folder).latest()
-        iteration = int(latest) if latest is not None and latest.isdecimal() else 0
-    path = folder / checkpoint_name(iteration)
-    if not iteration or not path.is_dir():
-        return Saved()
-    state = read_state(path)
-    return Saved(iteration, state.launch, state.node)
 
 
 def _own_run(folder: Path, iteration: int) -> SavedRun | None:
