@@ -90,7 +90,6 @@ from zeropp.fsdp_adapter.parameters import (
 from zeropp.fsdp_adapter.passes import (
     abandon_pass,
     after_backward,
-    around_steps,
     awaits_end_of_backward,
     backward_id,
     before_pass,

@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.passes import Passes, WholeWeights
+from zeropp.sharding.passes import Passes
 from zeropp.sharding.plan import Plan, UnitPlan
+from zeropp.sharding.whole_weights import WholeWeights
 from zeropp.sharding.wiring import Wiring
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.gradients import Gradients
@@ -40,8 +41,7 @@ class Root:
         self._num_ranks = group.size()
         self.copies = copies_of(plan.units[-1].axis.weights, config)
         self.scalars = ScalarGradients(model, group, device)
-        changing = group if self.stage else None
-        self.kept = KeptWeights(model, self.copies, changing, self.scalars)
+        self.kept = KeptWeights(model, self.copies, group if self.stage else None)
         is_alone = self._num_ranks == 1
         self.use = None if is_alone else GradientUse([group], device, self.gradients, self.scalars)
         self._wiring = Wiring(self.traffic, self.use, self.kept)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.wire.shard_holders import add_holder
 
 
 class ScalarGradients:
@@ -34,6 +35,7 @@ class ScalarGradients:
                     self._places.append((module, name))
         if self._places:
             model.register_forward_hook(self._after_forward)
+            add_holder(self)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters, tied ones once."""
