@@ -32,8 +32,8 @@ from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.materialize import is_whole, part_for_rank
-from zeropp.sharding.passes import Passes
 from zeropp.sharding.recorded_tensor import RecordedTensor, not_recording, recording
+from zeropp.sharding.root import Root
 from zeropp.wire.kept_weights import KeptWeights
 from zeropp.wire.scalar_gradients import ScalarGradients
 from zeropp.wire.shard_holders import holders, notify_written
@@ -202,8 +202,8 @@ def _send_whole(shards_of: dict[nn.Parameter, DTensor], source: int) -> None:
 
 def _require_shards(parameters: list[nn.Parameter]) -> None:
     """Raise InputError for weights of some model, as they are gathered for a pass."""
-    for passes in holders(Passes):
-        passes.require_shards(parameters, "GatheredParameters was given")
+    for root in holders(Root):
+        root.require_shards(parameters, "GatheredParameters was given")
 
 
 def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:

@@ -126,7 +126,7 @@ class Sharding:
     def require_complete_gradients(self) -> None:
         """Raise InputError if a backward pass failed and left gradients of a part of the model."""
         for root in self.roots:
-            root.passes.require_complete()
+            root.require_complete()
 
     def require_same_order(self) -> None:
         """Raise InputError if the ranks reduced different units in the last backward pass.
@@ -178,10 +178,9 @@ class Sharding:
 
         Since this was called the last time.
         """
-        passes = [root.passes for root in self.roots]
-        has_called = any(each.has_called for each in passes)
-        for each in passes:
-            each.has_called = False
+        has_called = any(root.has_called for root in self.roots)
+        for root in self.roots:
+            root.has_called = False
         return has_called
 
     def take(self, shard: torch.nn.Parameter) -> None:
