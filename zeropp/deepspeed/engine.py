@@ -348,7 +348,6 @@ class Engine(
                 clip_grad=self.zero_config.gradient_clipping,
                 scaler=self.scaler,
             )
-        self.sharding.gather()
         self._has_unsent = False
         self.global_steps += 1
         if self.managed_gradient_accumulation():

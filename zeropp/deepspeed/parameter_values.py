@@ -69,26 +69,24 @@ def take_gradients(parameters: Iterable[torch.Tensor]) -> None:
 class ParameterValues:
     """Reads and writes what belongs to one trained parameter; all ranks write alike.
 
-    `shard` is the parameter as its engine's optimizer knows it, `unit` the FSDP unit that it is in
-    of the `sharding`, `device` where the model computes.
+    `shard` is the parameter as the optimizer of its `engine` knows it, `unit` the FSDP unit that it
+    is in, if it is sharded.
     """
 
+    engine: "ParameterOwner"
     shard: nn.Parameter
     unit: fsdp.FSDPModule | None
-    sharding: Sharding
-    optimizer: torch.optim.Optimizer | None
-    device: torch.device
 
     @property
     def weight(self) -> nn.Parameter:
         """The fp32 weight, which takes what was written to the whole parameter."""
-        self.sharding.take(self.shard)
+        self.engine.sharding.take(self.shard)
         return self._master
 
     @property
     def whole_parameter(self) -> nn.Parameter | None:
         """The whole parameter that the model holds instead of the shard, if it does."""
-        if self.unit is None or not self.sharding.keeps_whole:
+        if self.unit is None or not self.engine.sharding.keeps_whole:
             return None
         whole = fsdp.whole_of(self.unit, self.shard)
         return None if isinstance(whole, DTensor) else whole
@@ -96,24 +94,24 @@ class ParameterValues:
     @property
     def _master(self) -> nn.Parameter:
         """The fp32 weight: the optimizer's, where it has its own."""
-        return masters_of(self.optimizer).get(self.shard, self.shard)
+        return masters_of(self.engine.optimizer).get(self.shard, self.shard)
 
     @property
     def gradient(self) -> torch.Tensor | None:
         """The mean over the ranks, or this rank's whole gradient before it was averaged."""
-        if getattr(self.optimizer, "takes_factor", False):
-            self.optimizer.await_gradients()
+        if getattr(self.engine.optimizer, "takes_factor", False):
+            self.engine.optimizer.await_gradients()
         if (mean := self._master.grad) is not None or self.unit is None:
             return mean
         return fsdp.unreduced_gradient(self.unit, self.shard)
 
     def state(self, key: str) -> torch.Tensor | None:
         """The optimizer's state of that name, sharded as the weight is if it has its shape."""
-        if self.optimizer is None:
+        if self.engine.optimizer is None:
             return None
-        settle(self.optimizer)
+        settle(self.engine.optimizer)
         master = self._master
-        value = self.optimizer.state.get(master, {}).get(key)
+        value = self.engine.optimizer.state.get(master, {}).get(key)
         if not isinstance(value, torch.Tensor):
             return None
         is_part = isinstance(master, DTensor) and not isinstance(value, DTensor)
@@ -125,14 +123,14 @@ class ParameterValues:
         """Return a copy of a whole tensor in fp32, on the device; all ranks call it."""
         if tensor is None:
             return None
-        copied = tensor.detach().to(self.device, torch.float32, copy=True)
+        copied = tensor.detach().to(self.engine.device, torch.float32, copy=True)
         return fsdp.gather_whole(copied) if isinstance(copied, DTensor) else copied
 
     def local(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """Return a copy of this rank's part of a tensor in fp32, on the device."""
         if tensor is None:
             return None
-        return local_part(tensor.detach()).to(self.device, torch.float32, copy=True)
+        return local_part(tensor.detach()).to(self.engine.device, torch.float32, copy=True)
 
     @torch.no_grad()
     def write(self, tensor: torch.Tensor, value: Any, *, whole: bool) -> None:
@@ -143,7 +141,7 @@ class ParameterValues:
             part = "" if whole else "this rank's part, "
             raise InputError(f"the new value is {given}: expected {part}{list(expected)}")
         if whole and isinstance(tensor, DTensor):
-            value = part_for_rank(value.detach().to(self.device), tensor)
+            value = part_for_rank(value.detach().to(self.engine.device), tensor)
         local_part(tensor).copy_(value)
 
     def write_weight(self, value: Any, *, whole: bool) -> None:
@@ -162,7 +160,7 @@ class ParameterValues:
         if is_known:
             self.write(gathered, value, whole=True)
         else:
-            self.sharding.gather()
+            self.engine.sharding.gather()
 
 
 class ParameterOwner:
@@ -181,13 +179,7 @@ class ParameterOwner:
             shard = parameter
         if shard is None:
             return None
-        return ParameterValues(
-            shard=shard,
-            unit=unit,
-            sharding=self.sharding,
-            optimizer=self.optimizer,
-            device=self.device,
-        )
+        return ParameterValues(engine=self, shard=shard, unit=unit)
 
 
 class ZeroParamStatus(Enum):

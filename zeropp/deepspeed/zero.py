@@ -225,9 +225,6 @@ def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:
 @contextmanager
 def _in_place_of(sharded: list[DTensor], wholes: list[fsdp.WholeParameter]) -> Iterator[None]:
     """Swap parameters with whole ones; what was gathered for passes is dropped before and after."""
-    if not sharded:
-        yield
-        return
     _free_gathered(sharded)
     for parameter, whole in zip(sharded, wholes, strict=True):
         torch.utils.swap_tensors(parameter, whole)  # every reference now sees the whole one

@@ -213,13 +213,7 @@ class Offload(ShardHolder):
                 self.send(self._by_weight)
 
     def note_written(
-        self, parameters: Iterable[Tensor], *, gathered: bool, where: Mapping[Tensor, Tensor]
-    ) -> None:
-        """Let masters have what was written to their parameters."""
-        self.read(parameters, where)
-
-    def read(
-        self, parameters: Iterable[Tensor], where: Mapping[Tensor, Tensor] = EVERYWHERE
+        self, parameters: Iterable[Tensor], where: Mapping = EVERYWHERE, *, gathered: bool = False
     ) -> None:
         """Copy to the masters from parameters that were written, all over or `where` (bool)."""
         self._before_access()
@@ -317,7 +311,8 @@ class Offload(ShardHolder):
 
         def after_load(module: nn.Module, _: object) -> None:  # a method would be copied with it
             loaded = module.parameters(recurse=False)  # submodules have hooks of their own
-            self.read(each for each in loaded if not isinstance(each, fsdp.WholeParameter))
+            shards = (each for each in loaded if not isinstance(each, fsdp.WholeParameter))
+            self.note_written(shards)
 
         for module in sharding.model.modules():
             module.register_load_state_dict_post_hook(after_load)

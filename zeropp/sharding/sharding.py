@@ -164,7 +164,10 @@ class Sharding:
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:
-        """Let modules hold shards inside, which have taken what was written to whole parameters."""
+        """Let modules hold shards inside, which have taken what was written to whole parameters.
+
+        Whole parameters are gathered again afterwards, unless there was an exception.
+        """
         for root in self.roots:
             root.whole.hide(takes=True)
         try:
@@ -172,6 +175,7 @@ class Sharding:
         finally:
             for root in self.roots:
                 root.whole.show()
+        self.gather()
 
     def has_called_methods(self) -> bool:
         """Whether a method of a root, and not its forward, computed what may get gradients.

@@ -90,7 +90,7 @@ class WholeWeights:
                 where[rows.shard] = differs
                 rows.gathered.copy_(rows.local)  # the codes of what was not written change, too
         if where:
-            notify_written(where, gathered=True, where=where)
+            notify_written([*where], where, gathered=True)
 
     def _expected(
         self, unit: fsdp.FSDPModule, only: nn.Parameter | None

@@ -158,11 +158,7 @@ class KeptWeights(ShardHolder):
         self.note(unit)
 
     def note_written(
-        self,
-        parameters: Iterable[torch.Tensor],
-        *,
-        gathered: bool,
-        where: Mapping[torch.Tensor, torch.Tensor],
+        self, parameters: Iterable[torch.Tensor], where: Mapping, *, gathered: bool
     ) -> None:
         """Keep what was gathered of trusted units, if it was written too; drop all else."""
         units = self._units_with(parameters)

@@ -8,7 +8,7 @@ The registry is a variable of this module: a step, a `GatheredParameters` and a 
 `torch.utils.swap_tensors` refuses those that have weak references. Holders are not kept alive.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import TypeVar
@@ -35,7 +35,7 @@ class ShardHolder:
         """Take notice of the step of any optimizer after it was made."""
 
     def note_written(
-        self, parameters: Iterable[Tensor], *, gathered: bool, where: Mapping[Tensor, Tensor]
+        self, parameters: Iterable[Tensor], where: Mapping[Tensor, Tensor], *, gathered: bool
     ) -> None:
         """Take notice of what `notify_written` was called with."""
 
@@ -60,19 +60,18 @@ def holders(kind: type[Kind]) -> list[Kind]:
 
 
 def notify_written(
-    parameters: Iterable[Tensor],
+    parameters: Sequence[Tensor],
+    where: Mapping[Tensor, Tensor] = EVERYWHERE,
     *,
     gathered: bool = False,
-    where: Mapping[Tensor, Tensor] = EVERYWHERE,
 ) -> None:
     """Tell all holders that these parameters, as shards, were written without an optimizer.
 
-    `gathered` says that what was gathered of them was written, too, and `where` (bool) which
-    elements of a shard were, if not all.
+    `where` (bool) says which elements of a shard were, if not all, and `gathered` that what was
+    gathered of them was written, too.
     """
-    parameters = [*parameters]
     for holder in holders(ShardHolder):
-        holder.note_written(parameters, gathered=gathered, where=where)
+        holder.note_written(parameters, where, gathered=gathered)
 
 
 @cache
