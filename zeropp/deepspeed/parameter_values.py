@@ -86,10 +86,7 @@ class ParameterValues:
     @property
     def whole_parameter(self) -> nn.Parameter | None:
         """The whole parameter that the model holds instead of the shard, if it does."""
-        if self.unit is None or not self.engine.sharding.keeps_whole:
-            return None
-        whole = fsdp.whole_of(self.unit, self.shard)
-        return None if isinstance(whole, DTensor) else whole
+        return None if self.unit is None else fsdp.whole_of(self.unit, self.shard)
 
     @property
     def _master(self) -> nn.Parameter:

@@ -34,8 +34,8 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.recorded_tensor import RecordedTensor, not_recording, recording
 from zeropp.sharding.root import Root
+from zeropp.wire.gradients import ScalarGradients
 from zeropp.wire.kept_weights import KeptWeights
-from zeropp.wire.scalar_gradients import ScalarGradients
 from zeropp.wire.shard_holders import holders, notify_written
 
 _UNSUPPORTED = {

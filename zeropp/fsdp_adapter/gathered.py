@@ -185,9 +185,9 @@ def own_rows(unit: FSDPModule) -> Iterator[OwnRows]:
 
 
 def whole_of(unit: FSDPModule, shard: nn.Parameter) -> nn.Parameter | None:
-    """Return the whole parameter of a shard of the unit that modules hold now, if they do."""
+    """Return the whole parameter of a shard of the unit, if it is kept whole and gathered now."""
     for each in parameters_of(unit):
-        if each.sharded_param is shard and is_gathered(unit):
+        if each.sharded_param is shard and getattr(each, "zeropp_values", None) is not None:
             return each._unsharded_param
     return None
 

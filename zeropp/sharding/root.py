@@ -26,9 +26,8 @@ from zeropp.sharding.plan import Plan, UnitPlan
 from zeropp.sharding.whole_weights import WholeWeights
 from zeropp.sharding.wiring import Wiring
 from zeropp.wire.gradient_use import GradientUse
-from zeropp.wire.gradients import Gradients
+from zeropp.wire.gradients import Gradients, ScalarGradients
 from zeropp.wire.kept_weights import KeptWeights
-from zeropp.wire.scalar_gradients import ScalarGradients
 from zeropp.wire.secondary_copies import copies_of
 from zeropp.wire.shard_holders import ShardHolder, add_holder
 from zeropp.wire.traffic import Traffic

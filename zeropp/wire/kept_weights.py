@@ -68,7 +68,9 @@ class KeptWeights(ShardHolder):
     def __init__(
         self, model: nn.Module, copies: SecondaryCopies | None, group: dist.ProcessGroup | None
     ) -> None:
-        self.copies, self._data_group = copies, group
+        self.copies = copies
+        self._copies = copies or SecondaryCopies(in_evaluation=False)  # to which nobody adds
+        self._data_group = group
         self._ranks = dist.get_process_group_ranks(group) if group is not None else []
         self._states: dict[fsdp.Unit, _State] = {}
         self._hooked: set[nn.Module] = set()
@@ -140,8 +142,7 @@ class KeptWeights(ShardHolder):
         backward pass, as when each gradient steps its optimizer at once, full weights stay: they
         may be in use, and FSDP2 frees them at its end.
         """
-        if self.copies:
-            self.copies.drop(stepped_only=stepped_only)
+        self._copies.drop(stepped_only=stepped_only)
         _free(unit for unit, state in self._states.items() if trusted or not state.is_trusted)
 
     def drop_written(self) -> None:
@@ -154,7 +155,7 @@ class KeptWeights(ShardHolder):
 
     def restore(self, unit: fsdp.Unit, own: OwnRow) -> None:
         """Let the unit's next gather begin with this rank's row, as a checkpoint holds it."""
-        self.copies.restore(unit, own)
+        self._copies.restore(unit, own)
         self.note(unit)
 
     def note_written(
@@ -176,9 +177,9 @@ class KeptWeights(ShardHolder):
         for unit, state in self._states.items():
             if self._is_kept(unit) and self.was_written(unit):
                 state.change = Change.WRITTEN
-            if self.copies and self.copies.is_current(unit):
-                if any(shard.grad is not None for shard in fsdp.shards(unit)):
-                    self.copies.note_trained(unit)
+            is_current = self._copies.is_current(unit)
+            if is_current and any(shard.grad is not None for shard in fsdp.shards(unit)):
+                self._copies.note_trained(unit)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop what a step of shards, or of masters of them, may have changed."""
@@ -190,7 +191,7 @@ class KeptWeights(ShardHolder):
         for unit, state in self._states.items():
             state.forget_steps()
             if self._is_kept(unit):
-                is_frozen = self.copies is not None and self.copies.is_current(unit)
+                is_frozen = self._copies.is_current(unit)
                 if is_frozen and self.was_written(unit):  # by the step itself
                     state.change = Change.WRITTEN
                 state.versions = fsdp.versions(unit)  # but what was written before stays noted
@@ -202,10 +203,9 @@ class KeptWeights(ShardHolder):
         """Note what the unit is gathered from, unless something that is kept will be used."""
         if not fsdp.is_in_pass(unit) and fsdp.backward_id() == -1:  # somebody called `unshard()`
             self._drop_written([unit])
-        if self.copies:
-            self.copies.note_use(unit)
-        has_copy = self.copies is not None and self.copies.is_current(unit)
-        if not (has_copy or fsdp.is_gathered(unit) or fsdp.has_whole_parameters(unit)):
+        self._copies.note_use(unit)
+        is_there = self._copies.is_current(unit) or fsdp.is_gathered(unit)
+        if not is_there and not fsdp.has_whole_parameters(unit):
             self.note(unit)
 
     def _drop_written(self, units: Units) -> None:
@@ -223,10 +223,10 @@ class KeptWeights(ShardHolder):
             self._states[unit].forget_steps()
             if change == Change.NONE:
                 continue
-            if self.copies and change == Change.STEPPED:
-                self.copies.note_step([unit])
-            elif self.copies:
-                self.copies.drop_of(unit)
+            if change == Change.STEPPED:
+                self._copies.note_step([unit])
+            else:
+                self._copies.drop_of(unit)
             fsdp.free_gathered(unit)
 
     def _change_of(self, unit: fsdp.Unit) -> Change:
@@ -238,8 +238,7 @@ class KeptWeights(ShardHolder):
         return [u for u in self._states if any(id(each) in ids for each in fsdp.shards(u))]
 
     def _is_kept(self, unit: fsdp.Unit) -> bool:
-        has_copy = self.copies is not None and self.copies.has(unit)
-        return has_copy or fsdp.is_gathered(unit)
+        return self._copies.has(unit) or fsdp.is_gathered(unit)
 
     def _of_any_rank(self, own: Sequence[int]) -> Sequence[int]:
         """Return for each change that this rank knows of the largest of any rank.
