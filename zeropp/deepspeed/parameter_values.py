@@ -116,18 +116,14 @@ class ParameterValues:
             return fsdp.shard_like(master, value)
         return value
 
-    def whole(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a copy of a whole tensor in fp32, on the device; all ranks call it."""
+    def read(self, tensor: torch.Tensor | None, *, whole: bool) -> torch.Tensor | None:
+        """Return a copy of a tensor in fp32, on the device: of this rank's part, or of the whole,
+        for which all ranks call it."""
         if tensor is None:
             return None
-        copied = tensor.detach().to(self.engine.device, torch.float32, copy=True)
+        part = tensor.detach() if whole else local_part(tensor.detach())
+        copied = part.to(self.engine.device, torch.float32, copy=True)
         return fsdp.gather_whole(copied) if isinstance(copied, DTensor) else copied
-
-    def local(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a copy of this rank's part of a tensor in fp32, on the device."""
-        if tensor is None:
-            return None
-        return local_part(tensor.detach()).to(self.engine.device, torch.float32, copy=True)
 
     @torch.no_grad()
     def write(self, tensor: torch.Tensor, value: Any, *, whole: bool) -> None:
