@@ -28,7 +28,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.engine_files import EngineFiles
 from zeropp.deepspeed.engine_settings import EngineSettings
 from zeropp.deepspeed.gradient_accumulation import GradientAccumulation
-from zeropp.deepspeed.parameter_values import answer_questions, mark_sharded, take_gradients
+from zeropp.deepspeed.parameter_values import ParameterOwner, mark_sharded, take_gradients
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.deepspeed.whole_steps import WholeSteps
@@ -41,6 +41,7 @@ from zeropp.optim.step_or_skip import optimizer_step
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import BatchSizes, ZeroConfig
 from zeropp.sharding.sharding import Sharding
+from zeropp.wire.shard_holders import add_holder
 
 log = logging.getLogger("zeropp")
 
@@ -56,7 +57,9 @@ class ThroughputTimer:
         self.epoch_count += 1
 
 
-class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.Module):
+class Engine(
+    EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, ParameterOwner, nn.Module
+):
     """A sharded model with its optimizer, schedule, loss scale and counters.
 
     `global_steps` counts optimizer steps, including skipped ones, and `global_samples` their
@@ -108,7 +111,7 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
         self._was_applied = self._was_skipped = False
         self._told: Collection[str] = ()  # names of attributes that the optimizer got
         self._losses, self._knows_losses = torch.zeros((), device=device), True  # sum over a step
-        answer_questions(self)
+        add_holder(self)
         if optimizer is not None:
             self._tell_optimizer()
         self._gradient_hook = GradientHook(self._divisor_of_pass)
@@ -345,7 +348,6 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, nn.M
                 clip_grad=self.zero_config.gradient_clipping,
                 scaler=self.scaler,
             )
-        self.sharding.gather()
         self._has_unsent = False
         self.global_steps += 1
         if self.managed_gradient_accumulation():

@@ -26,11 +26,8 @@ def _among_its_ranks(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def on_mesh(engine: "EngineFiles", *args: Any, **kwargs: Any) -> Any:
-        with among(engine.sharding.group):
-            with engine.sharding.as_shards():
-                result = method(engine, *args, **kwargs)
-            engine.sharding.gather()
-        return result
+        with among(engine.sharding.group), engine.sharding.as_shards():
+            return method(engine, *args, **kwargs)
 
     return on_mesh
 

@@ -1,8 +1,6 @@
 """What an engine holds of one parameter: its fp32 weight, its gradient, its optimizer's state.
 
-A function of `deepspeed.utils` gets a parameter and no engine. As a notice of written weights, it
-asks by an optimizer's step that changes nothing, whose hooks every engine has; the parameter's own
-answers.
+A function of `deepspeed.utils` gets a parameter and no engine: it asks all engines that live.
 
 What programs ask a parameter itself are DeepSpeed's attributes `ds_id` and others, which it has at
 ZeRO stage 3 and from `zero.Init` on:
@@ -12,19 +10,16 @@ ZeRO stage 3 and from `zero.Init` on:
             weight = parameter.detach().cpu().clone()
 """
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
@@ -33,32 +28,15 @@ from zeropp.optim.step_or_skip import local_part
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.recorded_tensor import RecordedTensor
 from zeropp.sharding.sharding import Sharding
-from zeropp.wire.kept_weights import Notice, notify_weights_written
+from zeropp.wire.shard_holders import holders, notify_written
 
 NAMES = ("ds_id", "ds_status", "ds_shape", "ds_numel", "ds_tensor")
 
 
-class Question(Notice):
-    """Asks the engines of this process for the values of a parameter, maybe as it is gathered."""
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        super().__init__([torch.zeros(())])  # no optimizer may hold a gathered parameter
-        self.parameter = parameter
-        self.answer: ParameterValues | None = None
-
-
-def answer_questions(engine: Any) -> None:
-    """Let `values_of` find the parameters of this engine as long as it lives."""
-    reference = weakref.ref(engine)
-    answer = partial(_answer, reference)
-    fsdp.around_steps(register_optimizer_step_post_hook, engine, answer)
-
-
 def found(parameter: torch.Tensor) -> "ParameterValues | None":
     """Return the values of an engine's parameter, also of a frozen one; None for other tensors."""
-    question = Question(parameter)
-    question.step()
-    return question.answer
+    values = (engine.parameter_values(parameter) for engine in reversed(holders(ParameterOwner)))
+    return next((each for each in values if each is not None), None)
 
 
 def values_of(parameter: torch.Tensor) -> "ParameterValues | None":
@@ -91,50 +69,45 @@ def take_gradients(parameters: Iterable[torch.Tensor]) -> None:
 class ParameterValues:
     """Reads and writes what belongs to one trained parameter; all ranks write alike.
 
-    `shard` is the parameter as its engine's optimizer knows it, `unit` the FSDP unit that it is in
-    of the `sharding`, `device` where the model computes.
+    `shard` is the parameter as the optimizer of its `engine` knows it, `unit` the FSDP unit that it
+    is in, if it is sharded.
     """
 
+    engine: "ParameterOwner"
     shard: nn.Parameter
     unit: fsdp.FSDPModule | None
-    sharding: Sharding
-    optimizer: torch.optim.Optimizer | None
-    device: torch.device
 
     @property
     def weight(self) -> nn.Parameter:
         """The fp32 weight, which takes what was written to the whole parameter."""
-        self.sharding.take(self.shard)
+        self.engine.sharding.take(self.shard)
         return self._master
 
     @property
     def whole_parameter(self) -> nn.Parameter | None:
         """The whole parameter that the model holds instead of the shard, if it does."""
-        if self.unit is None or not self.sharding.keeps_whole:
-            return None
-        whole = fsdp.whole_of(self.unit, self.shard)
-        return None if isinstance(whole, DTensor) else whole
+        return None if self.unit is None else fsdp.whole_of(self.unit, self.shard)
 
     @property
     def _master(self) -> nn.Parameter:
         """The fp32 weight: the optimizer's, where it has its own."""
-        return sharded(self.optimizer).masters.get(self.shard, self.shard)
+        return sharded(self.engine.optimizer).masters.get(self.shard, self.shard)
 
     @property
     def gradient(self) -> torch.Tensor | None:
         """The mean over the ranks, or this rank's whole gradient before it was averaged."""
-        sharded(self.optimizer).await_gradients()
+        sharded(self.engine.optimizer).await_gradients()
         if (mean := self._master.grad) is not None or self.unit is None:
             return mean
         return fsdp.unreduced_gradient(self.unit, self.shard)
 
     def state(self, key: str) -> torch.Tensor | None:
         """The optimizer's state of that name, sharded as the weight is if it has its shape."""
-        if self.optimizer is None:
+        if self.engine.optimizer is None:
             return None
-        sharded(self.optimizer).settle()
+        sharded(self.engine.optimizer).settle()
         master = self._master
-        value = self.optimizer.state.get(master, {}).get(key)
+        value = self.engine.optimizer.state.get(master, {}).get(key)
         if not isinstance(value, torch.Tensor):
             return None
         is_part = isinstance(master, DTensor) and not isinstance(value, DTensor)
@@ -142,18 +115,14 @@ class ParameterValues:
             return fsdp.shard_like(master, value)
         return value
 
-    def whole(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a copy of a whole tensor in fp32, on the device; all ranks call it."""
+    def read(self, tensor: torch.Tensor | None, *, whole: bool) -> torch.Tensor | None:
+        """Return a copy of a tensor in fp32, on the device: of this rank's part, or of the whole,
+        for which all ranks call it."""
         if tensor is None:
             return None
-        copied = tensor.detach().to(self.device, torch.float32, copy=True)
+        part = tensor.detach() if whole else local_part(tensor.detach())
+        copied = part.to(self.engine.device, torch.float32, copy=True)
         return fsdp.gather_whole(copied) if isinstance(copied, DTensor) else copied
-
-    def local(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a copy of this rank's part of a tensor in fp32, on the device."""
-        if tensor is None:
-            return None
-        return local_part(tensor.detach()).to(self.device, torch.float32, copy=True)
 
     @torch.no_grad()
     def write(self, tensor: torch.Tensor, value: Any, *, whole: bool) -> None:
@@ -164,7 +133,7 @@ class ParameterValues:
             part = "" if whole else "this rank's part, "
             raise InputError(f"the new value is {given}: expected {part}{list(expected)}")
         if whole and isinstance(tensor, DTensor):
-            value = part_for_rank(value.detach().to(self.device), tensor)
+            value = part_for_rank(value.detach().to(self.engine.device), tensor)
         local_part(tensor).copy_(value)
 
     def write_weight(self, value: Any, *, whole: bool) -> None:
@@ -177,36 +146,32 @@ class ParameterValues:
         is_known = whole and gathered is not None
         self.write(self.shard, value, whole=whole)
         # an offloaded optimizer reads the rounded one
-        notify_weights_written([self.shard], gathered=is_known)
+        notify_written([self.shard], gathered=is_known)
         if local_part(weight).data_ptr() != local_part(self.shard).data_ptr():
             self.write(weight, value, whole=whole)
         if is_known:
             self.write(gathered, value, whole=True)
         else:
-            self.sharding.gather()
+            self.engine.sharding.gather()
 
 
-def _answer(reference: weakref.ref, question: torch.optim.Optimizer) -> None:
-    if isinstance(question, Question) and (engine := reference()) is not None:
-        unit, shard = _find(engine, question.parameter)
-        if shard is not None:
-            question.answer = ParameterValues(
-                shard=shard,
-                unit=unit,
-                sharding=engine.sharding,
-                optimizer=engine.optimizer,
-                device=engine.device,
-            )
+class ParameterOwner:
+    """An engine as the owner of its model's parameters, which may be gathered."""
 
+    module: nn.Module
+    sharding: Sharding
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
 
-def _find(
-    engine: Any, parameter: torch.Tensor
-) -> tuple[fsdp.FSDPModule | None, nn.Parameter | None]:
-    for unit in engine.sharding.units:
-        if (shard := fsdp.shard_of(unit, parameter)) is not None:
-            return unit, shard
-    is_plain = any(parameter is each for each in engine.module.parameters())
-    return None, parameter if is_plain else None
+    def parameter_values(self, parameter: torch.Tensor) -> ParameterValues | None:
+        """Return what the engine holds of a parameter; None for that of another model."""
+        of_units = ((unit, fsdp.shard_of(unit, parameter)) for unit in self.sharding.units)
+        unit, shard = next((found for found in of_units if found[1] is not None), (None, None))
+        if shard is None and any(parameter is each for each in self.module.parameters()):
+            shard = parameter
+        if shard is None:
+            return None
+        return ParameterValues(engine=self, shard=shard, unit=unit)
 
 
 class ZeroParamStatus(Enum):

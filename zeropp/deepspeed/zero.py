@@ -32,13 +32,11 @@ from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.materialize import is_whole, part_for_rank
-from zeropp.sharding.passes import require_shards
 from zeropp.sharding.recorded_tensor import RecordedTensor, not_recording, recording
-from zeropp.wire.kept_weights import (
-    ScalarsWritten,
-    notify_weights_replaced,
-    notify_weights_written,
-)
+from zeropp.sharding.root import Root
+from zeropp.wire.gradients import ScalarGradients
+from zeropp.wire.kept_weights import KeptWeights
+from zeropp.wire.shard_holders import holders, notify_written
 
 _UNSUPPORTED = {
     "module": "build the model inside the context, or give the finished one to zeropp.initialize",
@@ -122,7 +120,7 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     if not enabled:
         yield
         return
-    require_shards(each for each in (*sharded, *plain) if each not in shards_of)
+    _require_shards([each for each in plain if each not in shards_of])
     _send_recorded((each for each in recorded if each.is_first_ranks), 0)
     with ExitStack() as agreement:
         for group in dict.fromkeys(group for each in meshed for group in _groups_of(each)):
@@ -137,10 +135,10 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     if modifier_rank is not None:
         _write_back(sharded, wholes, modifier_rank)
         _send_whole(shards_of, modifier_rank)
-        if scalars:
-            ScalarsWritten(scalars, modifier_rank).step()
+        for each in holders(ScalarGradients):
+            each.send(modifier_rank, scalars)
         if sharded or scalars:
-            notify_weights_written([*sharded, *scalars])
+            notify_written([*sharded, *scalars])
         _note_recorded(recorded, modifier_rank)
     elif meshed:
         for scalar, value in zip(scalars, before, strict=True):
@@ -202,6 +200,12 @@ def _send_whole(shards_of: dict[nn.Parameter, DTensor], source: int) -> None:
             _broadcast(local_part(found(whole).weight.detach()), shard.device_mesh, source)
 
 
+def _require_shards(parameters: list[nn.Parameter]) -> None:
+    """Raise InputError for weights of some model, as they are gathered for a pass."""
+    for root in holders(Root):
+        root.require_shards(parameters, "GatheredParameters was given")
+
+
 def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:
     """Raise InputError unless the rank exists and is in the mesh of every parameter."""
     if modifier_rank is None:
@@ -221,10 +225,7 @@ def _require_rank(modifier_rank: int | None, sharded: list[DTensor]) -> None:
 @contextmanager
 def _in_place_of(sharded: list[DTensor], wholes: list[fsdp.WholeParameter]) -> Iterator[None]:
     """Swap parameters with whole ones; what was gathered for passes is dropped before and after."""
-    if not sharded:
-        yield
-        return
-    notify_weights_replaced(sharded)
+    _free_gathered(sharded)
     for parameter, whole in zip(sharded, wholes, strict=True):
         torch.utils.swap_tensors(parameter, whole)  # every reference now sees the whole one
     try:
@@ -232,7 +233,12 @@ def _in_place_of(sharded: list[DTensor], wholes: list[fsdp.WholeParameter]) -> I
     finally:
         for parameter, whole in zip(sharded, wholes, strict=True):
             torch.utils.swap_tensors(parameter, whole)
-        notify_weights_replaced(sharded)
+        _free_gathered(sharded)
+
+
+def _free_gathered(shards: list[DTensor]) -> None:
+    for kept in holders(KeptWeights):
+        kept.free(shards)
 
 
 def _groups_of(parameter: DTensor) -> list[dist.ProcessGroup]:

@@ -15,10 +15,10 @@ attributes of its parameter groups: FSDP2's methods for that refuse units of sev
 |                                  | `whole_parameters`           | whole parameters are used      |
 | `FSDPParamGroup.post_backward`   | `gradients`                  | all ranks reduce one buffer    |
 | `FSDPParamGroup.reshard`         | `gradients`                  | weights stay for later passes  |
-| `FSDPParamGroup._to_sharded`     | `kept_whole`                 | weights stay between passes    |
-| `FSDPParam.free_unsharded_param` | `kept_whole`                 | nobody reads freed memory      |
+| `FSDPParamGroup._to_sharded`     | `gathered`                   | weights stay between passes    |
+| `FSDPParam.free_unsharded_param` | `gathered`                   | nobody reads freed memory      |
 | `FSDPParam._setattr_on_modules`  | `uncalled_units`             | uncalled units are gathered    |
-| `FSDPParam.init_unsharded_param` | `parameters`, `kept_whole`   | attributes and hooks stay      |
+| `FSDPParam.init_unsharded_param` | `parameters`, `gathered`     | attributes and hooks stay      |
 | `FSDPParam.reset_sharded_param`  | `whole_parameters`           | whole parameters can be loaded |
 | `FSDPParam.to_sharded_dtensor`   | `gradients`                  | offload gets means unrounded   |
 | `generate` of wrapping models    | `passes`                     | it is a forward pass           |
@@ -50,14 +50,21 @@ from zeropp.fsdp_adapter.foreign_units import (
     shard_group,
 )
 from zeropp.fsdp_adapter.gathered import (
+    OwnRows,
+    adopt_whole,
     before_use,
     free_gathered,
+    gather_and_show,
     gathered_names,
+    generate_alone,
     in_backward,
     is_gathered,
+    keep_whole,
+    own_rows,
     show_between_passes,
     show_gathered,
     show_shards,
+    whole_of,
 )
 from zeropp.fsdp_adapter.gradients import (
     accumulates,
@@ -68,15 +75,6 @@ from zeropp.fsdp_adapter.gradients import (
     set_gradient_dtypes,
     take_gradients,
     unreduced_gradient,
-)
-from zeropp.fsdp_adapter.kept_whole import (
-    OwnRows,
-    adopt_whole,
-    gather_and_show,
-    generate_alone,
-    keep_whole,
-    own_rows,
-    whole_of,
 )
 from zeropp.fsdp_adapter.param_groups import ParamGroup, Unit, module_of
 from zeropp.fsdp_adapter.parameters import (
@@ -90,7 +88,6 @@ from zeropp.fsdp_adapter.parameters import (
 from zeropp.fsdp_adapter.passes import (
     abandon_pass,
     after_backward,
-    around_steps,
     awaits_end_of_backward,
     backward_id,
     before_pass,

@@ -1,8 +1,6 @@
-"""Passes and steps: which pass runs, what follows it, how a failed one ends, hooks of steps."""
+"""Passes: which one runs, what precedes and follows it, and how a failed one ends."""
 
-import weakref
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any
@@ -11,7 +9,6 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from zeropp.errors import InputError
 from zeropp.fsdp_adapter.gradients import forget_forward
@@ -119,33 +116,3 @@ def abandon_pass(root: FSDPModule) -> None:
         for group in groups_of_state(state):
             forget_forward(group)
     root.reset_iter_state()
-
-
-@dataclass(frozen=True)
-class _StepHook:
-    """Calls a function with the optimizer while the owner lives."""
-
-    owner: weakref.ref
-    function: Callable[[torch.optim.Optimizer], None]
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self.owner() is not None:
-            self.function(optimizer)
-
-
-def around_steps(
-    register: Callable, owner: Any, function: Callable[[torch.optim.Optimizer], None]
-) -> RemovableHandle:
-    """Call `function` around each step of any optimizer, as long as `owner` lives.
-
-    `register` is torch's `register_optimizer_step_pre_hook` or `..._post_hook`. It adds to a
-    dictionary that may not change while an optimizer calls what is in it, and the garbage collector
-    may free an owner at any time. So the hooks of owners that are gone do nothing, and are removed
-    when the next one is registered. `function` must not hold the owner.
-    """
-    handle = register(_StepHook(weakref.ref(owner), function))
-    hooks = handle.hooks_dict_ref()
-    for number, hook in [*hooks.items()]:
-        if isinstance(hook, _StepHook) and hook.owner() is None:
-            del hooks[number]
-    return handle

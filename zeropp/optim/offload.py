@@ -19,12 +19,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
@@ -34,12 +32,11 @@ from zeropp.ranks.host_memory import free_bytes, pinned_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.cross_stream import record_use
-from zeropp.wire.kept_weights import WeightsWritten
+from zeropp.wire.shard_holders import EVERYWHERE, ShardHolder, add_holder
 
 BUCKET = 2**25  # elements; one bucket is sent to the device while the next is updated
 HOST = torch.device("cpu")
 MOMENT_BYTES = 8  # of Adam's two moments
-NOWHERE = MappingProxyType({})
 log = logging.getLogger("zeropp")
 
 
@@ -116,7 +113,7 @@ def require_host_memory(
             )
 
 
-class Offload:
+class Offload(ShardHolder):
     """The masters of a sharded model's trainable parameters; create it before the first forward.
 
     device: where the model computes; its weights are moved there, unless FSDP2 keeps them on the
@@ -215,7 +212,9 @@ class Offload:
             if send:
                 self.send(self._by_weight)
 
-    def read(self, parameters: Iterable[nn.Parameter], where: Mapping = NOWHERE) -> None:
+    def note_written(
+        self, parameters: Iterable[Tensor], where: Mapping = EVERYWHERE, *, gathered: bool = False
+    ) -> None:
         """Copy to the masters from parameters that were written, all over or `where` (bool)."""
         self._before_access()
         for parameter in filter(self._masters.__contains__, parameters):
@@ -312,7 +311,8 @@ class Offload:
 
         def after_load(module: nn.Module, _: object) -> None:  # a method would be copied with it
             loaded = module.parameters(recurse=False)  # submodules have hooks of their own
-            self.read(each for each in loaded if not isinstance(each, fsdp.WholeParameter))
+            shards = (each for each in loaded if not isinstance(each, fsdp.WholeParameter))
+            self.note_written(shards)
 
         for module in sharding.model.modules():
             module.register_load_state_dict_post_hook(after_load)
@@ -322,13 +322,7 @@ class Offload:
             if not parameter.requires_grad
         }
         sharding.model.register_forward_pre_hook(partial(_require_frozen, frozen))
-        reference = weakref.ref(self)
-
-        def after_step(optimizer: torch.optim.Optimizer) -> None:
-            if isinstance(optimizer, WeightsWritten) and (offload := reference()):
-                offload.read(optimizer.param_groups[0]["params"], optimizer.where)
-
-        fsdp.around_steps(register_optimizer_step_post_hook, self, after_step)
+        add_holder(self)
 
     def _take_whole(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None

@@ -4,7 +4,7 @@ Trained parameters beside frozen ones form a unit of their own. The rest of the 
 changes, and hpZ keeps it for the whole run. So do layers that keep statistics of batches in fp32,
 as they are computed in fp32 where the others are not. A gather starts with a module's forward pass,
 so each parameter is gathered with the innermost called module that uses it. 0-d parameters stay
-whole on every rank, outside of all units (zeropp/wire/scalar_gradients.py).
+whole on every rank, outside of all units (zeropp/wire/gradients.py).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

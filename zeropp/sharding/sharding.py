@@ -17,7 +17,7 @@ from zeropp.sharding.plan import Plan
 from zeropp.sharding.report import Rows, describe
 from zeropp.sharding.root import Root
 from zeropp.wire.frozen_weights import require_frozen
-from zeropp.wire.scalar_gradients import Gradients
+from zeropp.wire.gradients import Gradients
 from zeropp.wire.traffic import JoinedTraffic, Sent
 
 
@@ -126,7 +126,7 @@ class Sharding:
     def require_complete_gradients(self) -> None:
         """Raise InputError if a backward pass failed and left gradients of a part of the model."""
         for root in self.roots:
-            root.passes.require_complete()
+            root.require_complete()
 
     def require_same_order(self) -> None:
         """Raise InputError if the ranks reduced different units in the last backward pass.
@@ -164,7 +164,10 @@ class Sharding:
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:
-        """Let modules hold shards inside, which have taken what was written to whole parameters."""
+        """Let modules hold shards inside, which have taken what was written to whole parameters.
+
+        Whole parameters are gathered again afterwards, unless there was an exception.
+        """
         for root in self.roots:
             root.whole.hide(takes=True)
         try:
@@ -172,16 +175,16 @@ class Sharding:
         finally:
             for root in self.roots:
                 root.whole.show()
+        self.gather()
 
     def has_called_methods(self) -> bool:
         """Whether a method of a root, and not its forward, computed what may get gradients.
 
         Since this was called the last time.
         """
-        passes = [root.passes for root in self.roots]
-        has_called = any(each.has_called for each in passes)
-        for each in passes:
-            each.has_called = False
+        has_called = any(root.has_called for root in self.roots)
+        for root in self.roots:
+            root.has_called = False
         return has_called
 
     def take(self, shard: torch.nn.Parameter) -> None:

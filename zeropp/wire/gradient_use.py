@@ -23,7 +23,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.ranks.waits import explained_waits
 from zeropp.wire.cross_stream import HostCopy, refuse_capture
-from zeropp.wire.scalar_gradients import Gradients, ScalarGradients
+from zeropp.wire.gradients import Gradients, ScalarGradients
 
 DIGEST_BYTES = 4  # of a CRC-32
 LAST_PASS = "the last pass (go back to a checkpoint if weights were stepped since)"

@@ -20,17 +20,17 @@ from zeropp.errors import InputError
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return the whole fp32 weight."""
-    return (values := values_of(param)) and values.whole(values.weight)
+    return (values := values_of(param)) and values.read(values.weight, whole=True)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the whole gradient."""
-    return (values := values_of(param)) and values.whole(values.gradient)
+    return (values := values_of(param)) and values.read(values.gradient, whole=True)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return a whole state of the optimizer, such as Adam's `exp_avg`."""
-    return (values := values_of(param)) and values.whole(values.state(optim_state_key))
+    return (values := values_of(param)) and values.read(values.state(optim_state_key), whole=True)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -55,19 +55,19 @@ def safe_set_full_optimizer_state(
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's rows of the fp32 weight."""
-    return (values := values_of(param)) and values.local(values.weight)
+    return (values := values_of(param)) and values.read(values.weight, whole=False)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's rows of the gradient, or its whole one before it was averaged."""
-    return (values := values_of(param)) and values.local(values.gradient)
+    return (values := values_of(param)) and values.read(values.gradient, whole=False)
 
 
 def safe_get_local_optimizer_state(
     param: nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
     """Return this rank's rows of a state of the optimizer."""
-    return (values := values_of(param)) and values.local(values.state(optim_state_key))
+    return (values := values_of(param)) and values.read(values.state(optim_state_key), whole=False)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -98,7 +98,8 @@ def safe_update_full_grad_vectorized(
     for param in param_list:
         if (values := values_of(param)) is not None:
             gradient = _gradient(values)
-            values.write(gradient, update_func(values.whole(gradient), param), whole=True)
+            new = update_func(values.read(gradient, whole=True), param)
+            values.write(gradient, new, whole=True)
 
 
 def _gradient(values: ParameterValues) -> torch.Tensor:

@@ -1,11 +1,4 @@
-"""Where averaged gradients are; and those of 0-d parameters, which stay whole on every rank.
-
-FSDP2 cannot shard 0-d parameters, which are in fp32.
-
-Each rank adds up its own until a step's last backward pass. At the end of that they are averaged,
-all in one all-reduce: their sums, and how many ranks had one. A parameter that no rank used keeps
-`.grad` None.
-"""
+"""Where a sharded model's averaged gradients are, and those of 0-d parameters."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.wire.shard_holders import add_holder
 
 
 class Gradients:
@@ -49,7 +43,13 @@ class Gradients:
 
 
 class ScalarGradients:
-    """The gradients of a model's 0-d parameters; `group` are its data ranks."""
+    """The gradients of a model's 0-d parameters; `group` are its data ranks.
+
+    FSDP2 cannot shard these: they stay whole on every rank, in fp32. Each rank adds up its own
+    gradients until a step's last backward pass. At the end of that they are averaged, all in one
+    all-reduce: their sums, and how many ranks had one. A parameter that no rank used keeps `.grad`
+    None.
+    """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -65,6 +65,7 @@ class ScalarGradients:
                     self._places.append((module, name))
         if self._places:
             model.register_forward_hook(self._after_forward)
+            add_holder(self)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters, tied ones once."""
