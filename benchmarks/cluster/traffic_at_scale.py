@@ -1,7 +1,5 @@
 """Bytes that a node sends per step on clusters larger than any at hand.
 
-    python -m benchmarks.cluster.traffic_at_scale [--only NAME ...] [--json FILE]
-
 By default the 18-billion-parameter GPT of the ZeRO++ tutorial on 24 nodes of 16 ranks. A rank runs
 its step in PyTorch's fake process group, on tensors without memory, and its ledger counts what it
 would have sent. Two ranks of a node are counted: the last one, whose neighbour in a ring is on the
@@ -125,16 +123,11 @@ def across(purpose: str, row: Mapping) -> float:
     return row["ledger"][f"{purpose} across_nodes"]
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        *(Flag(f"--{name.replace('_', '-')}", value) for name, value in SHAPE.items()),
-        Flag("--only", tuple(COMPONENTS), "some of the rows", choices=tuple(COMPONENTS)),
-    ),
-    measure=measure,
-    show=show,
+OPTIONS = (
+    *(Flag(f"--{name.replace('_', '-')}", value) for name, value in SHAPE.items()),
+    Flag("--only", tuple(COMPONENTS), "some of the rows", choices=tuple(COMPONENTS)),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,8 +1,5 @@
 """Preprocessing text: tokens per CPU-second, one and two workers, memory, and the bare libraries.
 
-    python -m benchmarks.data.preprocess --vocab-file FILE --merge-file FILE [--input FOLDER]
-        [--megabytes N] [--rounds N] [--libraries NAME ...] [--json FILE]
-
 The text is Python source: the standard library and the installed packages (or the .txt, .md, .rst,
 .html and .py files of --input), duplicates left out, as one .jsonl. The program and the bare
 library run in turn. The bare library reads GPT-2's vocabulary from the same files, and encodes the
@@ -180,21 +177,16 @@ def scaling_of(library: str, rounds: Sequence[dict]) -> str:
     return f"{library}: two workers against one: {scaling:.2f} times as fast"
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--vocab-file", help="GPT-2's vocab.json (encoder.json)", required=True),
-        Flag("--merge-file", help="GPT-2's merges.txt (vocab.bpe)", required=True),
-        Flag("--input", help="a folder with text to use instead of Python source"),
-        Flag("--megabytes", 300, "at most"),
-        Flag("--rounds", 3, "of everything"),
-        Flag("--libraries", LIBRARIES, choices=LIBRARIES),
-        Flag("--folder", help="for temporary files (default: the system's)"),
-    ),
-    measure=measure,
-    show=show,
+OPTIONS = (
+    Flag("--vocab-file", help="GPT-2's vocab.json (encoder.json)", required=True),
+    Flag("--merge-file", help="GPT-2's merges.txt (vocab.bpe)", required=True),
+    Flag("--input", help="a folder with text to use instead of Python source"),
+    Flag("--megabytes", 300, "at most"),
+    Flag("--rounds", 3, "of everything"),
+    Flag("--libraries", LIBRARIES, choices=LIBRARIES),
+    Flag("--folder", help="for temporary files (default: the system's)"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

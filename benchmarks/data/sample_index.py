@@ -1,8 +1,5 @@
 """How long the index of a dataset takes to build: ours, ours in NumPy, and megatron-core's.
 
-    python -m benchmarks.data.sample_index [--documents N] [--epochs N] [--megatron FILE]
-        [--json FILE]
-
 For documents of 1 to 1319 tokens (mean 660), without files: the shuffled documents of all epochs,
 the samples' positions, their shuffle, and a blend of five datasets with as many samples as there
 are document entries. The implementations take turns, and their arrays must be equal. FILE is the
@@ -199,20 +196,14 @@ def show(result: dict) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--documents", 1_000_000),
-        Flag("--epochs", 10),
-        Flag("--seq-length", 2048),
-        Flag("--rounds", 5),
-        Flag("--megatron", help="helpers_cpp*.so of megatron-core"),
-    ),
-    check=check,
-    measure=measure,
-    show=show,
+OPTIONS = (
+    Flag("--documents", 1_000_000),
+    Flag("--epochs", 10),
+    Flag("--seq-length", 2048),
+    Flag("--rounds", 5),
+    Flag("--megatron", help="helpers_cpp*.so of megatron-core"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, check=check)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

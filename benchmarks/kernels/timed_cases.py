@@ -27,8 +27,7 @@ class Case:
     """A kernel on inputs of one size.
 
     run: call the kernel, which fills `outputs`. expected: inputs on any device -> what `outputs`
-    must hold, by the reference. num_bytes: read and written. op: its name. values, bits: what other
-    libraries could quantize for comparison, if they can do what the case does.
+    must hold, by the reference. num_bytes: read and written. op: its name.
     """
 
     name: str
@@ -38,13 +37,11 @@ class Case:
     outputs: tuple[Tensor, ...]
     expected: Callable[..., tuple[Tensor, ...]]
     num_bytes: int
-    values: Tensor | None = None
-    bits: int | None = None
 
 
 def _case(
     backend: object, plain: object, op: str, name: str, inputs: tuple[Tensor, ...], out: Tensor,
-    *others: object, values: Tensor | None = None, bits: int | None = None,
+    *others: object,
 ) -> Case:  # fmt: skip
     """A case of `op`, a function of a backend and of plain torch alike.
 
@@ -58,7 +55,7 @@ def _case(
 
     return Case(
         name=name, op=op, run=lambda: getattr(backend, op)(*inputs, out, *others), inputs=inputs,
-        outputs=(out,), expected=expected, values=values, bits=bits,
+        outputs=(out,), expected=expected,
         num_bytes=sum(tensor.nbytes for tensor in (*inputs, out)),
     )  # fmt: skip
 
@@ -134,21 +131,12 @@ def _packed(backend: Backend, rows: Tensor, layout: RowLayout) -> Tensor:
 
 def _quantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout, fold: int = 1) -> Case:
     packed = torch.ones(ROWS, layout.packed_bytes, dtype=torch.uint8, device=rows.device)
-    others = layout.table, fold
-    peers = _peers(rows, layout)
-    return _case(backend, reference, "quantize", name, (rows,), packed, *others, **peers)
+    return _case(backend, reference, "quantize", name, (rows,), packed, layout.table, fold)
 
 
 def _dequantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout) -> Case:
     packed, out = _packed(backend, rows, layout), torch.ones_like(rows)
-    peers = _peers(rows, layout)
-    return _case(backend, reference, "dequantize", name, (packed,), out, layout.table, 1, **peers)
-
-
-def _peers(rows: Tensor, layout: RowLayout) -> dict:
-    """What other libraries can quantize for comparison: whole rows that are not rotated."""
-    (bits, *more) = layout.bits
-    return {} if more or is_rotated(bits) else {"values": rows, "bits": bits}
+    return _case(backend, reference, "dequantize", name, (packed,), out, layout.table, 1)
 
 
 def _reduce_quantize(

@@ -1,7 +1,5 @@
 """How far the predictions of `megatron-zpp plan` can be trusted: predicted beside measured.
 
-    python -m benchmarks.plan.plan_check [--json FILE] [--plot FILE.png]
-
 Cells are the ZeRO++ figures, SDP4Bit's table, published runs of FSDP and of Megatron-LM, and our
 emulated cluster. What was fitted to is never averaged with what was predicted. Every fitted
 constant has physical limits, and the table says which are at one. Nothing is trained, and no GPU is
@@ -103,14 +101,8 @@ def draw(result: dict, path: Path) -> None:
     check_chart.draw([each for each in sets_of(result) if not is_variant(each)], path)
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(Flag("--only", SETS, "some of the sets", choices=SETS),),
-    measure=measure,
-    show=show,
-    draw=draw,
-)
+OPTIONS = (Flag("--only", SETS, "some of the sets", choices=SETS),)
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, draw=draw)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,7 +1,5 @@
 """How long a newcomer waits: for help, for a mistake to be said, for ranks to start, for a loss.
 
-    python -m benchmarks.step.first_minutes [--against FOLDER] [--rounds 3] [--clones]
-
 Each command runs in this clone and in that of FOLDER in turn, an earlier commit with a `.venv`.
 Wall and processor seconds are medians. `--clones` also times `make pretrain` in fresh clones of
 both, from the first command to the first loss of training.
@@ -129,18 +127,12 @@ def _used() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    measure=measure,
-    show=show,
-    check=check,
-    flags=(
-        Flag("--against", None, "a clone of an earlier commit, with a .venv"),
-        Flag("--rounds", 3, "times that each command runs", least=1),
-        Flag("--clones", False, "time make pretrain in fresh clones too; minutes"),
-    ),
+OPTIONS = (
+    Flag("--against", None, "a clone of an earlier commit, with a .venv"),
+    Flag("--rounds", 3, "times that each command runs", least=1),
+    Flag("--clones", False, "time make pretrain in fresh clones too; minutes"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, check=check)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

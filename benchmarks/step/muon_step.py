@@ -1,7 +1,5 @@
 """How long a training step takes with Muon beside AdamW, and how many bytes of state each holds.
 
-    python -m benchmarks.step.muon_step [--tokens 4096 1024] [--ranks 4] [--json FILE]
-
 The step of pretrain_gpt.py, at stage 3 on ranks in two nodes: AdamW, and Muon whose blocks are the
 rows of a node or of a rank. Before anything is timed, the losses and gradient norms of the first
 step must be AdamW's to the last digit, and the first update of every block must be the
@@ -26,7 +24,7 @@ from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import RATIOS, Column, table
 from benchmarks.shared.training_setup import CPU, DTYPES, TrainingSetup, largest_of_ranks
 from benchmarks.shared.zero_json import zero_json
-from benchmarks.step.loop_comparison import TimedLoop, time_in_turn
+from benchmarks.step.comparison import TimedLoop, time_in_turn
 from benchmarks.step.training_loops import TrainingLoop, ours
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.parallel.mesh import join_ranks
@@ -222,20 +220,21 @@ def show(result: dict) -> str:
     return "\n\n".join(parts)
 
 
+OPTIONS = (
+    Flag("--tokens", (4096, 1024), "of a step, on each rank"),
+    Flag("--dtype", "fp32", "of the products of the model", choices=tuple(DTYPES)),
+    Flag("--ranks", 4, "in two nodes", least=NODES),
+    Flag("--rounds", 12, "timed steps of each"),
+)
 BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--tokens", (4096, 1024), "of a step, on each rank"),
-        Flag("--dtype", "fp32", "of the products of the model", choices=tuple(DTYPES)),
-        Flag("--ranks", 4, "in two nodes", least=NODES),
-        Flag("--rounds", 12, "timed steps of each"),
-    ),
+    __spec__,
+    __doc__,
+    measure,
+    show,
+    OPTIONS,
     shape={"hidden": 512, "heads": 8, "seq": 256, "micro_batch": 2},
     check=check,
-    measure=measure,
     on_rank=on_rank,
-    show=show,
 )
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The optimizer on the host: a training step with and without it, and its update on several ranks.
 
-    python -m benchmarks.step.offload [--parts train ranks] [--device cuda] [--json FILE]
-
 train: the step of pretrain_gpt.py with fp32 weights and Adam on the device, on the host, and on the
 host concurrently with the next step. The first losses and gradient norms of all three must be
 equal to the last digit; then they take one step each in turn. On a GPU the table also shows the
@@ -35,8 +33,8 @@ from benchmarks.shared.interleaved import (
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import RATIOS, Column, table
 from benchmarks.shared.training_setup import TrainingSetup, largest_of_ranks
+from benchmarks.step.comparison import TimedLoop, time_in_turn
 from benchmarks.step.copy_overlap import hidden_share
-from benchmarks.step.loop_comparison import TimedLoop, time_in_turn
 from benchmarks.step.training_loops import ours
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.config import ParallelConfig
@@ -195,22 +193,23 @@ def show(result: dict) -> str:
     return "\n\n".join(parts)
 
 
+OPTIONS = (
+    Flag("--parts", PARTS, choices=PARTS),
+    Flag("--dtype", help="of `train`; default: bf16, on a CPU fp32", choices=("fp32", "bf16")),
+    Flag("--rounds", 10, "timed steps of each"),
+    Flag("--turns", 3, "runs of each number of ranks"),
+    Flag("--ranks", (1, 2, 4), "for the part ranks"),
+    Flag("--parameters", 50.0, "for the part ranks, in millions"),
+)
 BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--parts", PARTS, choices=PARTS),
-        Flag("--dtype", help="of `train`; default: bf16, on a CPU fp32", choices=("fp32", "bf16")),
-        Flag("--rounds", 10, "timed steps of each"),
-        Flag("--turns", 3, "runs of each number of ranks"),
-        Flag("--ranks", (1, 2, 4), "for the part ranks"),
-        Flag("--parameters", 50.0, "for the part ranks, in millions"),
-    ),
+    __spec__,
+    __doc__,
+    measure,
+    show,
+    OPTIONS,
     shape={"hidden": 512, "heads": 8},
     has_device=True,
-    measure=measure,
     on_rank=time_updates,
-    show=show,
 )
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """How long does saving a checkpoint stop training? Synchronous beside asynchronous saves.
 
-    python -m benchmarks.step.save_stall [--rounds N] [--folder FOLDER] [--json FILE]
-
 The state is that of pretrain_gpt.py on one rank, weights and Adam's moments in fp32. It is
 saved both ways first, and all files must be equal byte by byte, or nothing is timed. Then both take
 turns. The stall is the time of the call that saves. While an asynchronous save is being written,
@@ -151,19 +149,25 @@ def show(result: dict) -> str:
     )
 
 
+OPTIONS = (
+    Flag("--rounds", 10, "saves of each kind"),
+    Flag("--folder", help="where to save (default: the folder for temporary files)"),
+)
 BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--rounds", 10, "saves of each kind"),
-        Flag("--folder", help="where to save (default: the folder for temporary files)"),
-    ),
+    __spec__,
+    __doc__,
+    measure,
+    show,
+    OPTIONS,
     shape={
-        "layers": 12, "hidden": 768, "heads": 12, "seq": 64, "vocab": 20480, "micro_batches": 1,
+        "layers": 12,
+        "hidden": 768,
+        "heads": 12,
+        "seq": 64,
+        "vocab": 20480,
+        "micro_batches": 1,
     },
-    measure=measure,
-    show=show,
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,7 +1,5 @@
 """How long a training step takes beside plain PyTorch, and the memory of each ZeRO stage.
 
-    python -m benchmarks.step.train_step [--parts one-rank many-ranks attach memory] [--json FILE]
-
 Every comparison is verified before it is timed. All training loops run in the same processes, one
 step each in turn. One rank, fp32: the step of pretrain_gpt.py against a plain loop over the same
 layers. Several ranks, stage 3: against plain FSDP2 with the same dtypes on the wire. In two nodes,
@@ -22,8 +20,7 @@ from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import RATIOS, Column, table
 from benchmarks.shared.training_setup import DTYPES, TrainingSetup
 from benchmarks.shared.zero_json import zero_json
-from benchmarks.step.loop_comparison import TimedLoop, time_in_turn
-from benchmarks.step.step_verification import VERIFIED_STEPS, verify
+from benchmarks.step.comparison import VERIFIED_STEPS, TimedLoop, time_in_turn, verify
 from benchmarks.step.training_loops import TrainingLoop, fsdp2, ours, plain_pytorch, sharded
 from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.config import ParallelConfig
@@ -134,21 +131,14 @@ def show(result: dict) -> str:
     return "\n\n".join(parts)
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--parts", PARTS, choices=PARTS),
-        Flag("--dtypes", tuple(DTYPES), choices=tuple(DTYPES)),
-        Flag("--ranks", 4, "for many-ranks and attach"),
-        Flag("--memory-ranks", (1, 2, 4), "for the part memory"),
-        Flag("--rounds", 12, "timed steps of each loop"),
-    ),
-    shape={},
-    measure=measure,
-    on_rank=on_rank,
-    show=show,
+OPTIONS = (
+    Flag("--parts", PARTS, choices=PARTS),
+    Flag("--dtypes", tuple(DTYPES), choices=tuple(DTYPES)),
+    Flag("--ranks", 4, "for many-ranks and attach"),
+    Flag("--memory-ranks", (1, 2, 4), "for the part memory"),
+    Flag("--rounds", 12, "timed steps of each loop"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, shape={}, on_rank=on_rank)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

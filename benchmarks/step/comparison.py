@@ -1,22 +1,110 @@
-"""Checks that training loops train alike before they are timed."""
+"""Training loops side by side: each trains a few steps to be compared, and then all take turns.
 
-from collections.abc import Mapping, Sequence
+The memory of each is that of the device, without what the others hold.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.shared.interleaved import Disagreement, interleaved, ratio_summary
+from benchmarks.shared.timers import timer_for
+from benchmarks.shared.training_setup import TrainingSetup, largest_of_ranks
 from benchmarks.step.training_loops import TrainingLoop, local_weights
 
 # Adam with its own eps makes a full step of a gradient that is nothing but rounding (the gradient
 # of the keys' bias has no other part). With this eps, far above the clipped gradients, updates are
 # smooth in them: an error of 1% in the gradients is at most an error of 1% in the updates.
 SMOOTH_EPS, EPS = 1e-2, 1e-8
-
 VERIFIED_STEPS = 3
 LossesAndNorms = Sequence[tuple[float, float]]  # of the first steps
+
+
+@dataclass(kw_only=True)
+class TimedLoop:
+    """A loop that has trained a few steps, and what was measured of it since."""
+
+    loop: TrainingLoop
+    history: LossesAndNorms = ()
+    held_bytes: int = 0  # between steps
+    peak_bytes: int = 0  # during steps
+    seconds: list[float] = field(default_factory=list)  # of a step of the slowest rank, by round
+    processor: list[float] = field(default_factory=list)  # seconds of all ranks
+
+    @property
+    def name(self) -> str:
+        return self.loop.name
+
+    @classmethod
+    def build(
+        cls, build: Callable[[], TrainingLoop], setup: TrainingSetup, count: int
+    ) -> "TimedLoop":
+        """Build a loop and let it train `count` steps."""
+        before = allocated_bytes(setup.ranks.device)
+        loop = build()
+        history = first_steps(loop, setup, count)
+        held = allocated_bytes(setup.ranks.device) - before
+        return cls(loop=loop, history=history, held_bytes=held)
+
+    def row(self, reference: "TimedLoop") -> dict:
+        """The numbers of the loop, beside the reference's of the same rounds."""
+        processor, other = (statistics.median(each.processor) for each in (self, reference))
+        return {
+            "name": self.name,
+            "seconds": self.seconds,
+            "median": statistics.median(self.seconds),
+            **ratio_summary(self.seconds, reference.seconds),
+            "processor_ratio": processor / other,
+            "peak_bytes": self.peak_bytes or None,
+        }
+
+
+def time_in_turn(
+    loops: Sequence[TimedLoop], setup: TrainingSetup, rounds: int, steps: int = 1
+) -> None:
+    """Let each loop take `steps` consecutive steps per round, after one of each to warm up."""
+    for each in loops:
+        each.loop.step()()  # with the usual eps
+    for each in interleaved(loops, rounds):
+        others = sum(other.held_bytes for other in loops) - each.held_bytes
+        _time(each, setup, steps, others)
+
+
+def _time(timed: TimedLoop, setup: TrainingSetup, steps: int, others: int) -> None:
+    """One round: a few steps, then a wait for the numbers of the last."""
+    device, last = setup.ranks.device, None
+
+    def run() -> None:
+        nonlocal last
+        for _ in range(steps):
+            last = timed.loop.step()
+
+    dist.barrier()
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    processor = time.process_time()
+    seconds = timer_for(device).seconds(run)
+    processor = time.process_time() - processor
+    last()
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated(device) - others
+        timed.peak_bytes = max(timed.peak_bytes, peak)
+    timed.seconds.append(largest_of_ranks(seconds, device) / steps)
+    timed.processor += setup.ranks.sum(processor)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of the device that tensors hold; 0 on the CPU, where nobody counts."""
+    gc.collect()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def verify(loops: Sequence[TrainingLoop], setup: TrainingSetup) -> dict:
@@ -71,10 +159,8 @@ def first_steps(loop: TrainingLoop, setup: TrainingSetup, count: int) -> LossesA
 
 def largest_differences(history: LossesAndNorms, reference: LossesAndNorms) -> dict[str, float]:
     """The largest relative differences of losses and of gradient norms; NaN where one is NaN."""
-    ratios = torch.tensor(history, dtype=torch.float64) / torch.tensor(
-        reference, dtype=torch.float64
-    )
-    loss, norm = (ratios - 1).abs().amax(0).tolist()
+    mine, right = (torch.tensor(each, dtype=torch.float64) for each in (history, reference))
+    loss, norm = (mine / right - 1).abs().amax(0).tolist()
     return {"loss": loss, "gradient norm": norm}
 
 
