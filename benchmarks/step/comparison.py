@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.shared.interleaved import Disagreement, interleaved, ratio_summary
+from benchmarks.shared.table import RATIOS, Column
 from benchmarks.shared.timers import timer_for
 from benchmarks.shared.training_setup import TrainingSetup, largest_of_ranks
 from benchmarks.step.training_loops import TrainingLoop, local_weights
@@ -24,6 +25,12 @@ from benchmarks.step.training_loops import TrainingLoop, local_weights
 # smooth in them: an error of 1% in the gradients is at most an error of 1% in the updates.
 SMOOTH_EPS, EPS = 1e-2, 1e-8
 VERIFIED_STEPS = 3
+LOOP_COLUMNS = (  # of `TimedLoop.row`
+    Column("", "name"),
+    Column("median, ms", "median", ".1f", 1e3),
+    *RATIOS,
+    Column("processor time", "processor_ratio", ".3f"),
+)
 LossesAndNorms = Sequence[tuple[float, float]]  # of the first steps
 
 

@@ -27,7 +27,7 @@ from benchmarks.shared.interleaved import ratio_summary
 from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
 from benchmarks.shared.result import save
 from benchmarks.shared.table import RATIOS, Column, table
-from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.shared.training_setup import TrainingSetup, joined_ranks
 from benchmarks.step.comparison import (
     TimedLoop,
     largest_differences,
@@ -46,9 +46,7 @@ from benchmarks.step.training_loops import (
 )
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.monitor.matmul_rate import measure_matmul_rate
-from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.settings.config import ParallelConfig, RecomputeConfig
-from zeropp.ranks.topology import Environment
+from megatron_zpp.settings.config import RecomputeConfig
 
 SIZES = MappingProxyType(
     {  # the values of SHAPE; micro-batches for 80 GB with a peer's model beside ours
@@ -91,7 +89,7 @@ def on_rank(options: argparse.Namespace) -> dict:
     """The result of one size; no peer begins after --minutes."""
     until = time.monotonic() + 60 * options.minutes
     (name,) = options.sizes
-    size, ranks = new_size(options, name), join_ranks(Environment.read(), ParallelConfig())
+    size, ranks = new_size(options, name), joined_ranks()
     compile_flag = "" if options.no_compile else " --compile"
     setup = TrainingSetup(
         shape=size["shape"],
@@ -204,7 +202,10 @@ def speeds(seconds: Sequence[float], size: Mapping) -> dict[str, float]:
 
 def show(result: dict) -> str:
     """A section for each size."""
-    title = f"transformers {result['transformers']}; {result['rounds']} rounds of {result['steps']} steps; bf16; medians"
+    title = (
+        f"transformers {result['transformers']}; {result['rounds']} rounds of "
+        f"{result['steps']} steps; bf16; medians"
+    )
     return "\n\n".join([title, *map(show_size, result["sizes"])])
 
 
