@@ -19,7 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.cluster.network import emulation
-from benchmarks.shared.rank_launch import ROOT, RanksFailed
+from benchmarks.shared.rank_launch import RanksFailed
+from benchmarks.shared.result import ROOT
 from zeropp.errors import InputError
 
 RANK_MODULE = "benchmarks.cluster.cluster_rank"

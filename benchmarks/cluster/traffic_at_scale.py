@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
@@ -29,13 +28,7 @@ SHAPE = {
     "nodes": 24, "ranks_per_node": 16, "micro_batches": 1, "layers": 40, "hidden": 6144,
     "heads": 32, "seq": 512, "vocab": 50257,
 }  # fmt: skip
-COMPONENTS = {
-    "ZeRO-3": "zero3",
-    "qwZ": "qwz",
-    "hpZ": "hpz",
-    "qgZ": "qgz",
-    "all three": "zeropp",
-}
+COMPONENTS = {"ZeRO-3": "zero3", "qwZ": "qwz", "hpZ": "hpz", "qgZ": "qgz", "all three": "zeropp"}
 PURPOSES = {
     "weights_forward": "weights, forward",
     "weights_backward": "weights, backward",
@@ -110,17 +103,15 @@ def show(result: Mapping) -> str:
     counted = table(
         [*rows, *result["rows"]],
         Column("", "name"),
-        *(Column(title, partial(across, purpose), ".4f") for purpose, title in PURPOSES.items()),
+        *(
+            Column(title, lambda row, p=purpose: row["ledger"][f"{p} across_nodes"], ".4f")
+            for purpose, title in PURPOSES.items()
+        ),
         Column("across nodes", lambda row: row["ledger"]["across_nodes"], ".4f"),
         Column("by formula", lambda row: row["forecast"]["across_nodes"], ".4f"),
         Column("within the node", lambda row: row["ledger"]["in_node"], ".4f"),
     )
     return f"{title}\n\n{counted}"
-
-
-def across(purpose: str, row: Mapping) -> float:
-    """What a row's node sends to others for a purpose."""
-    return row["ledger"][f"{purpose} across_nodes"]
 
 
 OPTIONS = (

@@ -52,7 +52,6 @@ FINISHED_RUNS = "runs.jsonl"
 LATER_FIELDS = {
     field.name: field.default for field in fields(Recipe) if field.default is not MISSING
 }
-RANK_MODULE = "benchmarks.convergence.convergence"
 
 
 def measure(options: argparse.Namespace, result: dict) -> None:
@@ -141,7 +140,7 @@ def train(variant: str, seed: int, recipe: Recipe) -> dict:
     report = environment_report()
     try:
         answer = run_on_ranks(
-            RANK_MODULE, recipe.ranks, ["--order", json.dumps(order)],
+            __spec__.name, recipe.ranks, ["--order", json.dumps(order)],
             ranks_per_node=recipe.ranks_per_node,
         )  # fmt: skip
     except RanksFailed as failure:

@@ -23,9 +23,9 @@ from statistics import median
 
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.result import ROOT
 from benchmarks.shared.table import Column, table
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 ENDINGS = (".txt", ".md", ".rst", ".html", ".py")
 LIBRARIES = ("tiktoken", "fastokens")

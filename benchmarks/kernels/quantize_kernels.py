@@ -162,11 +162,19 @@ def time_case(place: Place, case: Case, elements: int, rounds: int) -> dict:
         if not slow or len(seconds[name]) < place.plain_rounds:
             mean = place.timer.mean_seconds(runs[name], 1 if slow else times, cold=cold)
             seconds[name].append(mean)
-    return row(case, elements, seconds) | {
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    slower = {name: each / medians["kernel"] for name, each in medians.items()}
+    return {
+        "kernel": case.name, "elements": elements, "bytes": case.num_bytes,
+        "gb_per_s": case.num_bytes / medians["kernel"] / 1e9,
+        "copy_gb_per_s": case.num_bytes / medians["copy"] / 1e9,
+        **ratio_summary(seconds["copy"], seconds["kernel"]),
+        "plain_times_slower": slower["plain"], "seconds": seconds["kernel"],
+        "copy": seconds["copy"], "plain": seconds["plain"],
         "in_cache": not cold if place.cache else None, "failed": failed,
         "peers": [
             {"name": peer.name, "differs": peer.differs, "seconds": seconds[peer.name],
-             "times_slower": slower(seconds, peer.name)}
+             "times_slower": slower[peer.name]}
             for peer in peers
         ],
     }  # fmt: skip
@@ -182,24 +190,6 @@ def working_peers(case: Case) -> tuple[list[Peer], list[str]]:
     except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         errors.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     return working, errors
-
-
-def row(case: Case, elements: int, seconds: dict[str, list[float]]) -> dict:
-    """The numbers of a kernel, the copy and plain torch."""
-    own, copies = seconds["kernel"], seconds["copy"]
-    return {
-        "kernel": case.name, "elements": elements, "bytes": case.num_bytes,
-        "gb_per_s": case.num_bytes / statistics.median(own) / 1e9,
-        "copy_gb_per_s": case.num_bytes / statistics.median(copies) / 1e9,
-        **ratio_summary(copies, own),
-        "plain_times_slower": slower(seconds, "plain"),
-        "seconds": own, "copy": copies, "plain": seconds["plain"],
-    }  # fmt: skip
-
-
-def slower(seconds: dict[str, list[float]], name: str) -> float:
-    """How many times the kernel's time another takes."""
-    return statistics.median(seconds[name]) / statistics.median(seconds["kernel"])
 
 
 def show(result: dict) -> str:

@@ -1,4 +1,4 @@
-"""Codes for blocks of numbers: models are the formats of zeropp, and the arithmetic of the pages."""
+"""Codes for blocks of numbers: the models are the formats, and what the pages compute is so."""
 
 import pytest
 import torch
