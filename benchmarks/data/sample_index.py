@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
 
 def builders(task: Task, core: ModuleType | None) -> dict[str, Builders]:
     """The implementations of each part; each call makes new arrays."""
-    native, starts = native_index(), np.zeros((task.samples + 1, 2), dtype=np.int32)
+    native = native_index()
 
     def shuffled(ordered: Callable[[], np.ndarray], shuffle: Callable) -> Arrays:
         data = ordered()
@@ -106,7 +106,7 @@ def builders(task: Task, core: ModuleType | None) -> dict[str, Builders]:
     size, lengths, seq_length = len(document), task.lengths, task.seq_length
 
     def filled(fill: Callable[..., None]) -> Arrays:
-        out = np.zeros_like(starts)
+        out = np.zeros((task.samples + 1, 2), dtype=np.int32)
         fill(lengths, document, seq_length, out)
         return (out,)
 
@@ -120,11 +120,14 @@ def builders(task: Task, core: ModuleType | None) -> dict[str, Builders]:
         core.build_blending_indices(dataset, sample, SHARES, len(SHARES), size, False)
         return dataset, sample
 
-    shuffles = {OURS: native.shuffle, CORE if core else NUMPY: in_numpy}
+    def shuffles(ordered: Callable[[], np.ndarray]) -> Builders:
+        native_one, other = (
+            partial(shuffled, ordered, each) for each in (native.shuffle, in_numpy)
+        )
+        return {OURS: native_one, CORE if core else NUMPY: other}
+
     return {
-        "document": {
-            name: partial(shuffled, task.entries, each) for name, each in shuffles.items()
-        },
+        "document": shuffles(task.entries),
         "sample": {
             OURS: partial(filled, native.sample_starts),
             NUMPY: partial(filled, sample_starts),
