@@ -149,7 +149,10 @@ def show(result: dict) -> str:
         Column("x bare library", "to_bare", ".2f"),
         Column("memory, MB", "memory", ".0f", 1e-6),
     )
-    scaling = "\n".join(scaling_of(name, rounds[name]) for name in libraries)
+    scaling = "\n".join(
+        f"{name}: two workers against one: {speedup(rounds[name]):.2f} times as fast"
+        for name in libraries
+    )
     return (
         f"{result['text_bytes'] / 1e6:.1f} MB of text, {result['documents']} documents, "
         f"{tokens / 1e6:.2f} M tokens; {len(result['rounds'])} rounds; datasets equal\n\n"
@@ -171,10 +174,9 @@ def rows_of(library: str, rounds: Sequence[dict]) -> Iterator[dict]:
         }
 
 
-def scaling_of(library: str, rounds: Sequence[dict]) -> str:
+def speedup(rounds: Sequence[dict]) -> float:
     """How much faster two workers are."""
-    scaling = median(each["workers 1"]["wall"] / each["workers 2"]["wall"] for each in rounds)
-    return f"{library}: two workers against one: {scaling:.2f} times as fast"
+    return median(each["workers 1"]["wall"] / each["workers 2"]["wall"] for each in rounds)
 
 
 OPTIONS = (

@@ -97,6 +97,13 @@ def largest_of_ranks(value: float, device: torch.device) -> float:
     return result.item()
 
 
+def mean_of_ranks(loss: torch.Tensor) -> float:
+    """The mean of a loss over the ranks."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
 def flags(shape: Mapping[str, int], num_ranks: int) -> str:
     """The shape as flags of pretrain_gpt.py, without dropout, so that losses can be compared."""
     samples = shape["micro-batch"] * shape["micro-batches"] * num_ranks

@@ -129,6 +129,14 @@ def traffic_at_scale(result: dict) -> None:
     assert across["all three"] == pytest.approx(hop * (8.0625 + 4.125) / 16, rel=0.05)
 
 
+def quantize_kernels(result: dict) -> None:
+    assert result["wrong"] == [] and len({row["kernel"] for row in result["rows"]}) == 23
+    for row in result["rows"]:
+        assert len(row["seconds"]) == len(row["copy"]) == 2 and len(row["plain"]) == 1
+        ratios = [c / s for c, s in zip(row["copy"], row["seconds"], strict=True)]
+        assert row["ratio"] == pytest.approx(sum(ratios) / 2) and row["in_cache"] is None
+
+
 def offload(result: dict) -> None:
     assert [len(row["seconds"]) for row in (*result["train"], *result["ranks"])] == [2] * 5
 
@@ -154,6 +162,11 @@ STARTS = {
     ),
     "data.sample_index": Start(
         "--documents 1000 --epochs 3 --rounds 2", "arrays equal", sample_index
+    ),
+    "kernels.quantize_kernels": Start(
+        "--device cpu --rounds 2 --elements 8192 16384",
+        "every one wrote the reference's bytes",
+        quantize_kernels,
     ),
     "memory.context_memory": Start(
         "--seq-length 1024 --ranks 1 2", "one sequence of 1,024 tokens", context_memory
@@ -186,7 +199,7 @@ STARTS = {
 OTHERS = (
     "cluster.cluster", "cluster.time_to_loss", "codes.gradient_codes", "convergence.convergence",
     "convergence.numerics", "endurance.endurance", "endurance.nodes", "kernels.cuda_compile",
-    "kernels.quantize_kernels", "step.first_minutes", "step.gpu_train",
+    "step.first_minutes", "step.gpu_train",
 )  # fmt: skip
 
 

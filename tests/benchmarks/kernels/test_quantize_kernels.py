@@ -1,8 +1,6 @@
 """The benchmark of the kernels at tiny sizes: what is verified, timed, counted and printed."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,40 +8,11 @@ import torch
 from benchmarks.kernels.adam_kernel import adam_case
 from benchmarks.kernels.quantize_kernels import is_right, working_peers
 from benchmarks.kernels.timed_cases import ROWS, block_layout, cases, requantize_cases
-from tests.benchmarks.started import run_benchmark
 from zeropp.quant import reference
 from zeropp.quant.cpu import backend
 
 CPU = torch.device("cpu")
-NAMES = [
-    "bf16 -> INT8", "bf16 -> INT8, 12 segments", "INT8 -> bf16", "fp32 -> INT4, reordered",
-    "INT4 -> bf16", "2 x INT8 -> sum -> INT4", "4 x INT8 -> sum -> INT4",
-    "8 x INT8 -> sum -> INT4", "8 x INT4 -> sum -> fp32", "fp32 -> rotated -> INT4",
-    "4 x INT8 -> sum -> rotated INT4", "8 x rotated INT4 -> sum -> fp32",
-    "fp32 -> rotated -> INT3", "4 x INT8 -> sum -> rotated INT3",
-    "8 x rotated INT3 -> sum -> fp32", "fp32 -> rotated -> INT2", "rotated INT2 -> fp32",
-    "4 x rotated INT4 -> sum -> rotated INT4", "bf16 -> INT8 by scales that stay",
-    "fp32 -> INT8 by scales that stay",
-]  # fmt: skip
 pytestmark = pytest.mark.skipif(backend() is reference, reason="csrc/ was not built here")
-
-
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    path = tmp_path / "kernels.json"
-    flags = f"--device cpu --rounds 2 --elements 8192 16384 --json {path}"
-    done = run_benchmark("kernels.quantize_kernels", *flags.split())
-    result = json.loads(path.read_text())
-    rows = result["rows"]
-    assert [row["kernel"] for row in rows if row["elements"] == 8192][: len(NAMES)] == NAMES
-    assert result["wrong"] == [] and result["device"] == "cpu"
-    for row in rows:
-        assert len(row["seconds"]) == len(row["copy"]) == 2 and len(row["plain"]) == 1
-        assert row["ratio"] == pytest.approx(
-            sum(c / s for c, s in zip(row["copy"], row["seconds"], strict=True)) / 2
-        )
-        assert row["in_cache"] is None
-    assert "every one wrote the reference's bytes" in done.stdout
-    assert all(name in done.stdout for name in NAMES)
 
 
 def test_bytes_are_those_of_what_is_read_and_written() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks.shared import gpu_run
-from benchmarks.shared.gpu_run import Outcome, Step, markdown, outcome_of, run_with_limit, steps
+from benchmarks.shared.gpu_run import Outcome, Step, outcome_of, run_with_limit, steps
 from tests.launched import ROOT
 
 SCRIPT = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
@@ -108,13 +108,6 @@ def test_missing_packages_come_from_wheels(tmp_path: Path) -> None:
         command = [*SCRIPT, "--wheels", folder]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 1 and message in done.stderr
-
-
-def test_a_report_says_what_was_not_reached() -> None:
-    outcome = Outcome(title="Build", command="make it", status="ok", body="done", times="3 | 60")
-    text = markdown("gpu.py", {"date": "2026-01-02T03:04:05"}, [outcome], ["Tests"])
-    assert text.startswith("# GPU tests and benchmarks, 2026-01-02\n")
-    assert "| Build | ok | 3 | 60 |" in text and "| Tests | not reached yet | | |" in text
 
 
 def test_the_tests_that_compute_sanitizer_watches_exist(tmp_path: Path) -> None:
