@@ -2,8 +2,8 @@
 
 Each variant of benchmarks.convergence.convergence trains at each rate in processes of its own. A
 node is a network namespace of this machine, with a link of that rate to the others (needs root, and
-the commands ip and tc). Nodes that step alone have one rank and others two, as hpZ needs; all share
-the same processors. Time is that of training steps alone: held-out losses are taken between them,
+the commands ip and tc). Under local SGD a node has one rank, else two, as hpZ needs; all share the
+same processors. Time is that of training steps alone: held-out losses are taken between them,
 while links have no limit. Bytes are read from the nodes' interfaces before and after the steps, and
 shown beside the ranks' traffic ledgers. An overlapped exchange that is under way when a loss is
 taken goes on meanwhile, and what of it crosses then is not read. The time to a loss is that to the
@@ -175,8 +175,8 @@ OPTIONS = (
         is_repeated=True,
     ),
     Flag("--nodes", 2, least=2),
-    Flag("--ranks-per-node", 2, "of variants that exchange in each step", least=1),
-    Flag("--ranks-alone", 1, "of a node that steps alone", least=1),
+    Flag("--ranks-per-node", 2, "of variants without local SGD", least=1),
+    Flag("--ranks-alone", 1, "of a node under local SGD", least=1),
     Flag("--global-batch-size", 8, "samples of a step of all ranks", least=1),
     Flag("--steps", 600, "iterations of a run", least=1),
     Flag("--seed", 1),

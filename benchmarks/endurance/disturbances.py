@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from benchmarks.cluster.network import emulation
 from benchmarks.endurance.job import NODES, RANKS_PER_NODE, Job
@@ -17,10 +18,17 @@ from benchmarks.shared.interleaved import Disagreement
 
 FULL_SECONDS = 120  # within which a save must have met a full disk
 BLOCK = 4096  # bytes of a file system's block
-Disturbance = Callable[[Job, random.Random, float], str]
+Act = Callable[[Job, random.Random, float], str]  # returns what was broken
 
 
-def signalled(number: signal.Signals) -> Disturbance:
+class Disturbance(NamedTuple):
+    """A kind of failure."""
+
+    meaning: str
+    act: Act
+
+
+def signalled(number: signal.Signals) -> Act:
     """A disturbance that sends a signal to a rank."""
 
     def send(job: Job, draw: random.Random, limit: float) -> str:
@@ -78,12 +86,12 @@ def truncate(job: Job, draw: random.Random, limit: float) -> str:
     return f"{checkpoint.name}/{path.name}, {kill(job, draw, limit)}"
 
 
-KINDS: dict[str, Disturbance] = {
-    "kill": kill,
-    "stop": signalled(signal.SIGSTOP),  # for good
-    "terminate": signalled(signal.SIGTERM),
-    "node": node,
-    "link": link,
-    "disk": disk,
-    "truncate": truncate,
+KINDS = {
+    "kill": Disturbance("SIGKILL to a rank", kill),
+    "stop": Disturbance("SIGSTOP to a rank, for good: it hangs", signalled(signal.SIGSTOP)),
+    "terminate": Disturbance("SIGTERM to a rank", signalled(signal.SIGTERM)),
+    "node": Disturbance("SIGKILL to a node's agent and ranks, as if it lost power", node),
+    "link": Disturbance("the link between the nodes is cut for longer than the limit", link),
+    "disk": Disturbance("the disk is full until a save has failed", disk),
+    "truncate": Disturbance("a file of the newest checkpoint is cut, then SIGKILL", truncate),
 }

@@ -1,17 +1,7 @@
 """Does a run survive whatever a cluster does to it, and end with the digits it would have had?
 
 Four ranks train under torchrun on two emulated nodes, and save every few iterations. At random
-moments something is broken:
-
-| kind        | what                                                                       |
-|-------------|----------------------------------------------------------------------------|
-| `kill`      | SIGKILL to a rank                                                          |
-| `stop`      | SIGSTOP to a rank, for good: it hangs                                      |
-| `terminate` | SIGTERM to a rank                                                          |
-| `node`      | SIGKILL to a node's agent and ranks; its supervisor starts the agent again |
-| `link`      | the link between the nodes is cut for longer than the limit                |
-| `disk`      | the disk is full until a save has failed                                   |
-| `truncate`  | a file of the newest checkpoint is cut, then SIGKILL to a rank             |
+moments something is broken, as --kinds says.
 
 Every round breaks all kinds in a random order. After each the job must go on by itself: load a
 checkpoint at most one save interval before the point it had reached (two after `truncate`), and
@@ -38,6 +28,7 @@ from benchmarks.shared.table import Column, table
 
 RECOVERY_SECONDS = 300  # until a job that needs no hand has passed the point it had reached
 POLL_SECONDS = 0.1
+MEANINGS = "; ".join(f"{name}: {kind.meaning}" for name, kind in KINDS.items())
 COLUMNS = (
     Column("", lambda row: f"{row['kind']}: {row['what']}"),
     Column("after s", "at", ".0f"),
@@ -116,7 +107,7 @@ class Campaign:
         end = time.monotonic() + self._random.uniform(0, self._options.pause)
         self._wait(job, lambda: time.monotonic() > end)
         attempts, began = len(job.resumed()), time.monotonic()
-        what = KINDS[kind](job, self._random, self._options.limit)
+        what = KINDS[kind].act(job, self._random, self._options.limit)
         reached, resumed = self._recover(job, attempts)
         lost, most = reached - resumed, self._options.save_interval * (1 + (kind == "truncate"))
         if lost > most:
@@ -199,7 +190,7 @@ def show(result: dict) -> str:
 OPTIONS = (
     Flag("--minutes", 10.0, "how long; the first round is always completed"),
     Flag("--undisturbed-minutes", 0.0, "how long at least without trouble"),
-    Flag("--kinds", tuple(KINDS), "what is broken", choices=tuple(KINDS)),
+    Flag("--kinds", tuple(KINDS), MEANINGS, choices=tuple(KINDS)),
     Flag("--seed", 0, "of the moments, the order and the ranks"),
     Flag("--save-interval", 10, "iterations between checkpoints", least=1),
     Flag("--async-save", False, "the job saves beside training"),

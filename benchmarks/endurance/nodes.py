@@ -1,4 +1,4 @@
-"""Kills and joins of nodes that step alone, at random: does the run go on without a hand?
+"""Kills and joins of replicas of elastic local SGD, at random: does the run go on without a hand?
 
 Each node is a launch of its own, and a supervisor starts a new one for each that ended. With --rate
 each is in a network namespace of this machine, as is the store, with a link of that rate to the

@@ -121,14 +121,14 @@ def verify(loops: Sequence[TrainingLoop], setup: TrainingSetup) -> dict:
     all weights (L2 norm of the difference over that of the first's update).
     """
     reference, *others = loops
-    before = _copied_weights(reference)
+    before = _weights(reference)
     history = first_steps(reference, setup, VERIFIED_STEPS)
-    expected = _update(reference, before)
+    expected = _weights(reference)
     allowed = tolerances(setup.dtype, setup.ranks.num_ranks)
     largest = dict.fromkeys(allowed, 0.0)
     for loop in others:
         differences = largest_differences(first_steps(loop, setup, VERIFIED_STEPS), history)
-        differences["update"] = _distance(_update(loop, before), expected, setup)
+        differences["update"] = _distance(_weights(loop), expected, before, setup)
         require_agreement(loop.name, reference.name, differences, allowed)
         largest = {name: max(largest[name], differences[name]) for name in largest}
     return {"steps": VERIFIED_STEPS, "differences": largest, "allowed": allowed}
@@ -188,21 +188,21 @@ def _set_eps(optimizer: torch.optim.Optimizer, eps: float) -> None:
         group["eps"] = eps
 
 
-def _copied_weights(loop: TrainingLoop) -> list[Tensor]:
+def _weights(loop: TrainingLoop) -> list[Tensor]:
     """Copies of this rank's shards in fp64."""
     return [weight.double() for weight in local_weights(loop.model).values()]
 
 
-def _update(loop: TrainingLoop, before: Sequence[Tensor]) -> list[Tensor]:
-    """How far this rank's weights have moved from `before`."""
-    pairs = zip(_copied_weights(loop), before, strict=True)
-    return [after - start for after, start in pairs]
-
-
-def _distance(update: Sequence[Tensor], expected: Sequence[Tensor], setup: TrainingSetup) -> float:
-    """L2 norm of the difference over all ranks, relative to that of `expected`."""
-    pairs = zip(update, expected, strict=True)
-    squares = sum((mine - right).square().sum().item() for mine, right in pairs)
-    length = sum(right.square().sum().item() for right in expected)
+def _distance(
+    weights: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    before: Sequence[Tensor],
+    setup: TrainingSetup,
+) -> float:
+    """L2 norm of the difference of two updates over all ranks, relative to the expected one's."""
+    squares = length = 0.0
+    for mine, right, start in zip(weights, expected, before, strict=True):
+        squares += (mine - right).square().sum().item()
+        length += (right - start).square().sum().item()
     squares, length = setup.ranks.sum(squares, length)
     return (squares / length) ** 0.5

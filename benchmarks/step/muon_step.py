@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.shared.benchmark import Benchmark, Flag, shape_text
 from benchmarks.shared.interleaved import Disagreement
@@ -81,7 +81,7 @@ def compare(setup: TrainingSetup, tokens: int, rounds: int) -> dict:
     verified, timed = {}, []
     for name in LOOPS:
         loop = ours(with_optimizer(setup, name), name)
-        before = whole_weights(loop.model)
+        before = {key: whole(each).clone() for key, each in loop.model.named_parameters()}
         numbers = loop.step()()
         timed.append(TimedLoop(loop=loop, history=[numbers]))
         if timed[0].history != timed[-1].history:
@@ -117,11 +117,6 @@ def with_optimizer(setup: TrainingSetup, name: str) -> TrainingSetup:
     if name != ADAMW:
         flags, zero["zeropp"]["muon_blocks"] = MUON, name.removeprefix("Muon, ")
     return dataclasses.replace(setup, extra_flags=f"{flags} {json_flag(zero)}")
-
-
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole weights by name, on every rank."""
-    return {name: whole(each).clone() for name, each in model.named_parameters()}
 
 
 def whole(tensor: Tensor) -> Tensor:
