@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from benchmarks.shared.result import ROOT, write_text
@@ -45,6 +45,8 @@ TINY = {
     "train": "--sizes tiny --peers eager --no-compile --num-workers 0 --rounds 2 --steps 1",
 }
 TRAIN_SIZES = "--sizes 124M 1.3B 350M"  # what is left when the time is up says least
+GPU_FACTS = "name,memory.total,power.limit,clocks.max.sm,driver_version"
+MISSING = "not installed"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pytest")
 OUTPUT_LINES = 60  # of builds, tests and errors that are shown
 SECONDS_TO_END = 40.0  # that gpu_train may need after its own limit
@@ -276,16 +278,14 @@ def markdown(
 
 def machine_facts(device: str | None, commit: str | None) -> tuple[str, dict[str, str]]:
     """The device to use, "cuda" or "cpu", and a description of the machine and its software."""
-    gpus = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv")
-    printed = output_of(sys.executable, "-c", ENVIRONMENT_PROGRAM) or ""
-    if not printed.endswith("]"):  # torch cannot be imported: the steps will say why
-        known = {"date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown"}
-        return device or ("cuda" if gpus else "cpu"), known | {"GPU": gpus or "none"}
+    gpus = output_of("nvidia-smi", f"--query-gpu={GPU_FACTS}", "--format=csv,noheader")
+    printed = output_of(sys.executable, "-c", ENVIRONMENT_PROGRAM)
     report, cuda = json.loads(printed.rpartition("; ")[2])
     machine, versions = report["machine"], report["versions"]
     device = device or ("cuda" if machine["gpus"] else "cpu")
     if not commit and report["commit"]:
         commit = report["commit"] + (", with changes" if report["uncommitted"] else "")
+    versions_of = {each.name: each.version for each in distributions()}
     nvcc = find_nvcc()
     compiler = (output_of(nvcc, "--version") or "").rpartition("; ")[2] if nvcc else "no nvcc"
     return device, {
@@ -295,17 +295,9 @@ def machine_facts(device: str | None, commit: str | None) -> tuple[str, dict[str
         "CUDA": f"{cuda or 'none'} of torch; {compiler}",
         "processor": "{processor}, {cores} cores, {memory_gib} GiB".format(**machine),
         "Python": f"{versions['python']}, {versions['system']}",
-        "packages": ", ".join(f"{name} {installed(name)}" for name in PACKAGES),
+        "packages": ", ".join(f"{name} {versions_of.get(name, MISSING)}" for name in PACKAGES),
         "load": f"{report['load']['before']:.1f} at the start",
     }
-
-
-def installed(package: str) -> str:
-    """The version of a package."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def output_of(*command: str) -> str | None:
