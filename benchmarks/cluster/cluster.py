@@ -1,9 +1,5 @@
 """ZeRO++ on an emulated cluster: step times, bytes on the wire beside the ledger's, and losses.
 
-    python -m benchmarks.cluster.cluster [fsdp2 zero3 qwz hpz qgz zeropp code-steps] \\
-        [--rate 200mbit --rate 1gbit --rate none] [--warm-up 200] [--deepspeed] [--json FILE]
-    python -m benchmarks.cluster.cluster lora-zero3 mixz mixz-hpz --passes 6 [--rate 1gbit]
-
 Every node is a network namespace of this machine, with a link of the given rate to the other nodes
 (needs root, and the commands ip and tc). All configurations are built in the same processes and
 take one step each in turn, so a busy machine slows all of them alike. Bytes are read from the
@@ -32,17 +28,15 @@ from rich.console import Console
 from benchmarks.cluster.bf16_matmul import bf16_is_slow
 from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
-from benchmarks.cluster.configurations import DEEPSPEED, FSDP2, LORA, NAMES, OURS, axes_of
+from benchmarks.cluster.configurations import FSDP2, LORA, NAMES, OURS, axes_of
 from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved, warm_up
 from benchmarks.cluster.network import emulation
-from benchmarks.cluster.peers.deepspeed_peer import require_deepspeed
-from benchmarks.cluster.rank_processes import RankProcesses
-from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
+from benchmarks.cluster.rank_processes import exit_on_signals, started_cluster
 from benchmarks.shared.benchmark import Benchmark, Flag
 from zeropp.errors import InputError
 
 DEFAULT_NAMES = (FSDP2, "zero3", "zeropp")
-OUR_NAMES = (*NAMES[:-1], *LORA)  # all but DeepSpeed's
+OUR_NAMES = (*NAMES, *LORA)
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "seq": 256, "vocab": 512, "micro_batches": 1}
 
 
@@ -76,7 +70,10 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         )
         result["parameters"] = built[options.configurations[-1]][0]["parameters"]
         for rate in options.rate:
-            link = None if options.one_host else limited_link(ranks, rate, options)
+            link = None
+            if not options.one_host:
+                emulation.set_rate(options.nodes, rate)
+                link = measure_link(ranks, rate, options.ranks_per_node)
             timed = run_interleaved(
                 ranks,
                 firsts,
@@ -122,65 +119,47 @@ def names_of(options: argparse.Namespace) -> tuple[str, ...]:
     for name in asked_for:
         sizes, zero_name = axes_of(name)
         if zero_name not in (OURS if sizes.keys() - {"ep"} else OUR_NAMES):
-            hint = f"expected one of {', '.join(OUR_NAMES)}"
-            if name == DEEPSPEED:
-                hint = "--deepspeed adds it"
-            raise InputError(f"no configuration is called {name!r}; {hint}")
+            known = ", ".join(OUR_NAMES)
+            raise InputError(f"no configuration is called {name!r}; expected one of {known}")
     counts, names = Counter(), ()
     for name in asked_for:
         counts[name] += 1
         names += (name if counts[name] == 1 else f"{name} {counts[name]}",)
-    if options.deepspeed:
-        require_deepspeed()
-        names += (DEEPSPEED,)
     return names
 
 
-def limited_link(ranks: RankProcesses, rate: str, options: argparse.Namespace) -> dict:
-    """Limit the links to `rate`; returns what one of them carries."""
-    emulation.set_rate(options.nodes, rate)
-    return measure_link(ranks, rate, options.ranks_per_node)
-
-
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag(
-            "configurations",
-            (),
-            f"of {', '.join(OUR_NAMES)} (default: {' '.join(DEFAULT_NAMES)}), or with sizes of "
-            "axes in front, as in pp2-zero1, tp2-zeropp, cp2-zero3; the first is the reference; a "
-            "name that is repeated is built again, which shows how much equal ones differ",
-        ),
-        Flag(
-            "--rate",
-            help="of each node's link, in each direction, as in 200mbit, or none; may be repeated "
-            "(default: none)",
-            is_repeated=True,
-        ),
-        Flag("--nodes", 2, least=1),
-        Flag("--ranks-per-node", 2, least=1),
-        Flag("--rounds", 10, "timed steps of each", least=1),
-        Flag("--warm-up", 1, "steps before them, without a limit of the links", least=1),
-        Flag("--round-trip", 0, "milliseconds of a frame and its answer between two nodes"),
-        Flag("--flags", "", "of pretrain_gpt.py, further ones of the model, as '--num-experts 16'"),
-        Flag("--passes", 0, "without gradients, after the steps"),
-        Flag("--one-host", False, "no namespaces: the ledger's bytes only"),
-        Flag("--deepspeed", False, "add DeepSpeed's ZeRO-3, if it is installed"),
-        Flag(
-            "--products",
-            "auto",
-            "multiply bf16 matrices in this dtype; auto: in fp32 where that is faster, as on "
-            "processors without bf16 arithmetic",
-            choices=("auto", "bf16", "fp32"),
-        ),
+OPTIONS = (
+    Flag(
+        "configurations",
+        (),
+        f"of {', '.join(OUR_NAMES)} (default: {' '.join(DEFAULT_NAMES)}), or with sizes of "
+        "axes in front, as in pp2-zero1, tp2-zeropp, cp2-zero3; the first is the reference; a "
+        "name that is repeated is built again, which shows how much equal ones differ",
     ),
-    shape=SHAPE,
-    check=check,
-    measure=measure,
-    show=show,
-    draw=draw,
+    Flag(
+        "--rate",
+        help="of each node's link, in each direction, as in 200mbit, or none; may be repeated "
+        "(default: none)",
+        is_repeated=True,
+    ),
+    Flag("--nodes", 2, least=1),
+    Flag("--ranks-per-node", 2, least=1),
+    Flag("--rounds", 10, "timed steps of each", least=1),
+    Flag("--warm-up", 1, "steps before them, without a limit of the links", least=1),
+    Flag("--round-trip", 0, "milliseconds of a frame and its answer between two nodes"),
+    Flag("--flags", "", "of pretrain_gpt.py, further ones of the model, as '--num-experts 16'"),
+    Flag("--passes", 0, "without gradients, after the steps"),
+    Flag("--one-host", False, "no namespaces: the ledger's bytes only"),
+    Flag(
+        "--products",
+        "auto",
+        "multiply bf16 matrices in this dtype; auto: in fp32 where that is faster, as on "
+        "processors without bf16 arithmetic",
+        choices=("auto", "bf16", "fp32"),
+    ),
+)
+BENCHMARK = Benchmark(
+    __spec__, __doc__, measure, show, OPTIONS, shape=SHAPE, check=check, draw=draw
 )
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
@@ -15,26 +14,15 @@ from benchmarks.cluster.configurations import Configuration, build_configuration
 from benchmarks.convergence.convergence_rank import build_variant, held_out_loss_of
 from benchmarks.convergence.variants import Recipe
 from benchmarks.shared.pretrain_run import run_step, training_batches
-from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.shared.training_setup import TrainingSetup, joined_ranks
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.monitor.communication import ACROSS_NODES, sum_over
-from megatron_zpp.parallel.mesh import Ranks, join_ranks
-from megatron_zpp.settings.config import ParallelConfig
+from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.train.run import Run
 from zeropp.errors import InputError
-from zeropp.ranks.topology import Environment
 
 PROBE_PORT = 29400
 CHUNK = 2**20  # bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """A run that is trained in parts."""
-
-    run: Run
-    recipe: Recipe
-    batches: Loader
 
 
 class ClusterRank:
@@ -44,30 +32,25 @@ class ClusterRank:
         self.ranks: Ranks | None = None
         self.configurations: dict[str, Configuration] = {}
         self.bf16_kernels: torch.library.Library | None = None
-        self.training: Training | None = None
+        self.training: tuple[Run, Recipe, Loader] | None = None  # what `train` trains in parts
 
     def join(self, products: str) -> dict:
         """Join the process group; bf16 matrices are multiplied in `products`, bf16 or fp32."""
         if products == "fp32":
             self.bf16_kernels = multiply_in_fp32()
-        self.ranks = join_ranks(Environment.read(), ParallelConfig())
+        self.ranks = joined_ranks()
         return {}
 
     def build(self, name: str, shape: Mapping[str, int], flags: str) -> dict:
         """Build a configuration beside the others; `zeropp 2` is a second one of `zeropp`."""
-        setup = TrainingSetup(
-            shape=shape, ranks=self.ranks, dtype="bf16", stage=3, extra_flags=flags
-        )
+        setup = TrainingSetup(shape=shape, ranks=self.ranks, dtype="bf16", extra_flags=flags)
         ranks_per_node = self.ranks.environment.local_world_size
         configuration = build_configuration(name.split()[0], setup, ranks_per_node)
         self.configurations[name] = configuration
         gc.collect()
         gc.freeze()  # the models are never garbage, so no step should spend time on them
-        return {
-            "parameters": configuration.parameters,
-            "expected": configuration.expected,
-            "held": configuration.held,
-        }
+        names = ("parameters", "expected", "held")
+        return {name: getattr(configuration, name) for name in names}
 
     def run(self, name: str, part: str) -> dict:
         """Run a configuration's `part`: "step", one of training, or "forward", without gradients.
@@ -91,7 +74,7 @@ class ClusterRank:
         """Build a variant of a convergence comparison, to be trained by `train`."""
         recipe = Recipe(**recipe)
         run = build_variant(variant, seed, recipe)
-        self.training = Training(run=run, recipe=recipe, batches=training_batches(run))
+        self.training = run, recipe, training_batches(run)
         return {"parameters": run.trainer.sharding.model.num_parameters()}
 
     def train(self, steps: int) -> dict:
@@ -100,10 +83,10 @@ class ClusterRank:
         Returns their seconds, and after the last of the run the bytes that a node has sent to
         others, by the traffic ledger and without evaluations.
         """
-        seconds = []
+        seconds, (run, _, batches) = [], self.training
         for _ in range(steps):
             started = time.perf_counter()
-            iteration = run_step(self.training.run, self.training.batches)
+            iteration = run_step(run, batches)
             seconds.append(time.perf_counter() - started)
         counted = iteration.communication
         ledger = sum_over(counted.sent, ACROSS_NODES) if counted else 0
@@ -111,7 +94,8 @@ class ClusterRank:
 
     def held_out(self) -> dict:
         """Returns the held-out loss."""
-        return {"loss": held_out_loss_of(self.training.run, self.training.recipe)}
+        run, recipe, _ = self.training
+        return {"loss": held_out_loss_of(run, recipe)}
 
     def probe(self, sender: int, receiver: int, address: str, num_bytes: int) -> dict:
         """The receiver's answer is the rate of one connection between two ranks, in bit/s."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps
 from benchmarks.cluster.network.emulation import INTERFACE, LOOPBACK
+from benchmarks.shared.benchmark import shape_text
 from benchmarks.shared.interleaved import quartiles
 from benchmarks.shared.table import Column, Row, table
 
@@ -23,19 +24,17 @@ def summary(
     rows = []
     for name, steps in timed.items():
         median = statistics.median(steps.seconds)
-        expected = [answer["expected"] for answer in built[name]]
         losses = [step.loss for step in steps.steps]
+        processor = [step.processor_seconds for step in steps.steps]
         rows.append(
             {
                 "name": name,
                 "median": median,
                 "quartiles": quartiles(steps.seconds),
                 "speedup": reference / median,
-                "processor_seconds": statistics.median(
-                    step.processor_seconds for step in steps.steps
-                ),
+                "processor_seconds": statistics.median(processor),
                 "nodes": _nodes(steps, ranks_per_node),
-                "expected": _by_node(expected, ranks_per_node),
+                "expected": _by_node([each["expected"] for each in built[name]], ranks_per_node),
                 "held_bytes": built[name][0].get("held", 0),
                 "first_loss": steps.first.loss,
                 "final_loss": losses[-1],
@@ -50,27 +49,23 @@ def summary(
 def show(result: dict) -> str:
     """The tables of each rate."""
     million, model_bytes = result["parameters"] / 1e6, 2 * result["parameters"]
-    shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
+    distance = f", {result['round_trip']} ms from node to node and back"
     parts = [
         f"{result['nodes']} nodes x {result['ranks_per_node']} ranks; {million:.1f} M parameters, "
-        f"M = {2 * million:.1f} MB; {shape}; bf16 products in {result['products']}"
+        f"M = {2 * million:.1f} MB; {shape_text(result)}; bf16 products in {result['products']}; "
+        f"{result['warm_up']} steps before the timed ones{distance * bool(result['round_trip'])}"
     ]
-    distance = f", {result['round_trip']} ms from node to node and back"
-    parts[0] += (
-        f"; {result['warm_up']} steps before the timed ones"
-        f"{distance if result['round_trip'] else ''}"
-    )
     for run in result["runs"]:
-        parts.append("one host, no network" if run["link"] is None else _link_title(run))
-        parts.append(_times(run))
+        rows = run["rows"]
+        parts += [_link_title(run), table(rows, *_time_columns(rows[0]["name"]))]
         parts.append(
             "Bytes of a step, of the node with most: sent to and received from other nodes on the "
             "wire, with headers; sent to other nodes and within the node by its ranks' ledgers"
         )
-        parts.append(_bytes(run, model_bytes))
-        if any(row["later_pass"] is not None for row in run["rows"]):
+        parts.append(table(rows, *_byte_columns(1 / model_bytes)))
+        if any(row["later_pass"] is not None for row in rows):
             parts.append("What the first node sends to others, on the wire, and holds")
-            parts.append(_passes(run, model_bytes))
+            parts.append(table(rows, *_pass_columns(1 / model_bytes)))
         parts += _remarks(run)
     return "\n\n".join(parts)
 
@@ -137,70 +132,60 @@ def _excess(wire: float | None, ledger: float | None) -> float | None:
 
 def _first_and_later(timed: TimedSteps) -> dict:
     """Bytes that the first node sends in the first and in a later step and pass, and seconds."""
-    steps, passes = [_sent(step) for step in timed.steps], [_sent(each) for each in timed.passes]
-    has_passes = passes and passes[0] is not None
+
+    def sent(step: TimedStep) -> int:
+        return step.wire[0][INTERFACE].sent
+
+    steps, passes, wired = timed.steps, timed.passes, bool(timed.first.wire)
+    later = passes[1:] or passes
+    seconds = [each.seconds for each in passes]
     return {
-        "first_step": _sent(timed.first),
-        "later_step": None if steps[0] is None else statistics.fmean(steps),
-        "first_pass": passes[0] if has_passes else None,
-        "later_pass": statistics.fmean(passes[1:] or passes) if has_passes else None,
-        "pass_seconds": statistics.median(each.seconds for each in timed.passes)
-        if passes
-        else None,
+        "first_step": sent(timed.first) if wired else None,
+        "later_step": statistics.fmean(map(sent, steps)) if wired else None,
+        "first_pass": sent(passes[0]) if wired and passes else None,
+        "later_pass": statistics.fmean(map(sent, later)) if wired and passes else None,
+        "pass_seconds": statistics.median(seconds) if passes else None,
     }
 
 
-def _sent(step: TimedStep) -> int | None:
-    """Bytes that the first node sent to other nodes; None without a network."""
-    return step.wire[0][INTERFACE].sent if step.wire else None
-
-
-def _times(run: dict) -> str:
-    return table(
-        run["rows"],
+def _time_columns(reference: str) -> list[Column]:
+    return [
         Column("", "name"),
         Column("step, ms", "median", ".0f", 1e3),
         Column("quartiles", "quartiles", ".0f", 1e3),
-        Column(f"{run['rows'][0]['name']} takes, x", "speedup", ".2f"),
+        Column(f"{reference} takes, x", "speedup", ".2f"),
         Column("processor, s", "processor_seconds", ".2f"),
         Column("final loss", "final_loss", ".4f"),
-    )
-
-
-def _bytes(run: dict, model_bytes: int) -> str:
-    """Bytes of the node with most; `model_bytes` is M."""
-    sent = _most(lambda node: node["sent"])
-    ledger = _most(lambda node: bytes_of(node["ledger"], ACROSS))
-    return table(
-        run["rows"],
-        Column("", "name"),
-        Column("sends, M", sent, ".3f", 1 / model_bytes),
-        Column("MB", sent, ".1f", 1e-6),
-        Column("receives, M", _most(lambda node: node["received"]), ".3f", 1 / model_bytes),
-        Column("ledger, M", ledger, ".3f", 1 / model_bytes),
-        Column("MB", ledger, ".1f", 1e-6),
-        Column("wire to it", _farthest, "+.2%"),
-        Column(
-            "in node, M",
-            _most(lambda node: bytes_of(node["ledger"], INSIDE)),
-            ".3f",
-            1 / model_bytes,
-        ),
-    )
-
-
-def _passes(run: dict, model_bytes: int) -> str:
-    names = ("first_step", "later_step", "first_pass", "later_pass")
-    columns = [
-        Column(f"{name.replace('_', ' ')}, M", name, ".4f", 1 / model_bytes) for name in names
     ]
-    return table(
-        run["rows"],
+
+
+def _byte_columns(in_models: float) -> list[Column]:
+    """Bytes of the node with most; `in_models` is 1 / M."""
+    sent, received = (_most(lambda node, n=name: node[n]) for name in ("sent", "received"))
+    across, inside = (
+        _most(lambda node, hop=hop: bytes_of(node["ledger"], hop)) for hop in (ACROSS, INSIDE)
+    )
+    return [
         Column("", "name"),
-        *columns,
+        Column("sends, M", sent, ".3f", in_models),
+        Column("MB", sent, ".1f", 1e-6),
+        Column("receives, M", received, ".3f", in_models),
+        Column("ledger, M", across, ".3f", in_models),
+        Column("MB", across, ".1f", 1e-6),
+        Column("wire to it", _farthest, "+.2%"),
+        Column("in node, M", inside, ".3f", in_models),
+    ]
+
+
+def _pass_columns(in_models: float) -> list[Column]:
+    names = ("first_step", "later_step", "first_pass", "later_pass")
+    sent = [Column(f"{name.replace('_', ' ')}, M", name, ".4f", in_models) for name in names]
+    return [
+        Column("", "name"),
+        *sent,
         Column("pass, ms", "pass_seconds", ".0f", 1e3),
         Column("a rank's frozen matrices, MB", "held_bytes", ".2f", 1e-6),
-    )
+    ]
 
 
 def _most(number: Callable[[dict], float | None]) -> Callable[[Row], float | None]:
@@ -208,7 +193,15 @@ def _most(number: Callable[[dict], float | None]) -> Callable[[Row], float | Non
     return lambda row: largest(map(number, row["nodes"]))
 
 
+def _farthest(row: Row) -> float | None:
+    """How far a node's wire is from its ledger at most, relatively."""
+    differences = [node["difference"] for node in row["nodes"] if node["difference"] is not None]
+    return max(differences, key=abs, default=None)
+
+
 def _link_title(run: dict) -> str:
+    if run["link"] is None:
+        return "one host, no network"
     measured = " and ".join(f"{rate:.0f}" for rate in run["link"]["measured"])
     return f"rate {run['rate']}: one connection carries {measured} Mbit/s of payload, each way"
 
@@ -216,16 +209,9 @@ def _link_title(run: dict) -> str:
 def _remarks(run: dict) -> list[str]:
     lines = []
     if run["link"] is not None:
-        limit = run["link"]["limit"]
-        slowest = min(run["link"]["measured"])
+        limit, slowest = run["link"]["limit"], min(run["link"]["measured"])
         if limit is not None and abs(slowest / limit - 1) > RATE_TOLERANCE:
             lines.append(f"The link is too slow or too fast: {slowest:.0f} of {limit:.0f} Mbit/s.")
     if run["dropped"]:
         lines.append(f"{run['dropped']} packets were dropped at the links and retransmitted.")
     return lines
-
-
-def _farthest(row: Row) -> float | None:
-    """How far a node's wire is from its ledger at most, relatively."""
-    differences = [node["difference"] for node in row["nodes"] if node["difference"] is not None]
-    return max(differences, key=abs, default=None)

@@ -1,9 +1,9 @@
 """The configurations that an emulated cluster compares: the same GPT, weights, tokens and AdamW.
 
 `fsdp2` is plain `fully_shard`; `fsdp2-ring` the same with a reduce-scatter that sends what NCCL's
-sends, half of gloo's; `attach` the first with all of ZeRO++ by `zeropp.attach`, `deepspeed`
-DeepSpeed's ZeRO-3, all in bf16. The others are those of benchmarks/shared/zero_json.py; in the last
-three, only LoRA's adapters are trained, of rank 8 or as flags say. In front of the others stand the
+sends, half of gloo's; `attach` the first with all of ZeRO++ by `zeropp.attach`, all in bf16. The
+others are those of benchmarks/shared/zero_json.py; in the last three, only LoRA's adapters are
+trained, of rank 8 or as flags say. In front of the others stand the
 sizes of axes that split the model: `tp2-zeropp`, `pp2-zero1`, `pp2-tp2-zero3`, `cp2-zeropp`.
 `ep2-zeropp` and `ep4-fsdp2` say how many ranks split the experts of a mixture. All compute the same
 batches.
@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.cluster.peers.deepspeed_peer import deepspeed_step
 from benchmarks.cluster.peers.fsdp2_experts import fsdp2_experts
 from benchmarks.cluster.peers.ring_reduce_scatter import RingReduceScatter
 from benchmarks.shared.training_setup import TrainingSetup
@@ -52,8 +51,8 @@ AXES = MappingProxyType(
 )
 LORA = ("lora-zero3", "mixz", "mixz-hpz")
 ADAPTERS = LoraConfig(lora_rank=8, pretrained_checkpoint="none: the weights are drawn")
-FSDP2, FSDP2_RING, ATTACH, DEEPSPEED = "fsdp2", "fsdp2-ring", "attach", "deepspeed"
-NAMES = (FSDP2, FSDP2_RING, ATTACH, *OURS, DEEPSPEED)
+FSDP2, FSDP2_RING, ATTACH = "fsdp2", "fsdp2-ring", "attach"
+NAMES = (FSDP2, FSDP2_RING, ATTACH, *OURS)
 STEPS_OF_TEXT = 512  # before the text begins again
 
 Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes
@@ -78,9 +77,6 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
     if sizes:
         setup = _divided_setup(setup, sizes, ranks_per_node)
     steps = itertools.cycle(setup.steps_of_text(STEPS_OF_TEXT))
-    if name == DEEPSPEED:
-        step, parameters = deepspeed_step(setup, steps)
-        return Configuration(step=step, parameters=parameters)
     if zero_name in (FSDP2, FSDP2_RING, ATTACH):
         if setup.config.model.has_experts:
             model = fsdp2_experts(setup)

@@ -1,7 +1,4 @@
 """The README's table and picture, made from the results of two benchmarks.
-
-    python -m benchmarks.cluster.headline CLUSTER.json CONVERGENCE.json
-
 CLUSTER.json is a result of `benchmarks.cluster.cluster` with the configurations of `NAMES`, and
 CONVERGENCE.json one of `benchmarks.convergence.convergence` with `code-steps`. Table and picture
 replace what stands between two comments in README.md. The picture is written beside CLUSTER.json,
@@ -14,7 +11,6 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import largest, rate_title
@@ -24,21 +20,17 @@ from benchmarks.shared.table import Column, Row, table
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 
-NAMES: Mapping[str, str] = MappingProxyType(
-    {  # configuration -> what the README calls it
-        "fsdp2": "FSDP2, gloo",
-        "fsdp2-ring": "FSDP2, ring",
-        "zeropp": "ZeRO++ as published",
-        "code-steps": "Megatron-Z++",
-    }
-)
+NAMES: Mapping[str, str] = {  # configuration -> what the README calls it
+    "fsdp2": "FSDP2, gloo",
+    "fsdp2-ring": "FSDP2, ring",
+    "zeropp": "ZeRO++ as published",
+    "code-steps": "Megatron-Z++",
+}
 OURS = "code-steps"
-JSONS: Mapping[str, str] = MappingProxyType(  # configuration -> the file that sets the same
-    {
-        "zeropp": "examples/ds_zeropp_two_nodes.json",
-        "code-steps": "examples/ds_code_steps_two_nodes.json",
-    }
-)
+JSONS: Mapping[str, str] = {  # configuration -> the file that sets the same
+    "zeropp": "examples/ds_zeropp_two_nodes.json",
+    "code-steps": "examples/ds_code_steps_two_nodes.json",
+}
 PICTURE_RATES = ("100mbit", "1gbit")
 BEGIN, END = "<!-- headline: begin -->\n", "<!-- headline: end -->\n"
 
@@ -53,9 +45,8 @@ def main() -> None:
     picture = options.cluster.with_suffix(".png")
     try:
         require_matplotlib(picture)
-        text = with_headline(
-            options.readme.read_text(), headline(options.cluster, options.convergence)
-        )
+        made = headline(options.cluster, options.convergence)
+        text = with_headline(options.readme.read_text(), made)
         draw(pictured(json.loads(options.cluster.read_text())), picture)
     except InputError as error:
         sys.exit(f"error: {error}")
@@ -64,17 +55,17 @@ def main() -> None:
 
 def headline(cluster_path: Path, convergence_path: Path) -> str:
     """The picture, the table, and what was trained, as Markdown."""
-    cluster, convergence = (
-        json.loads(path.read_text()) for path in (cluster_path, convergence_path)
-    )
+    paths = cluster_path, convergence_path
+    cluster, convergence = (json.loads(path.read_text()) for path in paths)
     rows = [_bytes_row(cluster), *map(_times_row, cluster["runs"])]
     columns = [Column(title, name) for name, title in NAMES.items()]
     parts = [
         f"![Bytes between two nodes and step times]({_link(cluster_path, '.png')})",
         table(rows, Column("", "title"), *columns, Column("FSDP2 takes (ring / gloo)", "ratios")),
-        _wrapped(f"{_setting(cluster)} [All figures]({_link(cluster_path, '.md')})."),
-        _wrapped(f"{_loss(convergence)} [All figures]({_link(convergence_path, '.md')})."),
     ]
+    for said, path in ((_setting(cluster), cluster_path), (_loss(convergence), convergence_path)):
+        said += f" [All figures]({_link(path, '.md')})."
+        parts.append(textwrap.fill(said, 110, break_long_words=False, break_on_hyphens=False))
     return "\n\n".join(parts) + "\n"
 
 
@@ -106,29 +97,28 @@ def _rows(run: dict) -> dict[str, Row]:
     return {name: rows[name] for name in NAMES}
 
 
+def _row(title: str, cells: Mapping[str, str], values: Mapping[str, float]) -> Row:
+    """A row of cells, and how many times ours the values of FSDP2 are."""
+    ring, gloo = (values[name] / values[OURS] for name in ("fsdp2-ring", "fsdp2"))
+    return {"title": title, **cells, "ratios": f"**{ring:.1f} ×** / {gloo:.1f} ×"}
+
+
 def _bytes_row(cluster: dict) -> Row:
-    rows = _rows(cluster["runs"][0])
+    rows, model_bytes = _rows(cluster["runs"][0]), 2 * cluster["parameters"]
     sent = {name: largest(node["sent"] for node in row["nodes"]) for name, row in rows.items()}
-    model_bytes = 2 * cluster["parameters"]
     cells = {
         name: f"{value / 1e6:.1f} MB ({value / model_bytes:.2f} M)" for name, value in sent.items()
     }
-    return {"title": "a node sends per step", **cells, "ratios": _ratios(sent)}
+    return _row("a node sends per step", cells, sent)
 
 
 def _times_row(run: dict) -> Row:
-    rows = _rows(run)
+    medians = {name: row["median"] for name, row in _rows(run).items()}
     cells = {
-        name: "{:.2f} s ({:.2f} to {:.2f})".format(row["median"], *row["quartiles"])
-        for name, row in rows.items()
+        name: "{:.2f} s ({:.2f} to {:.2f})".format(medians[name], *row["quartiles"])
+        for name, row in _rows(run).items()
     }
-    medians = {name: row["median"] for name, row in rows.items()}
-    return {"title": f"step, {rate_title(run['rate'])}", **cells, "ratios": _ratios(medians)}
-
-
-def _ratios(values: Mapping[str, float]) -> str:
-    ring, gloo = (values[name] / values[OURS] for name in ("fsdp2-ring", "fsdp2"))
-    return f"**{ring:.1f} ×** / {gloo:.1f} ×"
+    return _row(f"step, {rate_title(run['rate'])}", cells, medians)
 
 
 def _setting(cluster: dict) -> str:
@@ -154,10 +144,6 @@ def _loss(convergence: dict) -> str:
         f"`make pretrain`, over {row['seeds']} seeds: **{row['difference']:+.2%} ± "
         f"{row['error']:.2%}** (standard error) against the same runs without quantization."
     )
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 110, break_long_words=False, break_on_hyphens=False)
 
 
 def _link(path: Path, suffix: str) -> str:

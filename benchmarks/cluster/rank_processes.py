@@ -4,6 +4,7 @@ Orders and answers travel through pipes, not through the network that is measure
 an order within microseconds of each other, so it needs no barrier.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,19 +12,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 
+from benchmarks.cluster.network import emulation
 from benchmarks.shared.rank_launch import RanksFailed
+from benchmarks.shared.result import ROOT
 from zeropp.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[2]
 RANK_MODULE = "benchmarks.cluster.cluster_rank"
 ORDER_SECONDS = 600  # for every rank to answer
 OUTPUT_CHARACTERS = 3000  # of a dead rank's output that are shown
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PORT = 29500  # free in every namespace
 
 
 class RankFailed(RanksFailed):
@@ -39,6 +43,34 @@ class RankProcess:
     connection: Connection
     output: Path
 
+    @classmethod
+    def start(
+        cls, rank: int, prefix: Sequence[str], variables: Mapping[str, str], output: Path
+    ) -> "RankProcess":
+        """Start a rank in a session of its own, which Ctrl-C does not reach."""
+        ours, theirs = Pipe()
+        common = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+        with output.open("wb") as file:
+            popen = subprocess.Popen(
+                [*prefix, sys.executable, "-m", RANK_MODULE, str(theirs.fileno())],
+                cwd=ROOT,
+                env={**os.environ, **common, **variables},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        theirs.close()
+        return cls(rank=rank, popen=popen, connection=ours, output=output)
+
+    def kill(self) -> None:
+        """End the process and what it has started."""
+        self.connection.close()
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
     def last_output(self) -> str:
         """How the process ended, if it did, and the end of its output."""
         code = self.popen.poll()
@@ -46,6 +78,11 @@ class RankProcess:
         if code is not None and code < 0:
             state = f"killed by {signal.Signals(-code).name}"
         return f"{state}\n{self.output.read_text(errors='replace')[-OUTPUT_CHARACTERS:]}".rstrip()
+
+    def died(self) -> RankFailed:
+        """The error that says how."""
+        self.popen.wait()
+        return RankFailed(f"rank {self.rank} died: {self.last_output()}")
 
 
 class RankProcesses:
@@ -61,7 +98,10 @@ class RankProcesses:
         with the reason for which a rank refuses.
         """
         for process in self.processes:
-            self._send(process, (order, arguments))
+            try:
+                process.connection.send((order, arguments))
+            except (BrokenPipeError, ConnectionResetError):
+                raise process.died() from None
         answers: dict[int, dict] = {}
         waiting = {process.connection: process for process in self.processes}
         deadline = time.monotonic() + ORDER_SECONDS
@@ -75,88 +115,66 @@ class RankProcesses:
                 )
             for connection in ready:
                 process = waiting.pop(connection)
-                answers[process.rank] = self._receive(process)
+                try:
+                    answer = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise process.died() from None
+                if "refused" in answer:
+                    raise InputError(answer["refused"])
+                answers[process.rank] = answer
         return [answers[process.rank] for process in self.processes]
 
     def pid_of_each_node(self, ranks_per_node: int) -> list[int]:
         """The process id of each node's first rank."""
         return [process.popen.pid for process in self.processes[::ranks_per_node]]
 
-    def _send(self, process: RankProcess, order: tuple) -> None:
-        try:
-            process.connection.send(order)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._died(process) from None
 
-    def _receive(self, process: RankProcess) -> dict:
-        try:
-            answer = process.connection.recv()
-        except (EOFError, ConnectionResetError):
-            raise self._died(process) from None
-        if "refused" in answer:
-            raise InputError(answer["refused"])
-        return answer
-
-    def _died(self, process: RankProcess) -> RankFailed:
-        process.popen.wait()
-        return RankFailed(f"rank {process.rank} died: {process.last_output()}")
-
-
-@contextmanager
-def started_ranks(
-    prefixes: Sequence[Sequence[str]], ranks_per_node: int, variables: Mapping[str, str]
+@contextlib.contextmanager
+def started_cluster(
+    nodes: int, ranks_per_node: int, round_trip: float | None
 ) -> Iterator[RankProcesses]:
-    """Start `ranks_per_node` ranks on each node; kill them at the end.
+    """Start the ranks on nodes with links without a limit, `round_trip` seconds apart.
 
-    `prefixes` are those of the commands that start ranks, one for each node; `variables` are added
-    to the environment of all ranks.
+    They are started without a network if it is None, and killed at the end.
     """
-    world = len(prefixes) * ranks_per_node
-    processes: list[RankProcess] = []
-    with tempfile.TemporaryDirectory(prefix="zeropp-cluster-") as folder:
-        try:
-            for rank in range(world):
-                node, local = divmod(rank, ranks_per_node)
-                own = {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(world),
-                    "LOCAL_RANK": str(local),
-                    "LOCAL_WORLD_SIZE": str(ranks_per_node),
-                    "GROUP_RANK": str(node),
-                    "GROUP_WORLD_SIZE": str(len(prefixes)),
-                }
-                output = Path(folder) / f"rank{rank}"
-                processes.append(_start(rank, prefixes[node], {**variables, **own}, output))
-            yield RankProcesses(processes)
-        finally:
-            for process in processes:
-                _kill(process)
+    with contextlib.ExitStack() as stack:
+        prefixes: list[list[str]] = [[]] * nodes
+        if round_trip is None:
+            variables = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(emulation.free_port()),
+                "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            }
+        else:
+            stack.enter_context(emulation.emulated_cluster(nodes, round_trip))
+            prefixes = [emulation.prefix(node) for node in range(nodes)]
+            meeting = {"MASTER_ADDR": emulation.address(0), "MASTER_PORT": str(PORT)}
+            variables = {**meeting, **emulation.VARIABLES}
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeropp-cluster-")))
+        processes = []
+        for rank in range(nodes * ranks_per_node):
+            node, local = divmod(rank, ranks_per_node)
+            own = {
+                "RANK": rank, "WORLD_SIZE": nodes * ranks_per_node,
+                "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks_per_node,
+                "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes,
+            }  # fmt: skip
+            settings = variables | {name: str(value) for name, value in own.items()}
+            process = RankProcess.start(rank, prefixes[node], settings, folder / f"rank{rank}")
+            stack.callback(process.kill)
+            processes.append(process)
+        yield RankProcesses(processes)
 
 
-def _start(
-    rank: int, prefix: Sequence[str], variables: Mapping[str, str], output: Path
-) -> RankProcess:
-    """Start a rank in a session of its own, which Ctrl-C does not reach."""
-    ours, theirs = Pipe()
-    common = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-    program = [sys.executable, "-m", RANK_MODULE, str(theirs.fileno())]
-    with output.open("wb") as file:
-        popen = subprocess.Popen(
-            [*prefix, *program],
-            cwd=ROOT,
-            env={**os.environ, **common, **variables},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-    theirs.close()
-    return RankProcess(rank=rank, popen=popen, connection=ours, output=output)
+def exit_on_signals() -> None:
+    """Turn signals that end this process into SystemExit, so that clean-up runs."""
+    for number in ENDING_SIGNALS:
+        signal.signal(number, _exit)
 
 
-def _kill(process: RankProcess) -> None:
-    process.connection.close()
-    with suppress(ProcessLookupError):  # it has ended already
-        os.killpg(process.popen.pid, signal.SIGKILL)
-    process.popen.wait()
+def _exit(number: int, frame: FrameType | None) -> None:
+    """Exit as after the signal; ignore further signals, so that clean-up is not interrupted."""
+    for ignored in ENDING_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
+    print(f"\nstopped by {signal.Signals(number).name}", file=sys.stderr)
+    sys.exit(128 + number)

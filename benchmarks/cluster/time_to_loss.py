@@ -1,12 +1,9 @@
 """How long training takes to a held-out loss on slow links, and what crosses them.
 
-    python -m benchmarks.cluster.time_to_loss [--rate 20mbit --rate 100mbit] [--variants \\
-        code-steps muon-code-steps muon-local-30] [--json FILE] [--plot FILE.png]
-
 Each variant of benchmarks.convergence.convergence trains at each rate in processes of its own. A
 node is a network namespace of this machine, with a link of that rate to the others (needs root, and
-the commands ip and tc). Nodes that step alone have one rank and others two, as hpZ needs; all share
-the same processors. Time is that of training steps alone: held-out losses are taken between them,
+the commands ip and tc). Under local SGD a node has one rank, else two, as hpZ needs; all share the
+same processors. Time is that of training steps alone: held-out losses are taken between them,
 while links have no limit. Bytes are read from the nodes' interfaces before and after the steps, and
 shown beside the ranks' traffic ledgers. An overlapped exchange that is under way when a loss is
 taken goes on meanwhile, and what of it crosses then is not read. The time to a loss is that to the
@@ -20,11 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cluster.network import emulation
-from benchmarks.cluster.rank_processes import RankProcesses
-from benchmarks.cluster.started_cluster import exit_on_signals, started_cluster
+from benchmarks.cluster.rank_processes import (
+    RankProcesses,
+    exit_on_signals,
+    started_cluster,
+)
 from benchmarks.convergence.variants import FLAGS, RATES, VARIANTS, Recipe
 from benchmarks.shared.benchmark import Benchmark, Flag
-from benchmarks.shared.charts import hide_top_and_right, save_png
+from benchmarks.shared.charts import chart
 from benchmarks.shared.table import Column, table
 from zeropp.errors import InputError
 
@@ -50,15 +50,13 @@ def recipe_of(options: argparse.Namespace, variant: str) -> Recipe:
     if batch % ranks:
         raise InputError(f"--global-batch-size {batch}: expected a multiple of the {ranks} ranks")
     sizes = f"--global-batch-size {batch} --micro-batch-size {batch // ranks}"
+    names = ("steps", "eval_interval", "eval_samples", *(flag.field for flag in RATES))
     return Recipe(
-        steps=options.steps,
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         dtype="fp32",
-        eval_interval=options.eval_interval,
-        eval_samples=options.eval_samples,
         flags=f"{FLAGS} {options.flags} {sizes}",
-        **{flag.field: getattr(options, flag.field) for flag in RATES},
+        **{name: getattr(options, name) for name in names},
     )
 
 
@@ -99,26 +97,23 @@ def trained(ranks: RankProcesses, variant: str, rate: str, recipe: Recipe, seed:
     processes = ranks.pid_of_each_node(recipe.ranks_per_node)
     nodes = len(processes)
     built = ranks.ask("pretrain", variant=variant, seed=seed, recipe=asdict(recipe))
-    losses, seconds, wire, ledger = [], [], 0, 0
-    losses.append((0, ranks.ask("held_out")[0]["loss"]))
+    losses, seconds, wire = [(0, ranks.ask("held_out")[0]["loss"])], [0.0], 0
     for step in range(recipe.eval_interval, recipe.steps + 1, recipe.eval_interval):
         emulation.set_rate(nodes, rate)
         before = sent_by(processes)
         answers = ranks.ask("train", steps=recipe.eval_interval)
         wire += statistics.fmean(sent_by(processes)) - statistics.fmean(before)
         emulation.set_rate(nodes, emulation.UNLIMITED)
-        slowest = max(sum(answer["seconds"]) for answer in answers)
-        seconds.append((seconds[-1] if seconds else 0.0) + slowest)
-        ledger = answers[0]["ledger"]
+        seconds.append(seconds[-1] + max(sum(answer["seconds"]) for answer in answers))
         losses.append((step, ranks.ask("held_out")[0]["loss"]))
     parameters = built[0]["parameters"]
     return {
         "variant": variant,
         "parameters": parameters,
         "losses": losses,
-        "seconds": [0.0, *seconds],
+        "seconds": seconds,
         "wire": wire / recipe.steps,
-        "ledger": ledger / recipe.steps,
+        "ledger": answers[0]["ledger"] / recipe.steps,
         "of_model": wire / recipe.steps / (2 * parameters),
     }
 
@@ -159,52 +154,39 @@ def show(result: dict) -> str:
 
 def draw(result: dict, path: Path) -> None:
     """Write the PNG: held-out losses over the seconds of training, a panel for each rate."""
-    from matplotlib.figure import Figure
-
     rates = list(dict.fromkeys(row["rate"] for row in result["rows"]))
-    figure = Figure(figsize=(4.8 * len(rates), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
-    for panel, rate in zip(panels, rates, strict=True):
-        for row in (row for row in result["rows"] if row["rate"] == rate):
-            losses = [loss for _, loss in row["losses"]]
-            panel.plot(row["seconds"], losses, label=row["variant"], linewidth=1.4)
-        panel.axhline(result["target"], color="#555555", linewidth=0.8, linestyle=":")
-        panel.set_title(f"links of {rate}", fontsize=10)
-        panel.set_xlabel("seconds of training")
-        panel.grid(alpha=0.25)
-        hide_top_and_right(panel)
-    panels[0].set_ylabel("held-out loss, nats per token")
-    panels[0].legend(frameon=False, fontsize=8)
-    save_png(figure, path)
+    with chart(path, (4.8 * len(rates), 4.2), len(rates), sharey=True) as (_, panels):
+        for panel, rate in zip(panels, rates, strict=True):
+            for row in (row for row in result["rows"] if row["rate"] == rate):
+                losses = [loss for _, loss in row["losses"]]
+                panel.plot(row["seconds"], losses, label=row["variant"], linewidth=1.4)
+            panel.axhline(result["target"], color="#555555", linewidth=0.8, linestyle=":")
+            panel.set_title(f"links of {rate}", fontsize=10)
+            panel.set_xlabel("seconds of training")
+        panels[0].set_ylabel("held-out loss, nats per token")
+        panels[0].legend(frameon=False, fontsize=8)
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--variants", USUAL, "the first is the reference", choices=tuple(VARIANTS)),
-        Flag(
-            "--rate",
-            help="of each node's link, in each direction (default: 20mbit and 100mbit)",
-            is_repeated=True,
-        ),
-        Flag("--nodes", 2, least=2),
-        Flag("--ranks-per-node", 2, "of variants that exchange in each step", least=1),
-        Flag("--ranks-alone", 1, "of a node that steps alone", least=1),
-        Flag("--global-batch-size", 8, "samples of a step of all ranks", least=1),
-        Flag("--steps", 600, "iterations of a run", least=1),
-        Flag("--seed", 1),
-        Flag("--eval-interval", 20, "iterations between held-out losses", least=1),
-        Flag("--eval-samples", 256, "samples of each held-out loss, always the same"),
-        Flag("--target", help="the loss; default: the highest of all final ones", type=float),
-        *RATES,
-        Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
+OPTIONS = (
+    Flag("--variants", USUAL, "the first is the reference", choices=tuple(VARIANTS)),
+    Flag(
+        "--rate",
+        help="of each node's link, in each direction (default: 20mbit and 100mbit)",
+        is_repeated=True,
     ),
-    check=check,
-    measure=measure,
-    show=show,
-    draw=draw,
+    Flag("--nodes", 2, least=2),
+    Flag("--ranks-per-node", 2, "of variants without local SGD", least=1),
+    Flag("--ranks-alone", 1, "of a node under local SGD", least=1),
+    Flag("--global-batch-size", 8, "samples of a step of all ranks", least=1),
+    Flag("--steps", 600, "iterations of a run", least=1),
+    Flag("--seed", 1),
+    Flag("--eval-interval", 20, "iterations between held-out losses", least=1),
+    Flag("--eval-samples", 256, "samples of each held-out loss, always the same"),
+    Flag("--target", help="the loss; default: the highest of all final ones", type=float),
+    *RATES,
+    Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, check=check, draw=draw)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,7 +1,5 @@
 """Bytes that a node sends per step on clusters larger than any at hand.
 
-    python -m benchmarks.cluster.traffic_at_scale [--only NAME ...] [--json FILE]
-
 By default the 18-billion-parameter GPT of the ZeRO++ tutorial on 24 nodes of 16 ranks. A rank runs
 its step in PyTorch's fake process group, on tensors without memory, and its ledger counts what it
 would have sent. Two ranks of a node are counted: the last one, whose neighbour in a ring is on the
@@ -15,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
@@ -31,13 +28,7 @@ SHAPE = {
     "nodes": 24, "ranks_per_node": 16, "micro_batches": 1, "layers": 40, "hidden": 6144,
     "heads": 32, "seq": 512, "vocab": 50257,
 }  # fmt: skip
-COMPONENTS = {
-    "ZeRO-3": "zero3",
-    "qwZ": "qwz",
-    "hpZ": "hpz",
-    "qgZ": "qgz",
-    "all three": "zeropp",
-}
+COMPONENTS = {"ZeRO-3": "zero3", "qwZ": "qwz", "hpZ": "hpz", "qgZ": "qgz", "all three": "zeropp"}
 PURPOSES = {
     "weights_forward": "weights, forward",
     "weights_backward": "weights, backward",
@@ -112,7 +103,10 @@ def show(result: Mapping) -> str:
     counted = table(
         [*rows, *result["rows"]],
         Column("", "name"),
-        *(Column(title, partial(across, purpose), ".4f") for purpose, title in PURPOSES.items()),
+        *(
+            Column(title, lambda row, p=purpose: row["ledger"][f"{p} across_nodes"], ".4f")
+            for purpose, title in PURPOSES.items()
+        ),
         Column("across nodes", lambda row: row["ledger"]["across_nodes"], ".4f"),
         Column("by formula", lambda row: row["forecast"]["across_nodes"], ".4f"),
         Column("within the node", lambda row: row["ledger"]["in_node"], ".4f"),
@@ -120,21 +114,11 @@ def show(result: Mapping) -> str:
     return f"{title}\n\n{counted}"
 
 
-def across(purpose: str, row: Mapping) -> float:
-    """What a row's node sends to others for a purpose."""
-    return row["ledger"][f"{purpose} across_nodes"]
-
-
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        *(Flag(f"--{name.replace('_', '-')}", value) for name, value in SHAPE.items()),
-        Flag("--only", tuple(COMPONENTS), "some of the rows", choices=tuple(COMPONENTS)),
-    ),
-    measure=measure,
-    show=show,
+OPTIONS = (
+    *(Flag(f"--{name.replace('_', '-')}", value) for name, value in SHAPE.items()),
+    Flag("--only", tuple(COMPONENTS), "some of the rows", choices=tuple(COMPONENTS)),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

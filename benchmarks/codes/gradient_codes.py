@@ -1,7 +1,5 @@
 """Which code gradients are sent in: the error of each against the bytes it takes when compressed.
 
-    python -m benchmarks.codes.gradient_codes [--steps N ...] [--json FILE] [--results FILE.md]
-
 Measured on the gradients of a small GPT at several steps of its training on the text of Python's
 standard library, on the same ones with 8 of each 512 columns times 30 (massive activations have
 such columns), and beside such columns in Gaussian numbers and in numbers with a positive mean.
@@ -14,28 +12,35 @@ the input. Beside: of the elements in the other columns.
 """
 
 import argparse
+import importlib
 import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from benchmarks.codes.schemes import GradientCode, candidates, coded_bits
-from benchmarks.convergence.quantization_schemes import zeropp_round_trip
+from benchmarks.codes.block_codes import (
+    BlockCode,
+    Coded,
+    candidates,
+    gain_of,
+    zeropp_round_trip,
+)
+from benchmarks.codes.small_gpt import SmallGPT
 from benchmarks.convergence.variants import FLAGS
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
 from benchmarks.shared.table import Column, table
-from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.settings.arguments import parse
-from zeropp.optim.step_or_skip import local_part
 from zeropp.quant.packing import ROTATED_4
-from zeropp.ranks.topology import Environment
 
+zstd = importlib.import_module(
+    "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+)
 MODEL = f"{FLAGS} --hidden-size 512 --num-layers 2 --num-attention-heads 8"
 COLUMNS, LARGE, FACTOR = 512, 8, 30.0
 DRAWN_ROWS = 2048
+CHUNK = 1 << 18  # bytes that are compressed together
+SCALE_BITS = 16
 ZEROPP: Mapping[str, int] = {"INT4, blocks of 128": 4, "rotated INT4": ROTATED_4, "INT3": 3}
 GAIN_OF_ALL, GAIN_BESIDE = 0.005, 0.02  # how far from 1 they may be
 
@@ -57,28 +62,21 @@ def measure(options: argparse.Namespace, result: dict) -> None:
 
 def gradients(steps: Sequence[int]) -> tuple[list[Tensor], list[float]]:
     """The gradients (rows, 512) of the matrices of the blocks at these steps, and the losses."""
-    words = [*MODEL.split(), "--train-iters", str(max(steps) + 1), "--eval-iters", "0"]
-    config = parse([*words, "--zero-stage", "0", "--seed", "1"], 1)
-    run = silent_run(config, join_ranks(Environment(), config.parallel))
-    model, found, losses = run.trainer.sharding.model, [], []
-    with training_batches(run) as batches:
+    found, losses = [], []
+    with SmallGPT(MODEL, max(steps) + 1) as gpt:
         for step in range(max(steps) + 1):
-            loss = run_step(run, batches).loss
-            if step not in steps:
-                continue
-            losses.append(loss)
-            model.zero_grad()
-            run.trainer.forward_backward(batches, config.batch.global_batch_size, 1.0)
-            found += [
-                local_part(weight.grad).reshape(-1, COLUMNS).clone()
-                for name, weight in model.named_parameters()
-                if weight.dim() > 1 and name.startswith("blocks.")
-            ]
-            model.zero_grad()
+            loss = gpt.step()
+            if step in steps:
+                losses.append(loss)
+                found += [
+                    gradient.reshape(-1, COLUMNS)
+                    for name, gradient in gpt.gradients().items()
+                    if name.startswith("blocks.")
+                ]
     return found, losses
 
 
-def verify(codes: Mapping[str, GradientCode], matrices: Sequence[Tensor]) -> None:
+def verify(codes: Mapping[str, BlockCode], matrices: Sequence[Tensor]) -> None:
     """Raise Disagreement unless the models of zeropp's formats give the same numbers as its ops."""
     for name, bits in ZEROPP.items():
         for matrix in matrices:
@@ -88,7 +86,7 @@ def verify(codes: Mapping[str, GradientCode], matrices: Sequence[Tensor]) -> Non
 
 
 def figures(
-    code: GradientCode, matrices: Sequence[Tensor], gaussian: Tensor, positive: Tensor
+    code: BlockCode, matrices: Sequence[Tensor], gaussian: Tensor, positive: Tensor
 ) -> dict:
     """The row of one code."""
     beside = large_columns().logical_not()
@@ -132,6 +130,24 @@ def error_and_gain(exact: Sequence[Tensor], results: Sequence[Tensor], prefix: s
     return {f"{prefix}error": float((a - b).norm() / a.norm()), f"{prefix}gain": gain_of(a, b)}
 
 
+def coded_bits(results: Sequence[Coded]) -> tuple[float, float]:
+    """Bits of an element after Zstandard, and by the entropy of single codes; with scales."""
+    compressed = entropy = 0.0
+    for result in results:
+        codes = result.codes - result.codes.min()
+        counts = torch.bincount(codes.long()).double()
+        shares = counts[counts > 0] / len(codes)
+        entropy -= float((shares * shares.log2()).sum()) * len(codes)
+        packed = codes.to(torch.uint8)
+        if len(counts) <= 16:
+            packed = packed[0::2] | packed[1::2] << 4
+        chunks = (chunk.numpy().tobytes() for chunk in packed.split(CHUNK))
+        compressed += 8 * sum(len(zstd.compress(chunk, 1)) for chunk in chunks)
+    scales = SCALE_BITS * sum(result.blocks for result in results)
+    elements = sum(len(result.codes) for result in results)
+    return (compressed + scales) / elements, (entropy + scales) / elements
+
+
 def large_columns() -> Tensor:
     """(512,) bool."""
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
@@ -143,39 +159,24 @@ def with_large_columns(matrix: Tensor) -> Tensor:
     return torch.where(large_columns(), matrix * FACTOR, matrix)
 
 
-def gain_of(exact: Tensor, result: Tensor) -> float:
-    """The factor of the least-squares fit of the result to the exact values, both (n,)."""
-    exact, result = exact.double(), result.double()
-    return float(exact @ result / (exact @ exact))
-
-
-def share(title: str, name: str) -> Column:
-    """A column of per cent."""
-    return Column(f"{title}, %", name, ".2f", 100)
-
-
-def gain(title: str, name: str) -> Column:
-    """A column of gains."""
-    return Column(title, name, ".4f")
-
-
 def show(result: dict) -> str:
     """All codes."""
+    form, percent = ".4f", (".2f", 100)
     rows = table(
         sorted(result["codes"], key=lambda row: row["coded"]),
         Column("", "code"),
         Column("coded bits", "coded", ".3f"),
         Column("entropy", "entropy", ".3f"),
-        share("error", "error"),
-        gain("gain", "gain"),
+        Column("error, %", "error", *percent),
+        Column("gain", "gain", form),
         Column("with large columns: coded", "columns_coded", ".3f"),
-        share("error", "columns_error"),
-        gain("gain", "columns_gain"),
-        share("error beside", "beside_error"),
-        gain("gain beside", "beside_gain"),
-        gain("Gaussian: gain beside", "gaussian_beside_gain"),
-        share("zeros beside", "zeros"),
-        share("positive mean: bias beside", "bias"),
+        Column("error, %", "columns_error", *percent),
+        Column("gain", "columns_gain", form),
+        Column("error beside, %", "beside_error", *percent),
+        Column("gain beside", "beside_gain", form),
+        Column("Gaussian: gain beside", "gaussian_beside_gain", form),
+        Column("zeros beside, %", "zeros", *percent),
+        Column("positive mean: bias beside, %", "bias", *percent),
         Column("keeps the gain", lambda row: "yes" if row["eligible"] else "no"),
     )
     losses = ", ".join(f"{loss:.2f}" for loss in result["losses"])
@@ -187,15 +188,8 @@ def show(result: dict) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--steps", (10, 80, 240), "of training, at which gradients are taken", least=None),
-    ),
-    measure=measure,
-    show=show,
-)
+OPTIONS = (Flag("--steps", (10, 80, 240), "of training, at which gradients are taken"),)
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

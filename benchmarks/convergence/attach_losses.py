@@ -1,7 +1,5 @@
 """What `zeropp.attach` does to the losses of five trainers, and to the bytes between nodes.
 
-    python -m benchmarks.convergence.attach_losses [--steps 200] [--trainers FSDP2 TRL]
-
 Each trainer trains a small Llama twice on the text of Python's standard library, byte by byte, on
 four ranks as two nodes of two: as it does by itself, and with qwZ, hpZ and qgZ attached. Losses are
 means over the last tenth of the steps. Bytes between nodes are those of the ledger, of all ranks
@@ -30,14 +28,11 @@ from zeropp.ranks.topology import Environment
 
 RANKS, RANKS_PER_NODE = 4, 2
 NAMES = ("FSDP2", "transformers", "TRL", "Lightning", "torchtitan")
-CONFIG = zero_json("zeropp", RANKS_PER_NODE)
-Sent = dict[tuple[str, str], float]
 
 
 def measure(options: argparse.Namespace, result: dict) -> None:
     """Compare all trainers."""
-    result["steps"] = options.steps
-    result["rows"] = []
+    result |= {"steps": options.steps, "rows": []}
     for name in options.trainers:
         arguments = ["--steps", str(options.steps), "--trainers", name]
         row = run_on_ranks(__spec__.name, RANKS, arguments, ranks_per_node=RANKS_PER_NODE)
@@ -53,9 +48,10 @@ def compare(options: argparse.Namespace) -> dict:
     text = ByteText(options.steps * RANKS * SAMPLES, LENGTH - 1)
     tokens = torch.stack([torch.from_numpy(sample["tokens"]) for sample in text])
     tokens = tokens.view(options.steps, RANKS, SAMPLES, LENGTH)
+    config = zero_json("zeropp", RANKS_PER_NODE)
     with tempfile.TemporaryDirectory() as folder:
         plain, _ = TRAINERS[name](tokens, None, Path(folder))
-        losses, attached = TRAINERS[name](tokens, CONFIG, Path(folder))
+        losses, attached = TRAINERS[name](tokens, config, Path(folder))
     last = max(1, options.steps // 10)
     return {
         "trainer": name,
@@ -68,10 +64,10 @@ def compare(options: argparse.Namespace) -> dict:
     }
 
 
-def across_nodes(sent: Sent) -> float:
-    """Return the bytes that all ranks send to other nodes."""
-    total = torch.tensor(sum(n for (_, hop), n in sent.items() if hop == "across_nodes"))
-    total = total.double()
+def across_nodes(sent: dict[tuple[str, str], float]) -> float:
+    """Return the bytes that all ranks send to other nodes, by this rank's ledger."""
+    own = sum(num_bytes for (_, hop), num_bytes in sent.items() if hop == "across_nodes")
+    total = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item()
 
@@ -89,14 +85,8 @@ def show(result: dict) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(Flag("--steps", 200, least=1), Flag("--trainers", NAMES, choices=NAMES)),
-    measure=measure,
-    on_rank=compare,
-    show=show,
-)
+OPTIONS = (Flag("--steps", 200, least=1), Flag("--trainers", NAMES, choices=NAMES))
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, on_rank=compare)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

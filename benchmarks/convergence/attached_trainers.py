@@ -29,6 +29,7 @@ from transformers import (
 
 import zeropp
 from benchmarks.convergence.torchtitan_llama import sharded_llama
+from benchmarks.shared.training_setup import mean_of_ranks
 from zeropp.integrations.transformers import ZeroppCallback
 
 LENGTH, SAMPLES, LR = 64, 8, 5e-4  # tokens of a sample; samples of a rank's micro-batch
@@ -136,13 +137,6 @@ def loop(model: nn.Module, tokens: torch.Tensor, loss_of: Any) -> list[float]:
         optimizer.zero_grad()
         losses.append(mean_of_ranks(loss))
     return losses
-
-
-def mean_of_ranks(loss: torch.Tensor) -> float:
-    """Return the mean over the ranks."""
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
 
 
 def hugging_face_arguments(folder: Path, kind: type, steps: int, **more: object) -> Any:

@@ -5,12 +5,11 @@ difference is taken within a seed, relative to the baseline's loss, and only the
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.convergence.variants import BASELINE, VARIANTS
-from benchmarks.shared.table import Column
-from benchmarks.shared.table import table as columns_of
+from benchmarks.convergence.variants import BASELINE
+from benchmarks.shared import table as tables
 
 WINDOW = 20  # iterations over which training losses are averaged before they are compared
 TARGET = 0.005  # relative: how far the held-out loss of all three components may be off
@@ -58,7 +57,8 @@ class Curves:
 
 def compare(runs: Runs) -> list[Row]:
     """A row for each variant, in the order of `runs`; all have the baseline's seeds."""
-    return [_row(variant, of_seeds, runs[BASELINE]) for variant, of_seeds in runs.items()]
+    over_time = curves(runs)
+    return [_row(each, runs[each.variant], runs[BASELINE]) for each in over_time]
 
 
 def curves(runs: Runs) -> list[Curves]:
@@ -75,116 +75,97 @@ def smoothed(losses: Sequence[float]) -> list[Point]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    return columns_of(map(asdict, rows), *COLUMNS)
+    return tables.table(map(asdict, rows), *COLUMNS)
 
 
 def verdict(rows: Sequence[Row]) -> str | None:
     """Whether all three components together reach the target; None if they were not trained."""
-    for row in rows:
-        if row.variant == "zeropp":
-            reached = "within" if abs(row.difference) <= TARGET else "NOT within"
-            return (
-                f"All three: held-out loss {100 * row.difference:+.2f}% from the baseline's, "
-                f"{reached} {100 * TARGET:g}%."
-            )
+    for row in (each for each in rows if each.variant == "zeropp"):
+        reached = "within" if abs(row.difference) <= TARGET else "NOT within"
+        return (
+            f"All three: held-out loss {100 * row.difference:+.2f}% from the baseline's, "
+            f"{reached} {100 * TARGET:g}%."
+        )
     return None
 
 
 def bits_lines(rows: Sequence[Row]) -> list[str]:
     """For each variant with coded messages, the bits that their numbers took."""
-    return [
-        f"{row.variant}: "
-        + ", ".join(f"{bits:.2f} bits a {name}" for name, bits in row.bits.items())
+    texts = {
+        row.variant: [f"{bits:.2f} bits a {name}" for name, bits in row.bits.items()]
         for row in rows
-        if row.bits
-    ]
+    }
+    return [f"{variant}: {', '.join(each)}" for variant, each in texts.items() if each]
 
 
-def _unless_baseline(text: Callable[[dict], str]) -> Callable[[dict], str | None]:
-    return lambda row: None if row["variant"] == BASELINE else text(row)
+def _but_baseline(value: Callable[[dict], object]) -> Callable[[dict], object]:
+    return lambda row: None if row["variant"] == BASELINE else value(row)
 
 
 COLUMNS = (
-    Column("", "variant"),
-    Column("held-out loss", "final", ".4f"),
-    Column(
-        "to baseline",
-        _unless_baseline(lambda row: f"{row['difference']:+.2%} ± {row['error']:.2%}"),
-    ),
-    Column(
-        "worst seed", _unless_baseline(lambda row: f"{row['worst']:+.2%} ({row['worst_seed']})")
-    ),
-    Column("largest bump", _unless_baseline(lambda row: row["bump"]), "+.2%"),
-    Column("at iteration", _unless_baseline(lambda row: row["bump_at"])),
-    Column("MB across nodes", "node_bytes", ".2f", 1e-6),
-    Column("in M", "of_model", ".3f"),
-    Column("ms a step", "step_seconds", ".0f", 1e3),
+    tables.Column("", "variant"),
+    tables.Column("held-out loss", "final", ".4f"),
+    tables.Column("to baseline", _but_baseline("{difference:+.2%} ± {error:.2%}".format_map)),
+    tables.Column("worst seed", _but_baseline("{worst:+.2%} ({worst_seed})".format_map)),
+    tables.Column("largest bump", _but_baseline(lambda row: row["bump"]), "+.2%"),
+    tables.Column("at iteration", _but_baseline(lambda row: row["bump_at"])),
+    tables.Column("MB across nodes", "node_bytes", ".2f", 1e-6),
+    tables.Column("in M", "of_model", ".3f"),
+    tables.Column("ms a step", "step_seconds", ".0f", 1e3),
 )
 
 
-def _row(variant: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Row:
+def _row(over_time: Curves, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Row:
+    runs = list(of_seeds.values())
     finals = {
         seed: run["held_out"][-1][1] / baseline[seed]["held_out"][-1][1] - 1
         for seed, run in of_seeds.items()
     }
-    worst_seed = max(finals, key=lambda seed: finals[seed])
-    over_time = _curves(variant, of_seeds, baseline).training_difference
-    bump_at, bump = max(over_time, key=lambda point: point[1])
+    worst_seed = max(finals, key=finals.get)
+    bump_at, bump = max(over_time.training_difference, key=lambda point: point[1])
     across = statistics.fmean(
-        sum(sent for key, sent in run["node_bytes"].items() if key.endswith(ACROSS))
-        for run in of_seeds.values()
+        sum(sent for key, sent in run["node_bytes"].items() if key.endswith(ACROSS)) for run in runs
     )
-    error = statistics.stdev(finals.values()) / len(finals) ** 0.5 if len(finals) > 1 else 0.0
-    any_run = next(iter(of_seeds.values()))
+    bits = [run.get("bits", {}) for run in runs]
     return Row(
-        variant=variant,
-        seeds=len(of_seeds),
-        first=statistics.fmean(run["held_out"][0][1] for run in of_seeds.values()),
-        final=statistics.fmean(run["held_out"][-1][1] for run in of_seeds.values()),
+        variant=over_time.variant,
+        seeds=len(runs),
+        first=over_time.held_out[0][1],
+        final=over_time.held_out[-1][1],
         difference=statistics.fmean(finals.values()),
-        error=error,
+        error=statistics.stdev(finals.values()) / len(runs) ** 0.5 if len(runs) > 1 else 0.0,
         worst=finals[worst_seed],
         worst_seed=worst_seed,
         bump=bump,
         bump_at=bump_at,
         node_bytes=across,
-        of_model=across / (2 * any_run["parameters"]),
-        bits=_mean_bits(of_seeds.values()),
-        step_seconds=statistics.median(run["step_seconds"] for run in of_seeds.values()),
+        of_model=across / (2 * runs[0]["parameters"]),
+        bits={name: statistics.fmean(each[name] for each in bits) for name in bits[0]},
+        step_seconds=statistics.median(run["step_seconds"] for run in runs),
     )
 
 
-def _mean_bits(runs: Iterable[dict]) -> dict[str, float]:
-    of_runs = [run.get("bits", {}) for run in runs]
-    names = dict.fromkeys(name for bits in of_runs for name in bits)
-    return {name: statistics.fmean(bits[name] for bits in of_runs) for name in names}
-
-
 def _curves(variant: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Curves:
-    assert of_seeds.keys() == baseline.keys() and variant in VARIANTS, (variant, of_seeds)
-    training = [smoothed(run["training"]) for run in of_seeds.values()]
-    held_out = [run["held_out"] for run in of_seeds.values()]
-    peers = [baseline[seed] for seed in of_seeds]
+    training, held_out, training_difference, held_out_difference = [], [], [], []
+    for seed, run in of_seeds.items():
+        peer = baseline[seed]
+        training.append(smoothed(run["training"]))
+        held_out.append(run["held_out"])
+        training_difference.append(_difference(training[-1], smoothed(peer["training"])))
+        held_out_difference.append(_difference(run["held_out"], peer["held_out"]))
     return Curves(
         variant=variant,
         training=_mean(training),
         held_out=_mean(held_out),
-        training_difference=_mean_difference(
-            training, [smoothed(peer["training"]) for peer in peers]
-        ),
-        held_out_difference=_mean_difference(held_out, [peer["held_out"] for peer in peers]),
+        training_difference=_mean(training_difference),
+        held_out_difference=_mean(held_out_difference),
     )
 
 
-def _mean_difference(
-    series: Sequence[Sequence[Point]], baselines: Sequence[Sequence[Point]]
-) -> list[Point]:
-    """Mean over the seeds of the relative differences from the baseline."""
-    differences = []
-    for points, baseline in zip(series, baselines, strict=True):
-        pairs = zip(points, baseline, strict=True)
-        differences.append([(at, value / right - 1) for (at, value), (_, right) in pairs])
-    return _mean(differences)
+def _difference(points: Sequence[Point], baseline: Sequence[Point]) -> list[Point]:
+    """Relative differences from the baseline, point by point."""
+    pairs = zip(points, baseline, strict=True)
+    return [(at, value / right - 1) for (at, value), (_, right) in pairs]
 
 
 def _mean(series: Sequence[Sequence[Point]]) -> list[Point]:

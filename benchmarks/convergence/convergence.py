@@ -1,8 +1,5 @@
 """Whether quantization changes what is learnt: variants of ZeRO++ trained on real text.
 
-    python -m benchmarks.convergence.convergence [--json FILE] [--plot FILE.png]
-        [--results FILE.md]
-
 Every variant trains the same small GPT with pretrain_gpt.py's own step, on the text of Python's
 standard library, from the same weights and over the same samples as the baseline of its seed.
 Finished runs are stored in FOLDER/runs.jsonl, so an interrupted comparison continues where it
@@ -32,7 +29,7 @@ from benchmarks.convergence.comparison import (
     table,
     verdict,
 )
-from benchmarks.convergence.convergence_rank import train_as_ordered
+from benchmarks.convergence.convergence_rank import build_variant, train_variant
 from benchmarks.convergence.variants import (
     BASELINE,
     FLAGS,
@@ -55,7 +52,6 @@ FINISHED_RUNS = "runs.jsonl"
 LATER_FIELDS = {
     field.name: field.default for field in fields(Recipe) if field.default is not MISSING
 }
-RANK_MODULE = "benchmarks.convergence.convergence"
 
 
 def measure(options: argparse.Namespace, result: dict) -> None:
@@ -73,17 +69,8 @@ def measure(options: argparse.Namespace, result: dict) -> None:
 
 def recipe_of(options: argparse.Namespace) -> Recipe:
     """What all runs share."""
-    return Recipe(
-        steps=options.steps,
-        ranks=options.ranks,
-        ranks_per_node=options.ranks_per_node,
-        dtype=options.dtype,
-        eval_interval=options.eval_interval,
-        eval_samples=options.eval_samples,
-        flags=f"{FLAGS} {options.flags}".strip(),
-        lr_spike=options.lr_spike,
-        **{flag.field: getattr(options, flag.field) for flag in RATES},
-    )
+    given = {field.name: getattr(options, field.name) for field in fields(Recipe)}
+    return Recipe(**given | {"flags": f"{FLAGS} {options.flags}".strip()})
 
 
 def faster_dtype() -> str:
@@ -99,10 +86,9 @@ def check(options: argparse.Namespace) -> None:
     recipe = recipe_of(options)
     if not 0 <= recipe.lr_spike <= recipe.steps:
         raise InputError(f"--lr-spike {recipe.lr_spike}: expected one of the {recipe.steps} steps")
-    if recipe.ranks % recipe.ranks_per_node:
-        raise InputError(
-            f"--ranks-per-node {recipe.ranks_per_node} does not divide --ranks {recipe.ranks}"
-        )
+    per_node, ranks = recipe.ranks_per_node, recipe.ranks
+    if ranks % per_node:
+        raise InputError(f"--ranks-per-node {per_node} does not divide --ranks {ranks}")
     if BASELINE not in options.variants:
         names = " ".join(options.variants)
         raise InputError(f"--variants {names}: add {BASELINE}, to compare with")
@@ -127,9 +113,9 @@ def train_missing(
     for number, (variant, seed) in enumerate(missing, 1):
         line = f"run {number} of {len(missing)}: {variant}, seed {seed}"
         print(line, file=sys.stderr, flush=True)
-        run = train(variant, seed, recipe)
-        runs[variant, seed] = run
-        add_run(path, run)
+        run = runs[variant, seed] = train(variant, seed, recipe)
+        before = path.read_text() if path.exists() else ""
+        write_text(path, f"{before}{json.dumps(run)}\n")
     return {variant: {seed: runs[variant, seed] for seed in seeds} for variant in variants}
 
 
@@ -148,24 +134,13 @@ def read_runs(path: Path, recipe: Recipe) -> dict[tuple[str, int], dict]:
     return runs
 
 
-def add_run(path: Path, run: dict) -> None:
-    """Append a finished run to the file."""
-    before = path.read_text() if path.exists() else ""
-    write_text(path, f"{before}{json.dumps(run)}\n")
-
-
 def train(variant: str, seed: int, recipe: Recipe) -> dict:
     """One run on several ranks; raises RanksFailed if they end without an answer."""
-    order = {
-        "variant": variant,
-        "seed": seed,
-        "recipe": asdict(recipe),
-        "zero": recipe.zero(variant),
-    }
+    order = {"variant": variant, "seed": seed, "recipe": asdict(recipe)}
     report = environment_report()
     try:
         answer = run_on_ranks(
-            RANK_MODULE, recipe.ranks, ["--order", json.dumps(order)],
+            __spec__.name, recipe.ranks, ["--order", json.dumps(order)],
             ranks_per_node=recipe.ranks_per_node,
         )  # fmt: skip
     except RanksFailed as failure:
@@ -174,7 +149,7 @@ def train(variant: str, seed: int, recipe: Recipe) -> dict:
             "continues with this one"
         ) from failure
     facts = {name: report[name] for name in ("date", "commit", "uncommitted", "load")}
-    return {**order, **facts, **answer}
+    return {**order, "zero": recipe.zero(variant), **facts, **answer}
 
 
 def draw(result: dict, path: Path) -> None:
@@ -235,41 +210,49 @@ def seed_table(result: dict) -> str:
     return markdown_table(["", *(f"seed {seed}" for seed in seeds)], rows)
 
 
+def on_rank(options: argparse.Namespace) -> dict:
+    """Train one variant of one seed, as `train` orders."""
+    order = json.loads(options.order)
+    recipe = Recipe(**order["recipe"])
+    return train_variant(build_variant(order["variant"], order["seed"], recipe), recipe)
+
+
 def _commit(run: dict) -> str:
     return f"{(run['commit'] or 'unknown')[:12]}{' + changes' if run['uncommitted'] else ''}"
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag(
-            "--variants",
-            USUAL,
-            "; ".join(f"{name}: {variant.meaning}" for name, variant in VARIANTS.items()),
-            choices=tuple(VARIANTS),
-        ),
-        Flag("--seeds", (1, 2, 3), "the same for every variant"),
-        Flag("--steps", 500, "iterations of a run", least=1),
-        Flag("--ranks", 4, least=2),
-        Flag("--ranks-per-node", 2, least=1),
-        Flag("--dtype", help="default: the one that multiplies faster", choices=("fp32", "bf16")),
-        Flag("--eval-interval", 100, "iterations between held-out losses", least=1),
-        Flag("--eval-samples", 512, "samples of each held-out loss, always the same"),
-        Flag(
-            "--lr-spike",
-            0,
-            f"multiply the learning rate by {SPIKE_FACTOR:g} in {SPIKE} iterations from this one",
-        ),
-        *RATES,
-        Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
-        Flag("--folder", "runs/convergence", "for finished runs"),
-        Flag("--order", help="of a rank: JSON with the variant, the seed and the recipe"),
+OPTIONS = (
+    Flag(
+        "--variants",
+        USUAL,
+        "; ".join(f"{name}: {variant.meaning}" for name, variant in VARIANTS.items()),
+        choices=tuple(VARIANTS),
     ),
+    Flag("--seeds", (1, 2, 3), "the same for every variant"),
+    Flag("--steps", 500, "iterations of a run", least=1),
+    Flag("--ranks", 4, least=2),
+    Flag("--ranks-per-node", 2, least=1),
+    Flag("--dtype", help="default: the one that multiplies faster", choices=("fp32", "bf16")),
+    Flag("--eval-interval", 100, "iterations between held-out losses", least=1),
+    Flag("--eval-samples", 512, "samples of each held-out loss, always the same"),
+    Flag(
+        "--lr-spike",
+        0,
+        f"multiply the learning rate by {SPIKE_FACTOR:g} in {SPIKE} iterations from this one",
+    ),
+    *RATES,
+    Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
+    Flag("--folder", "runs/convergence", "for finished runs"),
+    Flag("--order", help="of a rank: JSON with the variant, the seed and the recipe"),
+)
+BENCHMARK = Benchmark(
+    __spec__,
+    __doc__,
+    measure,
+    show,
+    OPTIONS,
     check=check,
-    measure=measure,
-    on_rank=lambda options: train_as_ordered(**json.loads(options.order)),
-    show=show,
+    on_rank=on_rank,
     draw=draw,
 )
 

@@ -3,7 +3,7 @@
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from benchmarks.convergence.variants import EVAL_MICRO_BATCH, SPIKE, SPIKE_FACTOR, Recipe
@@ -12,13 +12,6 @@ from megatron_zpp.parallel.mesh import join_ranks
 from megatron_zpp.settings.scheduled_values import is_due
 from megatron_zpp.train.run import Run
 from zeropp.ranks.topology import Environment
-from zeropp.wire.traffic import CodedMessages
-
-
-def train_as_ordered(variant: str, seed: int, recipe: dict, zero: dict) -> dict:
-    """Train one variant of one seed; `zero` is for the record, as the recipe has it too."""
-    recipe = Recipe(**recipe)
-    return train(build_variant(variant, seed, recipe), recipe)
 
 
 def build_variant(variant: str, seed: int, recipe: Recipe) -> Run:
@@ -53,11 +46,11 @@ class SpikedLearningRate:
         return factor * self.rate(scheduled_samples)
 
 
-def train(run: Run, recipe: Recipe) -> dict:
+def train_variant(run: Run, recipe: Recipe) -> dict:
     """All training losses, held-out losses at intervals, times, and bytes of the traffic ledger.
 
     `node_bytes` are those a node sends per training step, by "purpose/hop", without evaluations.
-    `bits` are those of a weight and of a gradient in coded messages between nodes.
+    `bits` are those of a weight and of a gradient in coded messages between nodes, if any is coded.
     """
     batches, seconds, training = training_batches(run), [], []
     held_out = [(0, held_out_loss_of(run, recipe))]
@@ -67,9 +60,19 @@ def train(run: Run, recipe: Recipe) -> dict:
         seconds.append(time.perf_counter() - started)
         training.append(measured.loss)
         if is_due(iteration, recipe.eval_interval) or iteration == recipe.steps:
-            held_out.append((iteration, held_out_loss_of(run, recipe)))
-            report(run, iteration, training[-1], held_out[-1][1])
+            loss = held_out_loss_of(run, recipe)
+            held_out.append((iteration, loss))
+            if run.ranks.global_rank == 0:
+                text = (
+                    f"iteration {iteration}: training loss {training[-1]:.4f}, held-out {loss:.4f}"
+                )
+                print(f"  {text}", file=sys.stderr, flush=True)
     communication = measured.communication  # of all steps: the log interval is the whole run
+    coded, steps = communication.coded, communication.steps
+    bits = {
+        "weight": coded.weights and 8 * coded.weight_bytes / coded.weights,
+        "gradient": coded.gradients and 8 * coded.gradient_bytes / coded.gradients,
+    }
     batch = run.config.batch
     micro_batches = batch.global_batch_size // (batch.micro_batch_size * run.ranks.num_parts)
     return {
@@ -78,11 +81,8 @@ def train(run: Run, recipe: Recipe) -> dict:
         "training": training,
         "held_out": held_out,
         "step_seconds": statistics.median(seconds),
-        "node_bytes": {
-            "/".join(key): num_bytes / communication.steps
-            for key, num_bytes in communication.sent.items()
-        },
-        "bits": dict(bits_of(communication.coded)),
+        "node_bytes": {"/".join(key): sent / steps for key, sent in communication.sent.items()},
+        "bits": {name: number for name, number in bits.items() if number},
     }
 
 
@@ -90,18 +90,3 @@ def held_out_loss_of(run: Run, recipe: Recipe) -> float:
     """The loss of the recipe's held-out samples."""
     rounds = recipe.eval_samples // (EVAL_MICRO_BATCH * run.ranks.num_parts)
     return held_out_loss(run, EVAL_MICRO_BATCH, rounds)
-
-
-def bits_of(coded: CodedMessages) -> Iterator[tuple[str, float]]:
-    """What a weight and a gradient took, where their messages were coded."""
-    if coded.weights:
-        yield "weight", 8 * coded.weight_bytes / coded.weights
-    if coded.gradients:
-        yield "gradient", 8 * coded.gradient_bytes / coded.gradients
-
-
-def report(run: Run, iteration: int, training: float, held_out: float) -> None:
-    """Print a line of progress on rank 0."""
-    if run.ranks.global_rank == 0:
-        text = f"  iteration {iteration}: training loss {training:.4f}, held-out {held_out:.4f}"
-        print(text, file=sys.stderr, flush=True)

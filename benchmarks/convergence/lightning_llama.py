@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
+from benchmarks.shared.training_setup import mean_of_ranks
 from zeropp import Attached
 from zeropp.integrations.lightning import ZeroppCallback
 
@@ -31,9 +32,7 @@ class LlamaModule(LightningModule):
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
         """Return the loss of a batch."""
         loss = self.model(input_ids=batch, labels=batch).loss
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        self.losses.append(mean.item() / dist.get_world_size())
+        self.losses.append(mean_of_ranks(loss))
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -1,8 +1,5 @@
 """The error of quantization against its bytes: block sizes, scale types, codes, two hops.
 
-    python -m benchmarks.convergence.numerics [--steps N] [--json FILE] [--plot FILE.png]
-        [--results FILE.md]
-
 Measured on Gaussian numbers, and on the weights and gradients of a small GPT trained for some steps
 on the text of Python's standard library. First the PyTorch model of zeropp's format must give the
 same numbers as its ops. Error: relative L2 over all tensors together. Gain: the factor of the
@@ -11,34 +8,42 @@ least-squares fit of the result to the input. docs/numerics.md discusses both.
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.convergence.numerics_chart import draw
-from benchmarks.convergence.numerics_report import tables
-from benchmarks.convergence.quantization_schemes import CODES, SCALES, Scheme, zeropp_round_trip
+from benchmarks.codes.block_codes import CODES, SCALES, BlockCode, gain_of, zeropp_round_trip
+from benchmarks.codes.small_gpt import SmallGPT
 from benchmarks.convergence.variants import FLAGS
 from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.charts import chart
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
-from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.settings.arguments import parse
-from zeropp.optim.step_or_skip import local_part
+from benchmarks.shared.table import Column, table
 from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import BLOCK, ROTATED_4, RowLayout
-from zeropp.ranks.topology import Environment
 
-BITS = (8, 4)  # INT3 is of rotated numbers, which no scheme here represents
+BITS = (8, 4)  # INT3 is of rotated numbers, which no code here represents
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
+DATA = ("Gaussian", "weights", "gradients")
 MODEL = f"{FLAGS} --hidden-size 256 --num-layers 4"
 NODES, RANKS_PER_NODE = 2, 2
 HOPS = ((8, 4), (4, 4), (8, 8), (16, 4), (16, 16))
 GAUSSIAN = 1 << 21  # elements
-DRAWN_CURVES = (
-    "signed, bf16", "signed, fp32", "symmetric, bf16", "clipped, bf16", "half-step, bf16",
-)  # fmt: skip
+CURVES = (  # code, scale, label, colour in the chart
+    ("signed", "bf16", "signed extreme, bf16 scale (used)", "#e8710a"),
+    ("signed", "fp32", "signed extreme, fp32 scale", "#d6568f"),
+    ("symmetric", "bf16", "max / (2^(b-1) - 1), to nearest", "#4c8bf5"),
+    ("clipped", "bf16", "2 max / 2^b, clipped", "#a06be0"),
+    ("half-step", "bf16", "half a step off", "#2ea36f"),
+)
+SECTIONS: tuple[tuple[str, Callable[[dict], bool]], ...] = (
+    ("block sizes", lambda row: (row["code"], row["scale"]) == ("signed", "bf16")),
+    ("types of scales", lambda row: (row["code"], row["block"]) == ("signed", BLOCK[row["bits"]])),
+    ("codes", lambda row: (row["scale"], row["block"]) == ("bf16", BLOCK[row["bits"]])),
+    ("scales of one byte, powers of two", lambda row: row["scale"] == "2^n"),
+)
 
 Tensors = Sequence[Tensor]  # each flat, fp32
 
@@ -49,7 +54,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
     loss, weights, gradients = train(options.steps)
     generator = torch.Generator().manual_seed(5)
     noise = [[torch.randn(GAUSSIAN, generator=generator)] for _ in gradients]
-    data = {"Gaussian": noise[0], "weights": weights, "gradients": gradients[0]}
+    data = dict(zip(DATA, (noise[0], weights, gradients[0]), strict=True))
     for tensors in data.values():
         verify(tensors)
     result |= {
@@ -67,62 +72,56 @@ def measure(options: argparse.Namespace, result: dict) -> None:
 
 
 def train(steps: int) -> tuple[float, Tensors, list[Tensors]]:
-    """The last loss, the weights, and each rank's next gradients, of its own samples.
-
-    Only of parameters with two dimensions; others are not quantized.
-    """
-    words = [*MODEL.split(), "--train-iters", str(max(1, steps)), "--eval-iters", "0"]
-    words += ["--zero-stage", "0", "--seed", "1"]
-    config = parse(words, 1)
-    run = silent_run(config, join_ranks(Environment(), config.parallel))
-    loss, gradients = float("nan"), []
-    with training_batches(run) as batches:
+    """The last loss, the weights, and each rank's next gradients, of its own samples."""
+    loss = float("nan")
+    with SmallGPT(MODEL, max(1, steps)) as gpt:
         for _ in range(steps):
-            loss = run_step(run, batches).loss
-        matrices = [
-            weight for weight in run.trainer.sharding.model.parameters() if weight.dim() > 1
+            loss = gpt.step()
+        weights = [weight.flatten() for weight in gpt.matrices().values()]
+        gradients = [
+            [gradient.flatten() for gradient in gpt.gradients().values()]
+            for _ in range(NODES * RANKS_PER_NODE)
         ]
-        weights = [local_part(weight.detach()).flatten().clone() for weight in matrices]
-        for _ in range(NODES * RANKS_PER_NODE):
-            run.trainer.sharding.model.zero_grad()
-            run.trainer.forward_backward(batches, config.batch.global_batch_size, 1.0)
-            gradients.append([local_part(weight.grad).flatten().clone() for weight in matrices])
     return loss, weights, gradients
+
+
+def code_of(bits: int, **settings: object) -> BlockCode:
+    """A code of so many bits; by default zeropp's."""
+    return BlockCode(**{"block": BLOCK[bits], "top": 1 << (bits - 1), **settings})
 
 
 def verify(tensors: Tensors) -> None:
     """Raise Disagreement unless the model of zeropp's format gives the same numbers as the ops."""
     for bits in BITS:
-        scheme = Scheme(bits=bits, block=BLOCK[bits])
         for values in tensors:
-            if not torch.equal(scheme.round_trip(values), zeropp_round_trip(values, bits)):
+            own = code_of(bits).round_trip(values).values
+            if not torch.equal(own, zeropp_round_trip(values, bits)):
                 raise Disagreement(f"INT{bits}: the ops and the model differ; nothing was measured")
 
 
 def one_hop(bits: int, data: Mapping[str, Tensors]) -> list[dict]:
-    """A row per scheme: drawn curves at every block size, others at zeropp's block size."""
-    schemes = [
-        Scheme(bits=bits, block=block, code=code, scale=scale)
-        for code, scale in (name.split(", ") for name in DRAWN_CURVES)
+    """A row per code: drawn curves at every block size, others at zeropp's block size."""
+    codes = [
+        code_of(bits, block=block, code=code, scale=scale)
+        for code, scale, *_ in CURVES
         for block in BLOCKS
     ]
-    schemes += [Scheme(bits=bits, block=BLOCK[bits], scale=scale) for scale in SCALES]
-    schemes += [Scheme(bits=bits, block=BLOCK[bits], code=code) for code in CODES]
-    schemes += [Scheme(bits=bits, block=block, code="clipped", scale="2^n") for block in BLOCKS]
+    codes += [code_of(bits, scale=scale) for scale in SCALES if scale != "2^n"]
+    codes += [code_of(bits, code=code) for code in CODES]
+    codes += [code_of(bits, block=block, code="clipped", scale="2^n") for block in BLOCKS]
     return [
         {
             "bits": bits,
-            "block": scheme.block,
-            "code": scheme.code,
-            "scale": scheme.scale,
-            "bytes": scheme.bytes_per_element,
+            "block": code.block,
+            "code": code.code,
+            "scale": code.scale,
+            "bytes": code.bytes_per_element,
             "errors": {
-                name: error_statistics(tensors, [scheme.round_trip(values) for values in tensors])
+                name: error_statistics(tensors, [code.round_trip(each).values for each in tensors])
                 for name, tensors in data.items()
             },
         }
-        for scheme in dict.fromkeys(schemes)
-        if scheme.scale != "2^n" or scheme.code == "clipped"
+        for code in dict.fromkeys(codes)
     ]
 
 
@@ -136,9 +135,9 @@ def two_hops(bits: tuple[int, int], ranks: Sequence[Tensors]) -> dict:
     """
     exact, results, noise = [], [], 0.0
     wire = torch.bfloat16
+    widths = [ROTATED_4 if width == 4 else width for width in bits]
     for values in zip(*ranks, strict=True):
         rows = torch.stack(values)
-        widths = [ROTATED_4 if width == 4 else width for width in bits]
         first, second = (
             RowLayout(sizes=(rows.shape[1],), bits=(width,), wire=wire) for width in widths
         )
@@ -152,30 +151,19 @@ def two_hops(bits: tuple[int, int], ranks: Sequence[Tensors]) -> dict:
         for width, carried in zip(widths, (rows, node_sums), strict=True):
             noise += sum(_squared_error(row, width, wire) for row in carried)
     size = sum(float(mean.square().sum()) for mean in exact) * len(ranks) ** 2
-    return {
-        "bits": bits,
-        "expected": (noise / size) ** 0.5,
-        **error_statistics(exact, results),
-    }
+    return {"bits": bits, "expected": (noise / size) ** 0.5, **error_statistics(exact, results)}
 
 
 def error_statistics(exact: Tensors, results: Tensors) -> dict:
     """Relative L2 error, fitted gain and cosine over all tensors, and the gain furthest from 1."""
-    pairs = zip(exact, results, strict=True)
-    gains = [1.0, *(_gain(right.double(), result.double()) for right, result in pairs)]
+    gains = [1.0, *map(gain_of, exact, results)]
     a, b = (torch.cat(list(tensors)).double() for tensors in (exact, results))
     return {
         "error": float((a - b).norm() / a.norm()),
-        "gain": _gain(a, b),
+        "gain": gain_of(a, b),
         "cosine": float(torch.cosine_similarity(a, b, dim=0)),
         "worst_gain": max(gains, key=lambda gain: abs(gain - 1)),
     }
-
-
-def _gain(exact: Tensor, result: Tensor) -> float:
-    """The factor of the least-squares fit; 1 where everything is 0."""
-    size = float(exact @ exact)
-    return float(exact @ result) / size if size else 1.0
 
 
 def _squared_error(row: Tensor, bits: int, wire: torch.dtype) -> float:
@@ -184,14 +172,91 @@ def _squared_error(row: Tensor, bits: int, wire: torch.dtype) -> float:
     return float((result - row).double().square().sum())
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(Flag("--steps", 200, "of training"),),
-    measure=measure,
-    show=tables,
-    draw=draw,
-)
+def show(result: dict) -> str:
+    """A description of the data, and every table."""
+    sizes = ", ".join(f"{name} {count:,}" for name, count in result["elements"].items())
+    parts = [
+        "Before the measurement the PyTorch model of zeropp's format gave exactly the numbers of "
+        f"its ops. The GPT was trained by pretrain_gpt.py's own step, with `{result['model']}`. "
+        f"Elements: {sizes}. Weights and gradients are those of a GPT after {result['steps']} "
+        f"steps (loss {result['loss']:.3f}), without one-dimensional parameters. Error: relative "
+        "L2. Gain: of the least-squares fit over all tensors; in brackets that of the tensor "
+        "furthest from 1. **Bold**: what zeropp uses."
+    ]
+    for bits in BITS:
+        for title, belongs in SECTIONS:
+            rows = [row for row in result["one_hop"] if row["bits"] == bits and belongs(row)]
+            parts += [f"## INT{bits}: {title}", show_one_hop(rows)]
+    return "\n\n".join([*parts, "## Two hops", show_two_hops(result["two_hops"])])
+
+
+def show_one_hop(rows: Iterable[dict]) -> str:
+    """A table of codes."""
+
+    def of(name: str, value: Callable[[dict], object]) -> Callable[[dict], object]:
+        return lambda row: value(row["errors"][name])
+
+    return table(
+        sorted(rows, key=lambda row: row["block"]),
+        *(Column(name, name) for name in ("code", "scale", "block")),
+        Column("bytes", "bytes", ".4f"),
+        *(Column(f"error, {name}", of(name, lambda each: each["error"]), ".3%") for name in DATA),
+        *(Column(f"gain, {name}", of(name, _gains)) for name in DATA),
+        bold=is_zeropp,
+    )
+
+
+def show_two_hops(rows: Iterable[dict]) -> str:
+    """A table of pairs of widths."""
+    return table(
+        rows,
+        Column("bits", lambda row: "{}, {}".format(*row["bits"])),
+        Column("data", "data"),
+        Column("error", "error", ".2%"),
+        Column("expected", "expected", ".2%"),
+        Column("cosine", "cosine", ".5f"),
+        Column("gain", _gains),
+        bold=lambda row: tuple(row["bits"]) == (8, 4),
+    )
+
+
+def is_zeropp(row: dict) -> bool:
+    """Whether a row shows the code that zeropp uses."""
+    return (row["code"], row["scale"], row["block"]) == ("signed", "bf16", BLOCK[row["bits"]])
+
+
+def _gains(errors: dict) -> str:
+    return f"{errors['gain']:.4f} ({errors['worst_gain']:.4f})"
+
+
+def draw(result: dict, path: Path) -> None:
+    """Write the PNG: INT8 on weights and INT4 on gradients, as zeropp uses them."""
+    with chart(path, (10.0, 4.4), 2) as (figure, panels):
+        for axes, bits, data in zip(panels, BITS, ("weights", "gradients"), strict=True):
+            axes.set(xscale="log", yscale="log", xlabel="bytes of the scales per element")
+            axes.set_title(f"INT{bits}, on {data}", fontsize=11)
+            axes.set_ylabel("error, %")
+            for code, scale, label, colour in reversed(CURVES):
+                rows = [
+                    row
+                    for row in sorted(result["one_hop"], key=lambda row: row["bytes"])
+                    if (row["bits"], row["code"], row["scale"]) == (bits, code, scale)
+                ]
+                points = [
+                    (row["bytes"] - bits / 8, 100 * row["errors"][data]["error"]) for row in rows
+                ]
+                axes.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
+                for row, point in zip(rows, points, strict=True):
+                    if is_zeropp(row):
+                        ring = {"marker": "o", "markersize": 10, "fillstyle": "none"}
+                        axes.plot(*point, **ring, color=colour)
+                        axes.annotate(f"blocks of {row['block']}", point, color=colour)
+        handles = panels[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=3)
+
+
+OPTIONS = (Flag("--steps", 200, "of training"),)
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, draw=draw)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -28,8 +28,6 @@ FLAGS = (
     "--lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 "
     "--adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0"
 )
-
-
 BASELINE = "baseline"
 # With the factor, updates are as large as Adam's.
 MUON = (
@@ -43,19 +41,9 @@ OUTER = Zeropp()  # with the default outer_lr and outer_momentum
 # Flags of benchmarks for the rates that some variants have, which are fields of a recipe.
 RATES = (
     Flag("--muon-lr", MUON_LR, "learning rate of variants with Muon"),
-    Flag("--local-lr", help="that of AdamW where nodes step alone", type=float),
-    Flag("--outer-lr", OUTER.outer_lr, "of variants whose nodes step alone"),
+    Flag("--local-lr", help="that of AdamW under local SGD", type=float),
+    Flag("--outer-lr", OUTER.outer_lr, "of variants with local SGD"),
     Flag("--outer-momentum", OUTER.outer_momentum, "likewise"),
-)
-
-
-INTERVALS = (10, 30, 100)  # steps that nodes take alone
-ROUNDINGS: Mapping[str, Mapping[str, object]] = MappingProxyType(  # of differences
-    {
-        "": {"sync_bits": 4},
-        "-feedback": {"sync_bits": 4, "sync_feedback": True},
-        "-fp32": {"sync_bits": 32},
-    }
 )
 
 
@@ -75,75 +63,65 @@ class Variant:
 
     @property
     def steps_alone(self) -> bool:
-        """Whether nodes step alone."""
+        """Whether it is local SGD: each node is a replica that steps alone."""
         return "sync_every" in self.zeropp
 
 
-def _muon_variants() -> dict[str, Variant]:
-    """Return variants of Muon: where it orthogonalizes, without and with all of ZeRO++."""
-    where = {
-        "muon": ("rows of a node", {}),
-        "muon-whole": ("whole matrices", {"muon_blocks": "whole"}),
-        "muon-every-5": ("rows of a node, in every fifth step whole", {"muon_whole_every": 5}),
-    }
-    variants = {}
-    for name, (meaning, keys) in where.items():
-        variants[name] = Variant(meaning=f"Muon, {meaning}", flags=MUON, zeropp=keys)
-        for zero in ("code-steps", "code-steps-int3"):
-            variants[f"{name}-{zero}"] = Variant(
-                meaning=f"Muon, {meaning}; {zero}", flags=MUON, zeropp=keys, zero=zero
-            )
-    return variants
-
-
-def _local_variants() -> dict[str, Variant]:
-    """Return variants whose nodes step alone: inner optimizer, interval, bits of a difference."""
-    variants = {}
-    for prefix, name, flags in (("", "AdamW", ""), ("muon-", "Muon", MUON)):
-        for interval in INTERVALS:
-            for ending, rounding in ROUNDINGS.items():
-                variants[f"{prefix}local-{interval}{ending}"] = Variant(
-                    meaning=f"nodes step alone with {name} for {interval} steps; {rounding}",
-                    flags=flags,
-                    zeropp={"sync_every": interval, **rounding, "muon_blocks": "whole"},
-                )
-        overlap = {"sync_every": 30, "sync_fragments": 5, "sync_delay": 2, "muon_blocks": "whole"}
-        variants[f"{prefix}local-30-overlap"] = Variant(
-            meaning=f"the same with {name} and 30 steps, exchanged in fifths behind two steps",
-            flags=flags,
-            zeropp=overlap,
+PLAIN = {  # those that run unless others are named: a name of `zero_json`, and what it means
+    "qwz": "weights in INT8",
+    "hpz": "a secondary copy of the weights in each node",
+    "qgz": "gradients in INT8 then INT4",
+    "zeropp": "all three",
+    "zeropp-4-4": "all three, gradients in INT4 in both hops",
+    "code-steps": "all three, weights as changes of their codes, all coded",
+    "code-steps-int3": "the same, gradients in INT8 then INT3",
+}
+USUAL = (BASELINE, *PLAIN)
+MUON_BLOCKS = {  # where Muon orthogonalizes
+    "muon": ("rows of a node", {}),
+    "muon-whole": ("whole matrices", {"muon_blocks": "whole"}),
+    "muon-every-5": ("rows of a node, in every fifth step whole", {"muon_whole_every": 5}),
+}
+LOCAL = {  # local SGD: ending of the name, and keys
+    **{
+        f"{interval}{ending}": {"sync_every": interval, **rounding}
+        for interval in (10, 30, 100)
+        for ending, rounding in (
+            ("", {"sync_bits": 4}),
+            ("-feedback", {"sync_bits": 4, "sync_feedback": True}),
+            ("-fp32", {"sync_bits": 32}),
         )
-    return variants
-
-
+    },
+    "30-overlap": {"sync_every": 30, "sync_fragments": 5, "sync_delay": 2},
+}
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
         BASELINE: Variant(meaning="ZeRO stage 3, nothing quantized"),
-        "qwz": Variant(meaning="weights in INT8", zero="qwz"),
-        "hpz": Variant(meaning="a secondary copy of the weights in each node", zero="hpz"),
-        "qgz": Variant(meaning="gradients in INT8 then INT4", zero="qgz"),
-        "zeropp": Variant(meaning="all three", zero="zeropp"),
-        "zeropp-4-4": Variant(
-            meaning="all three, gradients in INT4 in both hops", zero="zeropp-4-4"
-        ),
-        "code-steps": Variant(
-            meaning="all three, weights as changes of their codes, all coded", zero="code-steps"
-        ),
-        "code-steps-int3": Variant(
-            meaning="the same, gradients in INT8 then INT3", zero="code-steps-int3"
-        ),
+        **{name: Variant(meaning=meaning, zero=name) for name, meaning in PLAIN.items()},
         "int8-tokens": Variant(
             meaning="nothing quantized but rows that cross nodes towards experts, in INT8",
             flags="--moe-dispatch-bits 8",
         ),
-        **_muon_variants(),
-        **_local_variants(),
+        **{
+            name + ending: Variant(meaning=f"Muon, {where}", flags=MUON, zeropp=keys, zero=zero)
+            for name, (where, keys) in MUON_BLOCKS.items()
+            for ending, zero in (
+                ("", "zero3"),
+                ("-code-steps", "code-steps"),
+                ("-code-steps-int3", "code-steps-int3"),
+            )
+        },
+        **{
+            f"{prefix}local-{ending}": Variant(
+                meaning=f"local SGD with {optimizer}; {keys}",
+                flags=flags,
+                zeropp={**keys, "muon_blocks": "whole"},
+            )
+            for prefix, optimizer, flags in (("", "AdamW", ""), ("muon-", "Muon", MUON))
+            for ending, keys in LOCAL.items()
+        },
     }
 )
-# Those that run unless others are named.
-USUAL = (
-    "baseline", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "code-steps", "code-steps-int3",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +130,8 @@ class Recipe:
 
     eval_interval: iterations. eval_samples: held-out samples, the same at every evaluation.
     lr_spike: the first of `SPIKE` iterations whose learning rate is multiplied; 0 for none.
-    muon_lr: the learning rate of variants with Muon. local_lr: that of AdamW where nodes step
-    alone, if it is another one there; outer_lr, outer_momentum: of their exchanges.
+    muon_lr: the learning rate of variants with Muon. local_lr: that of AdamW under local SGD, if it
+    is another one there; outer_lr, outer_momentum: of its outer steps.
     """
 
     steps: int
@@ -177,15 +155,11 @@ class Recipe:
                 f"--eval-samples {self.eval_samples}: expected a multiple of {round_samples} "
                 f"({EVAL_MICRO_BATCH} on each of {self.ranks} ranks)"
             )
-        words = [
-            *self.flags.split(),
-            *VARIANTS[variant].flags.split(),
-            *self.rate(variant),
-            "--train-iters",
-            str(self.steps),
-            "--seed",
-            str(seed),
-        ]
+        words = f"{self.flags} {VARIANTS[variant].flags}".split()
+        chosen = VARIANTS[variant]
+        rate = self.muon_lr if chosen.has_muon else self.local_lr if chosen.steps_alone else None
+        words += [] if rate is None else ["--lr", str(rate)]
+        words += ["--train-iters", str(self.steps), "--seed", str(seed)]
         words += [] if self.dtype == "fp32" else [f"--{self.dtype}"]
         words += ["--eval-interval", str(self.steps + 1)]  # the benchmark evaluates by itself
         words += ["--log-interval", str(self.steps)]  # one interval: bytes of all steps
@@ -201,14 +175,6 @@ class Recipe:
         other |= {"local_lr"} if variant.has_muon or not variant.steps_alone else set()
         other |= set() if variant.steps_alone else {"outer_lr", "outer_momentum"}
         return {key: value for key, value in asdict(self).items() if key not in other}
-
-    def rate(self, name: str) -> list[str]:
-        """The flag of a variant's learning rate if it has its own."""
-        variant = VARIANTS[name]
-        if variant.has_muon:
-            return ["--lr", str(self.muon_lr)]
-        has_own = variant.steps_alone and self.local_lr is not None
-        return ["--lr", str(self.local_lr)] if has_own else []
 
     def zero(self, name: str) -> dict:
         """DeepSpeed's JSON of a variant."""

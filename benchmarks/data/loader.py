@@ -1,7 +1,5 @@
 """Does a training step wait for its samples? The loader beside batches that are in memory.
 
-    python -m benchmarks.data.loader [--workers N ...] [--rounds N] [--json FILE] [-- FLAG ...]
-
 The step is that of pretrain_gpt.py on one rank: the default model on the default text, or with the
 FLAGs after `--`. One model is trained; in turn its batches come from memory and from a loader with
 each number of workers. All must yield equal batches, or nothing is timed.
@@ -122,17 +120,12 @@ def show(result: dict) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--workers", (0, 1, 2), "of the loaders"),
-        Flag("--rounds", 40, "timed steps of each"),
-        Flag("flags", (), "of pretrain_gpt.py, after --"),
-    ),
-    measure=measure,
-    show=show,
+OPTIONS = (
+    Flag("--workers", (0, 1, 2), "of the loaders"),
+    Flag("--rounds", 40, "timed steps of each"),
+    Flag("flags", (), "of pretrain_gpt.py, after --"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

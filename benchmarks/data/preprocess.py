@@ -1,8 +1,5 @@
 """Preprocessing text: tokens per CPU-second, one and two workers, memory, and the bare libraries.
 
-    python -m benchmarks.data.preprocess --vocab-file FILE --merge-file FILE [--input FOLDER]
-        [--megabytes N] [--rounds N] [--libraries NAME ...] [--json FILE]
-
 The text is Python source: the standard library and the installed packages (or the .txt, .md, .rst,
 .html and .py files of --input), duplicates left out, as one .jsonl. The program and the bare
 library run in turn. The bare library reads GPT-2's vocabulary from the same files, and encodes the
@@ -26,9 +23,9 @@ from statistics import median
 
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.result import ROOT
 from benchmarks.shared.table import Column, table
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 ENDINGS = (".txt", ".md", ".rst", ".html", ".py")
 LIBRARIES = ("tiktoken", "fastokens")
@@ -152,7 +149,10 @@ def show(result: dict) -> str:
         Column("x bare library", "to_bare", ".2f"),
         Column("memory, MB", "memory", ".0f", 1e-6),
     )
-    scaling = "\n".join(scaling_of(name, rounds[name]) for name in libraries)
+    scaling = "\n".join(
+        f"{name}: two workers against one: {speedup(rounds[name]):.2f} times as fast"
+        for name in libraries
+    )
     return (
         f"{result['text_bytes'] / 1e6:.1f} MB of text, {result['documents']} documents, "
         f"{tokens / 1e6:.2f} M tokens; {len(result['rounds'])} rounds; datasets equal\n\n"
@@ -174,27 +174,21 @@ def rows_of(library: str, rounds: Sequence[dict]) -> Iterator[dict]:
         }
 
 
-def scaling_of(library: str, rounds: Sequence[dict]) -> str:
+def speedup(rounds: Sequence[dict]) -> float:
     """How much faster two workers are."""
-    scaling = median(each["workers 1"]["wall"] / each["workers 2"]["wall"] for each in rounds)
-    return f"{library}: two workers against one: {scaling:.2f} times as fast"
+    return median(each["workers 1"]["wall"] / each["workers 2"]["wall"] for each in rounds)
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--vocab-file", help="GPT-2's vocab.json (encoder.json)", required=True),
-        Flag("--merge-file", help="GPT-2's merges.txt (vocab.bpe)", required=True),
-        Flag("--input", help="a folder with text to use instead of Python source"),
-        Flag("--megabytes", 300, "at most"),
-        Flag("--rounds", 3, "of everything"),
-        Flag("--libraries", LIBRARIES, choices=LIBRARIES),
-        Flag("--folder", help="for temporary files (default: the system's)"),
-    ),
-    measure=measure,
-    show=show,
+OPTIONS = (
+    Flag("--vocab-file", help="GPT-2's vocab.json (encoder.json)", required=True),
+    Flag("--merge-file", help="GPT-2's merges.txt (vocab.bpe)", required=True),
+    Flag("--input", help="a folder with text to use instead of Python source"),
+    Flag("--megabytes", 300, "at most"),
+    Flag("--rounds", 3, "of everything"),
+    Flag("--libraries", LIBRARIES, choices=LIBRARIES),
+    Flag("--folder", help="for temporary files (default: the system's)"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

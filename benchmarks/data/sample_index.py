@@ -1,12 +1,9 @@
 """How long the index of a dataset takes to build: ours, ours in NumPy, and megatron-core's.
 
-    python -m benchmarks.data.sample_index [--documents N] [--epochs N] [--megatron FILE]
-        [--json FILE]
-
 For documents of 1 to 1319 tokens (mean 660), without files: the shuffled documents of all epochs,
 the samples' positions, their shuffle, and a blend of five datasets with as many samples as there
-are document entries. The implementations take turns, and their arrays must be equal. FILE is the
-compiled helpers_cpp of an installed megatron-core, which shuffles with NumPy. Times are median
+are document entries. The implementations take turns, and their arrays must be equal. --megatron is
+the compiled helpers_cpp of an installed megatron-core, which shuffles with NumPy. Times are median
 CPU-seconds of this process.
 """
 
@@ -74,60 +71,75 @@ def check(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, result: dict) -> None:
-    """Verify, time, and let another process count its memory."""
-    task = make_task(options)
+    """Draw the documents' lengths with a fixed seed, verify, time."""
+    lengths = np.random.RandomState(0).randint(1, 2 * MEAN_TOKENS, options.documents)
+    lengths = lengths.astype(np.int32)
+    task = Task(lengths=lengths, epochs=options.epochs, seq_length=options.seq_length)
+    core = load_helpers(options.megatron) if options.megatron else None
+    timer, seconds = CpuTimer(time.process_time), {}
+    for part, implementations in builders(task, core).items():
+        verify(part, implementations)
+        seconds[part] = time_interleaved(implementations, options.rounds, timer.seconds)
     result |= {
         "documents": options.documents,
         "epochs": options.epochs,
         "seq_length": options.seq_length,
         "tokens": task.tokens,
         "samples": task.samples,
-        "parts": time_parts(task, options),
+        "parts": seconds,
     }
 
 
-def make_task(options: argparse.Namespace) -> Task:
-    """The documents' lengths, drawn with a fixed seed."""
-    lengths = np.random.RandomState(0).randint(1, 2 * MEAN_TOKENS, options.documents)
-    lengths = lengths.astype(np.int32)
-    return Task(lengths=lengths, epochs=options.epochs, seq_length=options.seq_length)
+def builders(task: Task, core: ModuleType | None) -> dict[str, Builders]:
+    """The implementations of each part; each call makes new arrays."""
+    native = native_index()
 
+    def shuffled(ordered: Callable[[], np.ndarray], shuffle: Callable) -> Arrays:
+        data = ordered()
+        shuffle(data, np.random.RandomState(1))
+        return (data,)
 
-def builders(task: Task, part: str, document: np.ndarray, core: ModuleType | None) -> Builders:
-    """The implementations of a part; each call makes new arrays."""
-    if part in ("document", "shuffle"):
-        ordered = task.entries if part == "document" else task.numbers
-        return {
-            OURS: partial(_shuffled, ordered, native_index().shuffle),
-            CORE if core else NUMPY: partial(_shuffled, ordered, _numpy_shuffle),
-        }
-    if part == "sample":
-        implementations = {
-            OURS: partial(_starts, task, document, native_index().sample_starts),
-            NUMPY: partial(_starts, task, document, sample_starts),
-        }
-        core_build = partial(_core_starts, task, document, core)
-    else:
-        size = len(document)
-        implementations = {
-            OURS: partial(native_index().blend, SHARES, size),
+    def in_numpy(data: np.ndarray, random: np.random.RandomState) -> None:
+        random.shuffle(data)
+
+    (document,) = shuffled(task.entries, native.shuffle)
+    size, lengths, seq_length = len(document), task.lengths, task.seq_length
+
+    def filled(fill: Callable[..., None]) -> Arrays:
+        out = np.zeros((task.samples + 1, 2), dtype=np.int32)
+        fill(lengths, document, seq_length, out)
+        return (out,)
+
+    def core_starts() -> Arrays:
+        tokens = task.tokens // task.epochs
+        build = core.build_sample_idx_int32
+        return (build(lengths, document, seq_length, task.epochs, tokens, True, 1),)
+
+    def core_blend() -> Arrays:
+        dataset, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        core.build_blending_indices(dataset, sample, SHARES, len(SHARES), size, False)
+        return dataset, sample
+
+    def shuffles(ordered: Callable[[], np.ndarray]) -> Builders:
+        native_one, other = (
+            partial(shuffled, ordered, each) for each in (native.shuffle, in_numpy)
+        )
+        return {OURS: native_one, CORE if core else NUMPY: other}
+
+    return {
+        "document": shuffles(task.entries),
+        "sample": {
+            OURS: partial(filled, native.sample_starts),
+            NUMPY: partial(filled, sample_starts),
+            **({CORE: core_starts} if core else {}),
+        },
+        "shuffle": shuffles(task.numbers),
+        "blend": {
+            OURS: partial(native.blend, SHARES, size),
             NUMPY: partial(blend_in_python, SHARES, size),
-        }
-        core_build = partial(_core_blend, size, core)
-    return implementations if core is None else implementations | {CORE: core_build}
-
-
-def time_parts(task: Task, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """CPU-seconds of each implementation of each part, round by round."""
-    core = load_helpers(options.megatron) if options.megatron else None
-    (document,) = _shuffled(task.entries, native_index().shuffle)
-    timer = CpuTimer(time.process_time)
-    seconds = {}
-    for part in PARTS:
-        implementations = builders(task, part, document, core)
-        verify(part, implementations)
-        seconds[part] = time_interleaved(implementations, options.rounds, timer.seconds)
-    return seconds
+            **({CORE: core_blend} if core else {}),
+        },
+    }
 
 
 def verify(part: str, implementations: Builders) -> None:
@@ -146,36 +158,6 @@ def load_helpers(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _shuffled(ordered: Callable[[], np.ndarray], shuffle: Callable) -> Arrays:
-    data = ordered()
-    shuffle(data, np.random.RandomState(1))
-    return (data,)
-
-
-def _numpy_shuffle(data: np.ndarray, random: np.random.RandomState) -> None:
-    random.shuffle(data)
-
-
-def _starts(task: Task, document: np.ndarray, fill: Callable[..., None]) -> Arrays:
-    out = np.zeros((task.samples + 1, 2), dtype=np.int32)
-    fill(task.lengths, document, task.seq_length, out)
-    return (out,)
-
-
-def _core_starts(task: Task, document: np.ndarray, core: ModuleType) -> Arrays:
-    tokens = task.tokens // task.epochs
-    starts = core.build_sample_idx_int32(
-        task.lengths, document, task.seq_length, task.epochs, tokens, True, 1
-    )
-    return (starts,)
-
-
-def _core_blend(size: int, core: ModuleType) -> Arrays:
-    dataset, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
-    core.build_blending_indices(dataset, sample, SHARES, len(SHARES), size, False)
-    return dataset, sample
 
 
 def show(result: dict) -> str:
@@ -199,20 +181,14 @@ def show(result: dict) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--documents", 1_000_000),
-        Flag("--epochs", 10),
-        Flag("--seq-length", 2048),
-        Flag("--rounds", 5),
-        Flag("--megatron", help="helpers_cpp*.so of megatron-core"),
-    ),
-    check=check,
-    measure=measure,
-    show=show,
+OPTIONS = (
+    Flag("--documents", 1_000_000),
+    Flag("--epochs", 10),
+    Flag("--seq-length", 2048),
+    Flag("--rounds", 5),
+    Flag("--megatron", help="helpers_cpp*.so of megatron-core"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, check=check)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -10,41 +10,46 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.cluster.network import emulation
 from benchmarks.endurance.job import NODES, RANKS_PER_NODE, Job
 from benchmarks.shared.interleaved import Disagreement
 
-RANKS = NODES * RANKS_PER_NODE
 FULL_SECONDS = 120  # within which a save must have met a full disk
 BLOCK = 4096  # bytes of a file system's block
-Disturbance = Callable[[Job, random.Random, float], str]
+Act = Callable[[Job, random.Random, float], str]  # returns what was broken
 
 
-def kill(job: Job, random_numbers: random.Random, limit: float) -> str:
-    """SIGKILL a rank."""
-    return _signal(job, random_numbers, signal.SIGKILL)
+class Disturbance(NamedTuple):
+    """A kind of failure."""
+
+    meaning: str
+    act: Act
 
 
-def stop(job: Job, random_numbers: random.Random, limit: float) -> str:
-    """SIGSTOP a rank, for good."""
-    return _signal(job, random_numbers, signal.SIGSTOP)
+def signalled(number: signal.Signals) -> Act:
+    """A disturbance that sends a signal to a rank."""
+
+    def send(job: Job, draw: random.Random, limit: float) -> str:
+        rank = draw.randrange(NODES * RANKS_PER_NODE)
+        os.kill(job.rank_pid(rank), number)
+        return f"rank {rank}"
+
+    return send
 
 
-def terminate(job: Job, random_numbers: random.Random, limit: float) -> str:
-    """SIGTERM a rank."""
-    return _signal(job, random_numbers, signal.SIGTERM)
+kill = signalled(signal.SIGKILL)
 
 
-def node(job: Job, random_numbers: random.Random, limit: float) -> str:
+def node(job: Job, draw: random.Random, limit: float) -> str:
     """SIGKILL the agent and the ranks of a node, as if it lost power."""
-    number = random_numbers.randrange(NODES)
+    number = draw.randrange(NODES)
     job.kill_node(number)
     return f"node {number}"
 
 
-def link(job: Job, random_numbers: random.Random, limit: float) -> str:
+def link(job: Job, draw: random.Random, limit: float) -> str:
     """Cut the link between the nodes for longer than the limit."""
     emulation.set_link(1, "down")
     end = time.monotonic() + 1.2 * limit
@@ -55,7 +60,7 @@ def link(job: Job, random_numbers: random.Random, limit: float) -> str:
     return f"{1.2 * limit:.0f} s"
 
 
-def disk(job: Job, random_numbers: random.Random, limit: float) -> str:
+def disk(job: Job, draw: random.Random, limit: float) -> str:
     """Fill the disk until a save has failed."""
     failures = job.failed_saves()
     filler = job.checkpoints / "filler"
@@ -64,35 +69,29 @@ def disk(job: Job, random_numbers: random.Random, limit: float) -> str:
         if time.monotonic() > deadline:
             raise Disagreement(f"no save has met the full disk in {FULL_SECONDS} s")
         job.supervise()
-        _fill(filler)
+        if free := shutil.disk_usage(job.checkpoints).free // BLOCK * BLOCK:
+            with filler.open("ab", buffering=0) as file:
+                file.write(bytes(free))
         time.sleep(0.02)
     filler.unlink()
     return "full until a save failed"
 
 
-def truncate(job: Job, random_numbers: random.Random, limit: float) -> str:
+def truncate(job: Job, draw: random.Random, limit: float) -> str:
     """Cut a file of the newest checkpoint, then SIGKILL a rank."""
     checkpoint = job.newest_checkpoint()
     files = sorted(path for path in checkpoint.iterdir() if path.stat().st_size)
-    path = random_numbers.choice(files)
-    os.truncate(path, random_numbers.randrange(path.stat().st_size))
-    return f"{checkpoint.name}/{path.name}, {_signal(job, random_numbers, signal.SIGKILL)}"
+    path = draw.choice(files)
+    os.truncate(path, draw.randrange(path.stat().st_size))
+    return f"{checkpoint.name}/{path.name}, {kill(job, draw, limit)}"
 
 
-KINDS: dict[str, Disturbance] = {
-    function.__name__: function for function in (kill, stop, terminate, node, link, disk, truncate)
+KINDS = {
+    "kill": Disturbance("SIGKILL to a rank", kill),
+    "stop": Disturbance("SIGSTOP to a rank, for good: it hangs", signalled(signal.SIGSTOP)),
+    "terminate": Disturbance("SIGTERM to a rank", signalled(signal.SIGTERM)),
+    "node": Disturbance("SIGKILL to a node's agent and ranks, as if it lost power", node),
+    "link": Disturbance("the link between the nodes is cut for longer than the limit", link),
+    "disk": Disturbance("the disk is full until a save has failed", disk),
+    "truncate": Disturbance("a file of the newest checkpoint is cut, then SIGKILL", truncate),
 }
-
-
-def _signal(job: Job, random_numbers: random.Random, number: signal.Signals) -> str:
-    rank = random_numbers.randrange(RANKS)
-    os.kill(job.rank_pid(rank), number)
-    return f"rank {rank}"
-
-
-def _fill(filler: Path) -> None:
-    """Take what is free on the file system."""
-    free = shutil.disk_usage(filler.parent).free // BLOCK * BLOCK
-    if free:
-        with filler.open("ab", buffering=0) as file:
-            file.write(bytes(free))

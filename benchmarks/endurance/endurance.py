@@ -1,19 +1,7 @@
 """Does a run survive whatever a cluster does to it, and end with the digits it would have had?
 
-    python -m benchmarks.endurance.endurance [--minutes 10] [--kinds kill link] [--json FILE]
-
 Four ranks train under torchrun on two emulated nodes, and save every few iterations. At random
-moments something is broken:
-
-| kind        | what                                                                       |
-|-------------|----------------------------------------------------------------------------|
-| `kill`      | SIGKILL to a rank                                                          |
-| `stop`      | SIGSTOP to a rank, for good: it hangs                                      |
-| `terminate` | SIGTERM to a rank                                                          |
-| `node`      | SIGKILL to a node's agent and ranks; its supervisor starts the agent again |
-| `link`      | the link between the nodes is cut for longer than the limit                |
-| `disk`      | the disk is full until a save has failed                                   |
-| `truncate`  | a file of the newest checkpoint is cut, then SIGKILL to a rank             |
+moments something is broken, as --kinds says.
 
 Every round breaks all kinds in a random order. After each the job must go on by itself: load a
 checkpoint at most one save interval before the point it had reached (two after `truncate`), and
@@ -22,7 +10,6 @@ the last digit. Needs root, and the commands ip, tc and mount.
 """
 
 import argparse
-import itertools
 import random
 import sys
 import tempfile
@@ -31,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.cluster.network import emulation
-from benchmarks.cluster.started_cluster import exit_on_signals
+from benchmarks.cluster.rank_processes import exit_on_signals
 from benchmarks.endurance.disturbances import KINDS
 from benchmarks.endurance.job import Job, started_job
 from benchmarks.endurance.resources import Recorder
@@ -41,6 +28,7 @@ from benchmarks.shared.table import Column, table
 
 RECOVERY_SECONDS = 300  # until a job that needs no hand has passed the point it had reached
 POLL_SECONDS = 0.1
+MEANINGS = "; ".join(f"{name}: {kind.meaning}" for name, kind in KINDS.items())
 COLUMNS = (
     Column("", lambda row: f"{row['kind']}: {row['what']}"),
     Column("after s", "at", ".0f"),
@@ -56,61 +44,70 @@ def measure(options: argparse.Namespace, result: dict) -> None:
     emulation.require_namespaces()
     result["options"] = dict(vars(options))
     with tempfile.TemporaryDirectory(prefix="zeropp-endurance-") as folder:
-        disturbed = Campaign(options, Path(folder) / "disturbed")
-        result.update(disturbed.run())
-        losses = disturbed.losses
-        result["undisturbed"] = undisturbed(options, Path(folder) / "undisturbed", losses)
-
-
-def job_flags(options: argparse.Namespace) -> list[str]:
-    """The flags of the job that the options determine."""
-    flags = ["--save-interval", str(options.save_interval)]
-    return [*flags, "--async-save"] if options.async_save else flags
+        answer, losses = Campaign(options).disturbed(Path(folder) / "disturbed")
+        result |= answer
+        result["undisturbed"] = Campaign(options).undisturbed(Path(folder) / "undisturbed", losses)
 
 
 class Campaign:
-    """Disturbances of one job, one after the other."""
+    """A job, and what is recorded of its processes."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self._options, self._folder = options, folder
-        self._random = random.Random(options.seed)
-        self._recorder = Recorder()
-        self.losses: dict[int, float] = {}
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._random = options, random.Random(options.seed)
+        self._recorder, self._started = Recorder(), time.monotonic()
+        self._flags = ["--save-interval", str(options.save_interval)]
+        self._flags += ["--async-save"] if options.async_save else []
 
-    def run(self) -> dict:
-        """Disturb the job for `--minutes`; raises Disagreement if it does not go on by itself."""
-        options = self._options
-        rows = []
-        with started_job(self._folder, options.limit, job_flags(options)) as job:
-            started = self._started = time.monotonic()
+    def disturbed(self, folder: Path) -> tuple[dict, dict[int, float]]:
+        """Disturb the job for `--minutes`; returns what happened, and its losses.
+
+        Raises Disagreement if it does not go on by itself.
+        """
+        options, rows = self._options, []
+        with started_job(folder, options.limit, self._flags) as job:
+            self._started = time.monotonic()
             self._wait(job, lambda: len(job.losses()) > 2 * options.save_interval)
             for number, kind in enumerate(self._kinds()):
-                is_late = time.monotonic() - started > 60 * options.minutes
+                is_late = time.monotonic() - self._started > 60 * options.minutes
                 if is_late and number >= len(options.kinds):
                     break
                 rows.append(self._disturb(job, kind))
                 print(table(rows[-1:], *COLUMNS), file=sys.stderr, flush=True)
-            seconds = time.monotonic() - started
-            self.losses = job.losses()
-            agents = [node.agents_started for node in job.nodes]
+            answer = {
+                "disturbances": rows,
+                "seconds": time.monotonic() - self._started,
+                "agents_started": [node.agents_started for node in job.nodes],
+                "resources": self._recorder.result(),
+            }
+            return answer, job.losses()
+
+    def undisturbed(self, folder: Path, expected: dict[int, float]) -> dict:
+        """Run a job to the iteration that the disturbed one reached, and compare their losses."""
+        last, reached = max(expected), 0
+        with started_job(folder, self._options.limit, self._flags) as job:
+            end = self._started + 60 * self._options.undisturbed_minutes
+            while reached < last or time.monotonic() < end:
+                self._wait(job, lambda at=reached: max(job.losses(), default=0) > at)
+                reached = max(job.losses())
+            losses = job.losses()
+        require_equal(expected, losses)
         return {
-            "disturbances": rows,
-            "seconds": seconds,
-            "agents_started": agents,
+            "seconds": time.monotonic() - self._started,
+            "iterations": max(losses),
+            "equal_losses": last,
             "resources": self._recorder.result(),
         }
 
     def _kinds(self) -> Iterator[str]:
-        for _ in itertools.count():
+        while True:
             yield from self._random.sample(self._options.kinds, len(self._options.kinds))
 
     def _disturb(self, job: Job, kind: str) -> dict:
         """Break something, wait until the job has passed the point it had reached."""
         end = time.monotonic() + self._random.uniform(0, self._options.pause)
         self._wait(job, lambda: time.monotonic() > end)
-        attempts = len(job.resumed())
-        began = time.monotonic()
-        what = KINDS[kind](job, self._random, self._options.limit)
+        attempts, began = len(job.resumed()), time.monotonic()
+        what = KINDS[kind].act(job, self._random, self._options.limit)
         reached, resumed = self._recover(job, attempts)
         lost, most = reached - resumed, self._options.save_interval * (1 + (kind == "truncate"))
         if lost > most:
@@ -147,40 +144,14 @@ class Campaign:
         return reached, resumed[0] if resumed else reached
 
     def _wait(self, job: Job, condition: Callable[[], bool]) -> None:
-        """Supervise the job until the condition holds."""
-        wait(job, condition, self._recorder)
-
-
-def wait(
-    job: Job, condition: Callable[[], bool], recorder: Recorder, seconds: float = RECOVERY_SECONDS
-) -> None:
-    """Supervise and record the job until `condition()`; raises Disagreement after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Disagreement(f"the job does not go on by itself:\n{job.text()[-8000:]}")
-        job.supervise()
-        recorder.record_if_due(job.processes())
-        time.sleep(POLL_SECONDS)
-
-
-def undisturbed(options: argparse.Namespace, folder: Path, expected: dict[int, float]) -> dict:
-    """Run a job to the iteration that the disturbed one reached, and compare their losses."""
-    recorder, started, last = Recorder(), time.monotonic(), max(expected)
-    with started_job(folder, options.limit, job_flags(options)) as job:
-        end = started + 60 * options.undisturbed_minutes
-        reached = 0
-        while reached < last or time.monotonic() < end:
-            wait(job, lambda: max(job.losses(), default=0) > reached, recorder)  # noqa: B023
-            reached = max(job.losses())
-        losses = job.losses()
-    require_equal(expected, losses)
-    return {
-        "seconds": time.monotonic() - started,
-        "iterations": max(losses),
-        "equal_losses": last,
-        "resources": recorder.result(),
-    }
+        """Supervise and record the job until `condition()`; Disagreement if it takes too long."""
+        deadline = time.monotonic() + RECOVERY_SECONDS
+        while not condition():
+            if time.monotonic() > deadline:
+                raise Disagreement(f"the job does not go on by itself:\n{job.text()[-8000:]}")
+            job.supervise()
+            self._recorder.record_if_due(job.processes())
+            time.sleep(POLL_SECONDS)
 
 
 def require_equal(expected: dict[int, float], losses: dict[int, float]) -> None:
@@ -216,22 +187,17 @@ def show(result: dict) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--minutes", 10.0, "how long; the first round is always completed"),
-        Flag("--undisturbed-minutes", 0.0, "how long at least without trouble"),
-        Flag("--kinds", tuple(KINDS), "what is broken", choices=tuple(KINDS)),
-        Flag("--seed", 0, "of the moments, the order and the ranks"),
-        Flag("--save-interval", 10, "iterations between checkpoints", least=1),
-        Flag("--async-save", False, "the job saves beside training"),
-        Flag("--limit", 20.0, "seconds: the job's time limit for collectives"),
-        Flag("--pause", 3.0, "seconds from a recovery to the next disturbance, at most"),
-    ),
-    measure=measure,
-    show=show,
+OPTIONS = (
+    Flag("--minutes", 10.0, "how long; the first round is always completed"),
+    Flag("--undisturbed-minutes", 0.0, "how long at least without trouble"),
+    Flag("--kinds", tuple(KINDS), MEANINGS, choices=tuple(KINDS)),
+    Flag("--seed", 0, "of the moments, the order and the ranks"),
+    Flag("--save-interval", 10, "iterations between checkpoints", least=1),
+    Flag("--async-save", False, "the job saves beside training"),
+    Flag("--limit", 20.0, "seconds: the job's time limit for collectives"),
+    Flag("--pause", 3.0, "seconds from a recovery to the next disturbance, at most"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,7 +1,8 @@
 """A training job of four ranks on two emulated nodes, each with torchrun's agent and a supervisor.
 
 The supervisor stands for what a cluster has (Slurm's --requeue, systemd, Kubernetes): it starts an
-agent again that has ended. The agents restart the ranks.
+agent again that has ended. The agents restart the ranks. Run as a program, the module is a rank:
+pretrain_gpt.py's program, after it has said which process it is.
 """
 
 import json
@@ -13,18 +14,18 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cluster.network import emulation
-from benchmarks.endurance.growing_file import GrowingFile
-from benchmarks.endurance.rank import pid_file
+from benchmarks.endurance.resources import GrowingFile
+from benchmarks.shared.result import ROOT, write_text
+from megatron_zpp.commands.pretrain import main
 from zeropp.errors import InputError
+from zeropp.ranks.exit import exit_process
 
-ROOT = Path(__file__).resolve().parents[2]
 NODES, RANKS_PER_NODE = 2, 2
 PORT = 29500  # free in every namespace
-RANK_MODULE = "benchmarks.endurance.rank"
 # A model that trains fast, as the subject is everything else; no schedule depends on the length.
 MODEL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --mock-data "
@@ -42,18 +43,14 @@ SUPERVISOR_SECONDS = 0.5  # before an agent is started again
 LOADED = re.compile(r"loaded checkpoint of iteration (\d+)")
 
 
-def loaded_iteration(line: str) -> int | None:
-    """The iteration of the checkpoint that a line says was loaded."""
-    match = LOADED.search(line)
-    return int(match[1]) if match else None
-
-
-def failed_save(line: str) -> str | None:
-    """The line, if it says that a checkpoint could not be saved."""
+def _loaded_or_failed(line: str) -> int | str | None:
+    """The iteration of the checkpoint that a line says was loaded, or a line of a failed save."""
+    if match := LOADED.search(line):
+        return int(match[1])
     return line if "cannot save" in line else None
 
 
-def loss_of_iteration(line: str) -> tuple[int, float] | None:
+def _loss_of_iteration(line: str) -> tuple[int, float]:
     """The iteration and the loss of a line of metrics.jsonl."""
     record = json.loads(line)
     return record["iteration"], record["lm_loss"]
@@ -65,19 +62,11 @@ class Node:
 
     number: int
     log: Path
-    loaded: GrowingFile[int]
-    failed_saves: GrowingFile[str]
+    events: GrowingFile
     agent: subprocess.Popen | None = None
     agents_started: int = 0
-    num_loaded: int = 0  # items of `loaded` that are in the job's list
-    ended: float = field(default=0.0)  # time.monotonic() when the last agent was seen to have ended
-
-    @classmethod
-    def of(cls, number: int, folder: Path) -> "Node":
-        """A node of a job in `folder`."""
-        log = folder / f"node{number}.log"
-        loaded, failed = GrowingFile(log, loaded_iteration), GrowingFile(log, failed_save)
-        return cls(number=number, log=log, loaded=loaded, failed_saves=failed)
+    num_seen: int = 0  # items of `events` that the job has counted
+    ended: float = 0.0  # time.monotonic() when the last agent was seen to have ended
 
 
 class Job:
@@ -85,9 +74,13 @@ class Job:
 
     def __init__(self, folder: Path, limit_seconds: float, flags: Sequence[str]) -> None:
         self.folder, self.checkpoints = folder, folder / "checkpoints"
-        self.nodes = [Node.of(number, folder) for number in range(NODES)]
-        self._resumed: list[int] = []
-        self._losses = GrowingFile(folder / "curves" / "metrics.jsonl", loss_of_iteration)
+        logs = [folder / f"node{number}.log" for number in range(NODES)]
+        self.nodes = [
+            Node(number=number, log=log, events=GrowingFile(log, _loaded_or_failed))
+            for number, log in enumerate(logs)
+        ]
+        self._events: list[int | str] = []
+        self._losses = GrowingFile(folder / "curves" / "metrics.jsonl", _loss_of_iteration)
         self._flags = [
             *MODEL.split(),
             *("--save", str(self.checkpoints), "--load", str(self.checkpoints)),
@@ -110,15 +103,11 @@ class Job:
 
     def resumed(self) -> list[int]:
         """The iterations of the checkpoints that attempts have loaded so far."""
-        for node in self.nodes:  # rank 0, which says so, may move to another node
-            new = node.loaded.items()[node.num_loaded :]
-            node.num_loaded += len(new)
-            self._resumed += new
-        return self._resumed
+        return [event for event in self._new_events() if isinstance(event, int)]
 
     def failed_saves(self) -> int:
         """How many saves have failed so far."""
-        return sum(len(node.failed_saves.items()) for node in self.nodes)
+        return sum(isinstance(event, str) for event in self._new_events())
 
     def text(self) -> str:
         """What all ranks and agents have printed, node by node."""
@@ -146,39 +135,41 @@ class Job:
         iteration = int((self.checkpoints / "latest_checkpointed_iteration.txt").read_text())
         return self.checkpoints / f"iter_{iteration:07d}"
 
-    def _start_agent(self, node: Node) -> None:
-        variables = {
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(ROOT),
-            **emulation.VARIABLES,
-        }
-        command = [
-            *(*emulation.prefix(node.number), sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", str(NODES), "--nproc-per-node", str(RANKS_PER_NODE)),
-            *("--local-addr", emulation.address(node.number)),
-            *("--rdzv-endpoint", f"{emulation.address(0)}:{PORT}"),
-            *f"{AGENT},is_host={node.number == 0}".split(),
-            *("-m", RANK_MODULE, str(self.folder), *self._flags),
-        ]
-        with node.log.open("ab") as log:
-            node.agent = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        node.agents_started += 1
-
     def stop(self) -> None:
         """Kill what runs on both nodes."""
         for node in self.nodes:
             self.kill_node(node.number)
             if node.agent is not None:
                 node.agent.wait()
+
+    def _new_events(self) -> list[int | str]:
+        for node in self.nodes:  # rank 0, which says so, may move to another node
+            new = node.events.items()[node.num_seen :]
+            node.num_seen += len(new)
+            self._events += new
+        return self._events
+
+    def _start_agent(self, node: Node) -> None:
+        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        command = [
+            *(*emulation.prefix(node.number), sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", str(NODES), "--nproc-per-node", str(RANKS_PER_NODE)),
+            *("--local-addr", emulation.address(node.number)),
+            *("--rdzv-endpoint", f"{emulation.address(0)}:{PORT}"),
+            *f"{AGENT},is_host={node.number == 0}".split(),
+            *("-m", __name__, str(self.folder), *self._flags),
+        ]
+        with node.log.open("ab") as log:
+            node.agent = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **variables, **emulation.VARIABLES},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        node.agents_started += 1
 
 
 @contextmanager
@@ -189,23 +180,25 @@ def started_job(folder: Path, limit_seconds: float, flags: Sequence[str]) -> Ite
     Raises InputError where the system does not allow that.
     """
     job = Job(folder, limit_seconds, flags)
-    with emulation.emulated_cluster(NODES), _small_disk(job.checkpoints):
+    job.checkpoints.mkdir(parents=True)
+    disk = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(job.checkpoints)]
+    with emulation.emulated_cluster(NODES):
+        done = subprocess.run(["mount", *disk], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise InputError(f"a small file system cannot be made here: {done.stderr.strip()}")
         try:
             job.supervise()
             yield job
         finally:
             job.stop()
+            subprocess.run(["umount", "--lazy", str(job.checkpoints)], check=True)
 
 
-@contextmanager
-def _small_disk(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True)
-    options = f"size={DISK_BYTES}"
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise InputError(f"a small file system cannot be made here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+def pid_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes its process id."""
+    return folder / f"rank{rank}.pid"
+
+
+if __name__ == "__main__":
+    write_text(pid_file(Path(sys.argv[1]), int(os.environ["RANK"])), str(os.getpid()))
+    exit_process(main(sys.argv[2:]))

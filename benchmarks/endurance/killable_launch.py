@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.shared.result import ROOT
+
 LAUNCHER = "import sys; from zeropp.ranks.launcher import main; sys.exit(main())"
 LAUNCH = (sys.executable, "-c", LAUNCHER)
 

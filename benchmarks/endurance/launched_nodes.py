@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from benchmarks.endurance.killable_launch import LAUNCH, ROOT, kill_all, start
-from benchmarks.endurance.saved_weights import saved_weights
+from zeropp.checkpoint.state_tensors import MODEL as WEIGHTS
 
 POLL_SECONDS = 0.05
 # A model that trains fast, as the subject is everything else.
@@ -132,3 +133,16 @@ def wait_for(condition: Callable[[], Result], seconds: float) -> Result:
             raise TimeoutError(f"{seconds:.0f} s have passed")
         time.sleep(POLL_SECONDS)
     return value
+
+
+def saved_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return the fp32 weights of a checkpoint by name, whole, read without a model."""
+    reader = dcp.FileSystemReader(path)
+    described = reader.read_metadata().state_dict_metadata
+    weights = {
+        name: torch.empty(each.size)
+        for name, each in described.items()
+        if name.startswith(WEIGHTS) and each.properties.dtype == torch.float32
+    }
+    dcp.load(weights, storage_reader=reader, no_dist=True)
+    return weights

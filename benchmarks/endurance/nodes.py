@@ -1,7 +1,4 @@
-"""Kills and joins of nodes that step alone, at random: does the run go on without a hand?
-
-    python -m benchmarks.endurance.nodes [--minutes 30] [--nodes 3] [--ranks 1] [--rate 100mbit]
-        [--json FILE]
+"""Kills and joins of replicas of elastic local SGD, at random: does the run go on without a hand?
 
 Each node is a launch of its own, and a supervisor starts a new one for each that ended. With --rate
 each is in a network namespace of this machine, as is the store, with a link of that rate to the
@@ -21,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.cluster.network import emulation
-from benchmarks.cluster.started_cluster import exit_on_signals
+from benchmarks.cluster.rank_processes import exit_on_signals
 from benchmarks.endurance.launched_nodes import LaunchedNode, LaunchedNodes, wait_for
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
@@ -159,21 +156,15 @@ def show(result: dict) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--minutes", 30.0, "how long nodes are killed", least=0),
-        Flag("--nodes", 3, "with how many the run begins", least=2),
-        Flag("--ranks", 1, "of a node", least=1),
-        Flag("--pause", 30.0, "most seconds between a join and the next kill", least=0),
-        Flag("--rate", help="of each node's link in an emulated cluster, as in 100mbit"),
-        Flag("--seed", 0, "of the moments and the nodes"),
-    ),
-    check=check,
-    measure=measure,
-    show=show,
+OPTIONS = (
+    Flag("--minutes", 30.0, "how long nodes are killed", least=0),
+    Flag("--nodes", 3, "with how many the run begins", least=2),
+    Flag("--ranks", 1, "of a node", least=1),
+    Flag("--pause", 30.0, "most seconds between a join and the next kill", least=0),
+    Flag("--rate", help="of each node's link in an emulated cluster, as in 100mbit"),
+    Flag("--seed", 0, "of the moments and the nodes"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, check=check)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -7,13 +7,13 @@ AdamW(fused=True), and a copy to bf16. DeepSpeed's, where it is installed, is a 
 
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.other_libraries import Peer
 from benchmarks.kernels.timed_cases import SEED, Case, block_layout
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for, reference
 
@@ -22,6 +22,15 @@ PEER_OPTIONS = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 FACTOR = 0.25  # of unscaling and clipping
 ALIGN = 128  # elements; tensors start at multiples of it, as in PyTorch's allocator
 FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another library's op beside Adam's kernel; `differs` says how it computes something else."""
+
+    name: str
+    run: Callable[[], object]
+    differs: str
 
 
 def adam_cases(elements: int, device: torch.device) -> Iterator[Case]:

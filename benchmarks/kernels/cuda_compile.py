@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.shared.benchmark import Benchmark
+from benchmarks.shared.result import ROOT
 from benchmarks.shared.table import Column, table
 from setup import CUDA_FLAGS, find_nvcc
 from zeropp.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[2]
 GPUS = ("sm_80", "sm_90")
 SOURCES = tuple(sorted((ROOT / "csrc").glob("*/*.cu")))
 THREADS = 256  # of a thread block

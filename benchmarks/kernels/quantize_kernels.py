@@ -1,12 +1,9 @@
 """How fast the kernels of quantization and of steps of codes are, beside a copy of as many bytes.
 
-    python -m benchmarks.kernels.quantize_kernels [--device cpu|cuda] [--elements N ...]
-        [--rounds N] [--json FILE]
-
 Every kernel is first compared byte by byte with the plain-torch reference: on the CPU, and at the
-sizes that are timed on the kernel's own device. Then kernel, copy, plain torch and, where they are
-installed, bitsandbytes' and torchao's ops run in turn. The copy moves half of the bytes that the
-kernel reads and writes in all, so that both move as many bytes, into allocated memory.
+sizes that are timed on the kernel's own device. Then kernel, copy, plain torch and, beside AdamW,
+other libraries' optimizers run in turn. The copy moves half of the bytes that the kernel reads and
+writes in all, so that both move as many bytes, into allocated memory.
 
 On a GPU, times are measured between events, and data larger than half the level-2 cache is evicted
 before each run; smaller data stays cached. On the CPU with one thread the copy is memcpy, and times
@@ -23,10 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.kernels import other_libraries
-from benchmarks.kernels.adam_kernel import adam_cases, adam_peers
+from benchmarks.kernels.adam_kernel import Peer, adam_cases, adam_peers
 from benchmarks.kernels.instruction_sets import use_isa
-from benchmarks.kernels.other_libraries import Peer
 from benchmarks.kernels.timed_cases import ROWS, Case, cases, requantize_cases
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import interleaved, ratio_summary
@@ -82,7 +77,6 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         "device": options.device,
         "kernels": "CUDA" if on_cuda else options.isa or best_isa(),
         "threads": options.threads,
-        "libraries": other_libraries.versions(),
         "rounds": options.rounds,
         "wrong": [case.name for case in checked if not is_right(case, "cpu")],
         "rows": [],
@@ -168,53 +162,34 @@ def time_case(place: Place, case: Case, elements: int, rounds: int) -> dict:
         if not slow or len(seconds[name]) < place.plain_rounds:
             mean = place.timer.mean_seconds(runs[name], 1 if slow else times, cold=cold)
             seconds[name].append(mean)
-    return row(case, elements, seconds) | {
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    slower = {name: each / medians["kernel"] for name, each in medians.items()}
+    return {
+        "kernel": case.name, "elements": elements, "bytes": case.num_bytes,
+        "gb_per_s": case.num_bytes / medians["kernel"] / 1e9,
+        "copy_gb_per_s": case.num_bytes / medians["copy"] / 1e9,
+        **ratio_summary(seconds["copy"], seconds["kernel"]),
+        "plain_times_slower": slower["plain"], "seconds": seconds["kernel"],
+        "copy": seconds["copy"], "plain": seconds["plain"],
         "in_cache": not cold if place.cache else None, "failed": failed,
         "peers": [
             {"name": peer.name, "differs": peer.differs, "seconds": seconds[peer.name],
-             "times_slower": slower(seconds, peer.name)}
+             "times_slower": slower[peer.name]}
             for peer in peers
         ],
     }  # fmt: skip
-
-
-def peers_of(case: Case) -> Iterator[Peer]:
-    """What other libraries have for the same purpose."""
-    if case.op == "adam":
-        yield from adam_peers(*case.inputs)
-    elif case.values is not None:
-        find = {"quantize": other_libraries.quantizers, "dequantize": other_libraries.dequantizers}
-        yield from find[case.op](case.values, case.bits)
 
 
 def working_peers(case: Case) -> tuple[list[Peer], list[str]]:
     """The peers that run here, and the errors of those that do not."""
     working, errors = [], []
     try:
-        for peer in peers_of(case):
+        for peer in adam_peers(*case.inputs) if case.op == "adam" else ():
             peer.run()
             working.append(peer)
     except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         errors.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     return working, errors
-
-
-def row(case: Case, elements: int, seconds: dict[str, list[float]]) -> dict:
-    """The numbers of a kernel, the copy and plain torch."""
-    own, copies = seconds["kernel"], seconds["copy"]
-    return {
-        "kernel": case.name, "elements": elements, "bytes": case.num_bytes,
-        "gb_per_s": case.num_bytes / statistics.median(own) / 1e9,
-        "copy_gb_per_s": case.num_bytes / statistics.median(copies) / 1e9,
-        **ratio_summary(copies, own),
-        "plain_times_slower": slower(seconds, "plain"),
-        "seconds": own, "copy": copies, "plain": seconds["plain"],
-    }  # fmt: skip
-
-
-def slower(seconds: dict[str, list[float]], name: str) -> float:
-    """How many times the kernel's time another takes."""
-    return statistics.median(seconds[name]) / statistics.median(seconds["kernel"])
 
 
 def show(result: dict) -> str:
@@ -239,8 +214,6 @@ def show(result: dict) -> str:
           for name in result["wrong"]),
         f"\n{kernels}\n",
         "MB, GB/s: bytes read and written; the copy moves as many, half read and half written.",
-        "other libraries: "
-        + ", ".join(f"{name} {version}" for name, version in result["libraries"].items()),
         *(f"{row['kernel']}, {row['elements']} elements, not compared: {why}"
           for row in rows for why in row["failed"]),
     ]  # fmt: skip
@@ -259,26 +232,26 @@ def show(result: dict) -> str:
     return "\n".join(lines)
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag(
-            "--elements",
-            (),
-            f"multiples of {256 * ROWS}; default on the CPU: {CPU_ELEMENTS}, on a GPU: "
-            f"{CUDA_ELEMENTS}",
-            type=int,
-        ),
-        Flag("--rounds", 15, "samples of each"),
-        Flag("--only", "", "kernels whose names contain this, as in AdamW"),
-        Flag("--isa", help="of the CPU; default: the best it has", choices=ISAS),
-        Flag("--threads", 1, "of the CPU", least=1),
+OPTIONS = (
+    Flag(
+        "--elements",
+        (),
+        f"multiples of {256 * ROWS}; default on the CPU: {CPU_ELEMENTS}, on a GPU: {CUDA_ELEMENTS}",
+        type=int,
     ),
+    Flag("--rounds", 15, "samples of each"),
+    Flag("--only", "", "kernels whose names contain this, as in AdamW"),
+    Flag("--isa", help="of the CPU; default: the best it has", choices=ISAS),
+    Flag("--threads", 1, "of the CPU", least=1),
+)
+BENCHMARK = Benchmark(
+    __spec__,
+    __doc__,
+    measure,
+    show,
+    OPTIONS,
     has_device=True,
     check=check,
-    measure=measure,
-    show=show,
     succeeded=lambda result: not result["wrong"],
 )
 

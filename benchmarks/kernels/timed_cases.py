@@ -27,8 +27,7 @@ class Case:
     """A kernel on inputs of one size.
 
     run: call the kernel, which fills `outputs`. expected: inputs on any device -> what `outputs`
-    must hold, by the reference. num_bytes: read and written. op: its name. values, bits: what other
-    libraries could quantize for comparison, if they can do what the case does.
+    must hold, by the reference. num_bytes: read and written. op: its name.
     """
 
     name: str
@@ -38,27 +37,25 @@ class Case:
     outputs: tuple[Tensor, ...]
     expected: Callable[..., tuple[Tensor, ...]]
     num_bytes: int
-    values: Tensor | None = None
-    bits: int | None = None
 
 
 def _case(
-    backend: object, plain: object, op: str, name: str, inputs: tuple[Tensor, ...], out: Tensor,
-    *others: object, values: Tensor | None = None, bits: int | None = None,
+    backend: Backend, op: str, name: str, inputs: tuple[Tensor, ...], out: Tensor,
+    *others: object,
 ) -> Case:  # fmt: skip
-    """A case of `op`, a function of a backend and of plain torch alike.
+    """A case of `op`, a function of a backend and of the reference alike.
 
     It takes the inputs, the output and `others`.
     """
 
     def expected(*inputs: Tensor) -> tuple[Tensor, ...]:
         result = torch.empty(out.shape, dtype=out.dtype, device=inputs[0].device)
-        getattr(plain, op)(*inputs, result, *others)
+        getattr(reference, op)(*inputs, result, *others)
         return (result,)
 
     return Case(
         name=name, op=op, run=lambda: getattr(backend, op)(*inputs, out, *others), inputs=inputs,
-        outputs=(out,), expected=expected, values=values, bits=bits,
+        outputs=(out,), expected=expected,
         num_bytes=sum(tensor.nbytes for tensor in (*inputs, out)),
     )  # fmt: skip
 
@@ -106,7 +103,7 @@ def requantize_cases(backend: Backend, elements: int, device: torch.device) -> I
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         rows = (weights + MOVED * change).to(dtype)
         case = _case(
-            backend, reference, "requantize", f"{name} -> INT8 by scales that stay",
+            backend, "requantize", f"{name} -> INT8 by scales that stay",
             (rows, held), torch.empty_like(held), layout.table,
         )  # fmt: skip
         scales = ROWS * layout.segments[0].data_at  # all that is read of what is held
@@ -134,21 +131,12 @@ def _packed(backend: Backend, rows: Tensor, layout: RowLayout) -> Tensor:
 
 def _quantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout, fold: int = 1) -> Case:
     packed = torch.ones(ROWS, layout.packed_bytes, dtype=torch.uint8, device=rows.device)
-    others = layout.table, fold
-    peers = _peers(rows, layout)
-    return _case(backend, reference, "quantize", name, (rows,), packed, *others, **peers)
+    return _case(backend, "quantize", name, (rows,), packed, layout.table, fold)
 
 
 def _dequantize(backend: Backend, name: str, rows: Tensor, layout: RowLayout) -> Case:
     packed, out = _packed(backend, rows, layout), torch.ones_like(rows)
-    peers = _peers(rows, layout)
-    return _case(backend, reference, "dequantize", name, (packed,), out, layout.table, 1, **peers)
-
-
-def _peers(rows: Tensor, layout: RowLayout) -> dict:
-    """What other libraries can quantize for comparison: whole rows that are not rotated."""
-    (bits, *more) = layout.bits
-    return {} if more or is_rotated(bits) else {"values": rows, "bits": bits}
+    return _case(backend, "dequantize", name, (packed,), out, layout.table, 1)
 
 
 def _reduce_quantize(
@@ -157,15 +145,15 @@ def _reduce_quantize(
     reduced = packed.new_ones(ROWS // terms, layout_out.packed_bytes)
     name = f"{terms} x {_format(layout)} -> sum -> {_format(layout_out)}"
     others = layout.table, layout_out.table, terms
-    return _case(backend, reference, "reduce_quantize", name, (packed,), reduced, *others)
-
-
-def _format(layout: RowLayout) -> str:
-    bits = layout.bits[0]
-    return ("rotated " if is_rotated(bits) else "") + f"INT{CODE_BITS[bits]}"
+    return _case(backend, "reduce_quantize", name, (packed,), reduced, *others)
 
 
 def _reduce_dequantize(backend: Backend, packed: Tensor, layout: RowLayout) -> Case:
     out = torch.ones(layout.elements, device=packed.device)
     name = f"{ROWS} x {_format(layout)} -> sum -> fp32"
-    return _case(backend, reference, "reduce_dequantize", name, (packed,), out, layout.table)
+    return _case(backend, "reduce_dequantize", name, (packed,), out, layout.table)
+
+
+def _format(layout: RowLayout) -> str:
+    bits = layout.bits[0]
+    return f"{'rotated ' * is_rotated(bits)}INT{CODE_BITS[bits]}"

@@ -1,7 +1,5 @@
 """The activations of a long sequence on the ranks that share it (--context-parallel-size).
 
-    python -m benchmarks.memory.context_memory [--seq-length 32768] [--ranks 1 2 4]
-
 One sequence goes through a small GPT, forward and backward, in fp32. Measured are the bytes of all
 tensors of a rank besides weights and tokens: those that wait for backward after the forward pass,
 and the most at any time. The losses must be the same on any number of ranks.
@@ -92,18 +90,12 @@ def show(result: dict) -> str:
     return f"one sequence of {result['seq_length']:,} tokens\n\n{rows}"
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--seq-length", 32768),
-        Flag("--ranks", (1, 2, 4)),
-        Flag("--kind", "a2a", "of a rank", choices=tuple(KINDS)),
-    ),
-    measure=measure,
-    on_rank=on_rank,
-    show=show,
+OPTIONS = (
+    Flag("--seq-length", 32768),
+    Flag("--ranks", (1, 2, 4)),
+    Flag("--kind", "a2a", "of a rank", choices=tuple(KINDS)),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, on_rank=on_rank)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,7 +1,5 @@
 """The memory that `--dry-run` predicts beside the peak of real steps on the CPU, as a table.
 
-    python -m benchmarks.memory.dry_run
-
 The bytes of all live tensors are measured after every op, on the rank that has most.
 """
 
@@ -164,17 +162,11 @@ def show(result: dict) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--ranks", 4, least=1),
-        Flag("--only", "", "cases whose flags contain this, as in cpu-optimizer"),
-    ),
-    measure=measure,
-    on_rank=on_rank,
-    show=show,
+OPTIONS = (
+    Flag("--ranks", 4, least=1),
+    Flag("--only", "", "cases whose flags contain this, as in cpu-optimizer"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, on_rank=on_rank)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,7 +1,5 @@
 """The memory that frozen weights take on a rank, as zeropp counts it and as the system does.
 
-    python -m benchmarks.memory.frozen_memory [--ranks 2] [--layers 16] [--hidden 4096]
-
 Each rank holds its shards of some square matrices: first loaded one by one into INT8, then in bf16,
 then these converted to INT8. Resident memory and its peak are what the system counts for the
 process. All numbers are those of rank 0, without what the process held before.
@@ -125,18 +123,12 @@ def show(result: dict) -> str:
     return table(rows, Column("", "what"), megabytes, Column("of bf16", "share", ".3f"))
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--ranks", 2, least=1),
-        Flag("--layers", 32, "matrices"),
-        Flag("--hidden", 4096, "rows and columns of each"),
-    ),
-    measure=measure,
-    on_rank=on_rank,
-    show=show,
+OPTIONS = (
+    Flag("--ranks", 2, least=1),
+    Flag("--layers", 32, "matrices"),
+    Flag("--hidden", 4096, "rows and columns of each"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, on_rank=on_rank)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

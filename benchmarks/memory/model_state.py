@@ -9,7 +9,7 @@ docs/memory.md explains each number and derives the formula.
 import dataclasses
 import gc
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -134,15 +134,14 @@ def _by_purpose(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return held
 
 
-def _storages(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
-    storages = (local.untyped_storage() for local in _local_parts(tensors))
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
-
-
 @torch.no_grad()
-def _local_parts(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+def _storages(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
+    """Bytes of the storages of this rank's parts of tensors, by address."""
+    sizes = {}
     for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            yield tensor.to_local()
-        elif tensor is not None and tensor.device.type != "meta":
-            yield tensor
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local is not None and local.device.type != "meta":
+            storage = local.untyped_storage()
+            if storage.nbytes():
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes

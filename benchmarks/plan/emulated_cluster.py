@@ -12,9 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
+from operator import itemgetter
 
-from benchmarks.plan.bounded_fit import Bounds, fit
-from benchmarks.plan.cells import CheckedSet, Prediction, log_squares, read_cells
+from benchmarks.plan.cells import (
+    Bounds,
+    Cell,
+    CheckedSet,
+    Prediction,
+    fit,
+    log_squares,
+    read_cells,
+)
 from benchmarks.plan.cpu_steps import Blocking, Host
 from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.planner.parts.planned_run import PlannedRun, plan_run
@@ -41,20 +49,10 @@ SHAPE = (
     f"--vocab-size {VOCABULARY - 1} --bf16"
 )
 COMPUTING = Bounds("computing, s", 0.05, 10, ("nothing computes faster", "longer than any step"))
-COPYING = Bounds(
-    "copying, ns a byte",
-    0.05,
-    2.0,
-    ("20 GB/s, a core's memcpy", "0.5 GB/s, slower than gloo alone"),
-)
-PACKETS = Bounds(
-    "packets, ns a byte",
-    0.05,
-    20.0,
-    ("20 GB/s, a core's memcpy", "180 us for a packet of 9000 bytes"),
-)
+MEMCPY = "20 GB/s, a core's memcpy"
+COPYING = Bounds("copying, ns a byte", 0.05, 2.0, (MEMCPY, "0.5 GB/s, slower than gloo alone"))
+PACKETS = Bounds("packets, ns a byte", 0.05, 20.0, (MEMCPY, "180 us for a packet of 9000 bytes"))
 TARGETS = (("step, s", 0.10, 0.15),)
-Cell = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,10 @@ class Work:
         num_micro_batches = int(cell["micro_batches"])
         forward = computing / num_micro_batches / PASSES / (len(self.messages) - 1)
         reduces = GLOO_REDUCE_SCATTER if self.blocks else 1
+        rate = float(cell["rate_mbit"]) * MBIT if cell["rate_mbit"] else None  # bytes per second
 
         def collective(hops: Sequence[Message], factor: int = 1) -> Collective:
-            return self._collective(hops, factor, _rate(cell), cost)
+            return self._collective(hops, factor, rate, cost)
 
         works = [
             UnitWork(
@@ -113,7 +112,8 @@ class Work:
         """
         timed, on_cores = [], 0.0
         for hop in hops:
-            copied, far = factor * _bytes_of_all(hop), factor * hop.far_bytes
+            near, far = factor * hop.near_bytes, factor * hop.far_bytes
+            copied = (near * PER_NODE + far) * NODES  # by gloo, all that ranks send
             cores = cost.seconds(copied, NODES * far if rate else 0.0)
             link = far * HEADERS / rate if rate else 0.0
             wait = 0.0 if self.blocks else SLICE * (hop.near_hops + hop.far_hops)
@@ -142,28 +142,22 @@ def check() -> list[CheckedSet]:
     """Return predicted beside measured, apart for runs beside which the machine did other work."""
     texts: list[str] = []
     predictions: dict[str, list[Prediction]] = {QUIET: [], SHARED: []}
-    by_machine = itertools.groupby(read_cells("emulated.tsv"), key=_machine)
+    by_machine = itertools.groupby(read_cells("emulated.tsv"), key=itemgetter("machine"))
     for machine, group in by_machine:
         cells = list(group)
         cost, computing, text = _calibrated(cells)
         texts.append(f"{machine}: {text}")
         for cell in cells:
-            predictions[cell["beside"]].append(
-                Prediction(
-                    of=_row_name(cell),
-                    quantity="step, s",
-                    predicted=_work(*_key(cell)).seconds(cell, computing[cell["run"]], cost),
-                    measured=_step_seconds(cell),
-                    is_fitted=cell["configuration"] == FSDP2,
-                )
-            )
+            rate = f"{cell['rate_mbit']} Mbit/s" if cell["rate_mbit"] else "no limit"
+            of = f"run {cell['run']}, {cell['seq']} tokens, {rate}, {cell['configuration']}"
+            seconds = _work_of(cell).seconds(cell, computing[cell["run"]], cost)
+            is_fitted = cell["configuration"] == FSDP2
+            row = Prediction(of, "step, s", seconds, _step_seconds(cell), is_fitted)
+            predictions[cell["beside"]].append(row)
     return [
-        CheckedSet(
-            name=f"emulated cluster, {beside}", constants="; ".join(texts),
-            predictions=tuple(rows), targets=TARGETS,
-        )
+        CheckedSet(f"emulated cluster, {beside}", "; ".join(texts), tuple(rows), TARGETS)
         for beside, rows in predictions.items()
-    ]  # fmt: skip
+    ]
 
 
 def wrong_orders(checked: CheckedSet) -> list[str]:
@@ -193,7 +187,7 @@ def _calibrated(cells: Sequence[Cell]) -> tuple[ProcessorCost, dict[str, float],
     def of_run(run: str, copying: float) -> tuple[tuple[float, ...], str, float]:
         cost = ProcessorCost(copying, packets)
         waits = [  # a step that blocks computes and waits in turn
-            (_work(*_key(row)).seconds(row, 0.0, cost), _step_seconds(row))
+            (_work_of(row).seconds(row, 0.0, cost), _step_seconds(row))
             for row in rows
             if row["run"] == run
         ]
@@ -219,7 +213,7 @@ def _packet_cost(rows: Sequence[Cell]) -> tuple[tuple[float, ...], str]:
         if row["processor_s"] and not row["rate_mbit"]
     }
     added = [
-        (_work(*_key(row)).limited_bytes(row) * 1e-9, float(row["processor_s"]) - least)
+        (_work_of(row).limited_bytes(row) * 1e-9, float(row["processor_s"]) - least)
         for row in rows
         if row["rate_mbit"] and (least := unlimited.get(row["run"])) is not None
     ]
@@ -229,31 +223,12 @@ def _packet_cost(rows: Sequence[Cell]) -> tuple[tuple[float, ...], str]:
     )
 
 
-def _bytes_of_all(hop: Message) -> float:
-    """Return the bytes that all ranks send in a hop, each of which gloo copies."""
-    return (hop.near_bytes * PER_NODE + hop.far_bytes) * NODES
-
-
-def _rate(cell: Cell) -> float | None:
-    """Return the bytes per second of a node's link, or None if it has no limit."""
-    return float(cell["rate_mbit"]) * MBIT if cell["rate_mbit"] else None
-
-
 def _step_seconds(cell: Cell) -> float:
     return float(cell["step_ms"]) / 1000
 
 
-def _row_name(cell: Cell) -> str:
-    rate = f"{cell['rate_mbit']} Mbit/s" if cell["rate_mbit"] else "no limit"
-    return f"run {cell['run']}, {cell['seq']} tokens, {rate}, {cell['configuration']}"
-
-
-def _machine(cell: Cell) -> str:
-    return cell["machine"]
-
-
-def _key(cell: Cell) -> tuple[str, int, int]:
-    return cell["configuration"], int(cell["seq"]), int(cell["micro_batches"])
+def _work_of(cell: Cell) -> Work:
+    return _work(cell["configuration"], int(cell["seq"]), int(cell["micro_batches"]))
 
 
 @cache

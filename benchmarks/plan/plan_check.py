@@ -1,7 +1,5 @@
 """How far the predictions of `megatron-zpp plan` can be trusted: predicted beside measured.
 
-    python -m benchmarks.plan.plan_check [--json FILE] [--plot FILE.png]
-
 Cells are the ZeRO++ figures, SDP4Bit's table, published runs of FSDP and of Megatron-LM, and our
 emulated cluster. What was fitted to is never averaged with what was predicted. Every fitted
 constant has physical limits, and the table says which are at one. Nothing is trained, and no GPU is
@@ -13,69 +11,50 @@ import logging
 import sys
 from pathlib import Path
 
-from benchmarks.plan import (
-    check_chart,
-    emulated_cluster,
-    published_runs,
-    sdp4bit,
-    zeropp_figures,
-)
+from benchmarks.plan import emulated_cluster, published_runs, sdp4bit, zeropp_figures
 from benchmarks.plan.cells import CheckedSet, Prediction, summary_rows
 from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.charts import chart
 from benchmarks.shared.table import Column, markdown_table, table
 
-SETS = ("figures", "sdp4bit", "published", "emulated")
+SETS = {  # name -> returns its checked sets
+    "figures": lambda: [zeropp_figures.check(width) for width in zeropp_figures.WIDTHS],
+    "sdp4bit": lambda: [sdp4bit.check(system) for system in sdp4bit.SYSTEMS],
+    "published": published_runs.check,
+    "emulated": emulated_cluster.check,
+}
 SUMMARY = ("cells", "quantity", "", "number", "median error", "largest", "target")
+COLOURS = ("#4c8bf5", "#e8710a", "#34a853", "#a142f4", "#d93025", "#5f6368", "#00838f")
+BAND = 0.15  # dotted lines of the chart
 
 
 def measure(options: argparse.Namespace, result: dict) -> None:
     """Predict every cell."""
     logging.basicConfig(level=logging.ERROR)
-    checked = [each for name in options.only for each in check(name)]
+    checked = [each for name in options.only for each in SETS[name]()]
     result["sets"] = [as_json(each) for each in checked]
+    emulated = [each for each in checked if each.name.startswith("emulated cluster")]
     result["wrong_orders"] = [
-        row for each in checked if each.name.startswith("emulated cluster")
-        for row in emulated_cluster.wrong_orders(each)
-    ]  # fmt: skip
+        row for each in emulated for row in emulated_cluster.wrong_orders(each)
+    ]
     result["left_out"] = dict(published_runs.left_out())
-
-
-def check(name: str) -> list[CheckedSet]:
-    """Return the checked sets that go by a name."""
-    if name == "figures":
-        return [zeropp_figures.check(width) for width in zeropp_figures.WIDTHS]
-    if name == "sdp4bit":
-        return [sdp4bit.check(system) for system in sdp4bit.SYSTEMS]
-    if name == "published":
-        return published_runs.check()
-    return emulated_cluster.check()
-
-
-def is_variant(checked: CheckedSet) -> bool:
-    """Whether a set is one that is shown already, at another unknown width."""
-    widths = zeropp_figures.WIDTHS[1:]
-    return any(checked.name.endswith(f"width {width}") for width in widths)
 
 
 def as_json(checked: CheckedSet) -> dict:
     """Return a set for the JSON."""
-    return {
-        "name": checked.name,
-        "constants": checked.constants,
-        "targets": checked.targets,
-        "cells": [{**vars(each), "error": each.error} for each in checked.predictions],
-    }
+    cells = [{**vars(each), "error": each.error} for each in checked.predictions]
+    settings = {name: getattr(checked, name) for name in ("name", "constants", "targets")}
+    return {**settings, "cells": cells}
 
 
 def sets_of(result: dict) -> list[CheckedSet]:
     """Return the sets of a result."""
-    return [
-        CheckedSet(
-            name=each["name"], constants=each["constants"], targets=each["targets"],
-            predictions=tuple(Prediction.of_json(cell) for cell in each["cells"]),
-        )
-        for each in result["sets"]
-    ]  # fmt: skip
+    sets = []
+    for each in result["sets"]:
+        cells = [{key: cell[key] for key in cell if key != "error"} for cell in each["cells"]]
+        predictions = tuple(Prediction(**cell) for cell in cells)
+        sets.append(CheckedSet(each["name"], each["constants"], predictions, each["targets"]))
+    return sets
 
 
 def show(result: dict) -> str:
@@ -99,18 +78,33 @@ def show(result: dict) -> str:
 
 
 def draw(result: dict, path: Path) -> None:
-    """Write a chart of the sets, without those at another unknown width."""
-    check_chart.draw([each for each in sets_of(result) if not is_variant(each)], path)
+    """Write the PNG: a point for each cell, fitted ones hollow, predicted ones filled.
+
+    Sets at another unknown width are left out. Each is relative to its own unit, so both axes are
+    logarithmic.
+    """
+    others = tuple(f"width {width}" for width in zeropp_figures.WIDTHS[1:])
+    checked = [each for each in sets_of(result) if not each.name.endswith(others)]
+    with chart(path, (7.0, 6.2)) as (_, (axes,)):
+        for each, colour in zip(checked, COLOURS, strict=False):
+            for is_fitted, label in ((True, None), (False, each.name)):
+                chosen = [p for p in each.predictions if p.is_fitted is is_fitted]
+                axes.scatter(
+                    [p.measured for p in chosen], [p.predicted for p in chosen], s=22, label=label,
+                    facecolors="none" if is_fitted else colour, edgecolors=colour, linewidths=0.9,
+                )  # fmt: skip
+        cells = [p for each in checked for p in each.predictions]
+        numbers = [number for p in cells for number in (p.measured, p.predicted)]
+        ends = [min(numbers) / 1.3, max(numbers) * 1.3]
+        for factor, style in ((1, "-"), (1 + BAND, ":"), (1 / (1 + BAND), ":")):
+            axes.plot(ends, [factor * end for end in ends], style, color="#9aa0a6", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="measured", ylabel="predicted")
+        axes.set_title(f"Filled: predicted; hollow: fitted. Dotted: {BAND:.0%}", fontsize=10)
+        axes.legend(fontsize=8, frameon=False)
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(Flag("--only", SETS, "some of the sets", choices=SETS),),
-    measure=measure,
-    show=show,
-    draw=draw,
-)
+OPTIONS = (Flag("--only", tuple(SETS), "some of the sets", choices=tuple(SETS)),)
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, draw=draw)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

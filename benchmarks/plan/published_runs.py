@@ -13,7 +13,7 @@ compute, which the planner does not represent; their micro-batch is not publishe
 from collections import Counter
 from types import MappingProxyType
 
-from benchmarks.plan.cells import CheckedSet, Prediction, read_cells
+from benchmarks.plan.cells import Cell, CheckedSet, Prediction, read_cells
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.search import Search
@@ -21,7 +21,6 @@ from megatron_zpp.planner.timing.hardware import TERA, Cluster, Description, fin
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 
-Cell = dict[str, str]
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--untie-embeddings-and-output-weights"
@@ -55,10 +54,8 @@ def check() -> list[CheckedSet]:
         if is_megatron_run(cell)
     )
     return [
-        CheckedSet(name="published FSDP runs", constants="none fitted", predictions=fsdp),
-        CheckedSet(
-            name="published runs of Megatron-LM", constants="none fitted", predictions=megatron
-        ),
+        CheckedSet("published FSDP runs", "none fitted", fsdp),
+        CheckedSet("published runs of Megatron-LM", "none fitted", megatron),
     ]
 
 
@@ -107,12 +104,13 @@ def _fsdp_run(cell: Cell) -> Prediction:
     )
     micro_batch, tensor_size = int(cell["micro_batch"]), int(cell["tp"] or 1)
     samples = micro_batch * gpus // tensor_size
+    split = f"--tensor-model-parallel-size {tensor_size} --sequence-parallel "
     flags = (
         f"--num-layers {shape['layers']} --hidden-size {shape['hidden']} "
         f"--seq-length {cell['seq']} --num-attention-heads {shape['heads']} "
         f"--num-query-groups {shape['groups']} --ffn-hidden-size {shape['ffn']} "
         f"--bf16 --zero-stage 3 --micro-batch-size {micro_batch} --global-batch-size {samples} "
-        f"{_sizes(tensor_size)} {LLAMA}{_recomputation(cell, int(shape['layers']))}"
+        f"{split * (tensor_size > 1)}{LLAMA}{_recomputation(cell, int(shape['layers']))}"
         f"{' --compile' if cell['compile'] == 'yes' else ''}"
     )
     _, predicted = step_seconds(flags, gpus, vocabulary, cluster)
@@ -120,11 +118,10 @@ def _fsdp_run(cell: Cell) -> Prediction:
     compiled = ", compiled" if cell["compile"] == "yes" else ""
     what = f"{cell['framework']}, {cell['model']}, {gpus} {cell['gpu']}"
     return Prediction(
-        of=f"{what}, {cell['recompute']}{compiled}",
-        quantity=f"tokens/s and GPU, {gpu}{' with TP' if tensor_size > 1 else ''}",
-        predicted=tokens / predicted,
-        measured=float(cell["tok_s_gpu"]),
-        is_fitted=False,
+        f"{what}, {cell['recompute']}{compiled}",
+        f"tokens/s and GPU, {gpu}{' with TP' if tensor_size > 1 else ''}",
+        tokens / predicted,
+        float(cell["tok_s_gpu"]),
     )
 
 
@@ -135,12 +132,6 @@ def step_seconds(
     config = parse(f"{flags} {COMMON} --vocab-size {vocabulary - 1}".split(), num_gpus)
     search = Search(config, vocabulary, cluster)
     return config, search.row(given_candidate(config)).seconds
-
-
-def _sizes(tensor_size: int) -> str:
-    if tensor_size == 1:
-        return ""
-    return f"--tensor-model-parallel-size {tensor_size} --sequence-parallel"
 
 
 def _recomputation(cell: Cell, layers: int) -> str:
@@ -165,13 +156,9 @@ def readme_run(cell: Cell) -> Prediction:
     config, seconds = _predict(cell, flags, README_VOCABULARY, "dgx-h100")
     tokens = config.batch.global_batch_size * config.model.seq_length
     flops = TokenFlops.of(config.model, config.recompute, README_VOCABULARY).model
-    return Prediction(
-        of=_name(cell),
-        quantity="TFLOPs, sending beside products",
-        predicted=tokens * flops / seconds / int(cell["gpus"]) / TERA,
-        measured=float(cell["tflops_gpu"]),
-        is_fitted=False,
-    )
+    predicted = tokens * flops / seconds / int(cell["gpus"]) / TERA
+    quantity = "TFLOPs, sending beside products"
+    return Prediction(_name(cell), quantity, predicted, float(cell["tflops_gpu"]))
 
 
 def paper_run(cell: Cell) -> Prediction:
@@ -187,13 +174,8 @@ def paper_run(cell: Cell) -> Prediction:
     else:
         flags.append("--recompute-granularity selective --sequence-parallel")
     _, seconds = _predict(cell, flags, PAPER_VOCABULARY, "dgx-a100")
-    return Prediction(
-        of=f"{_name(cell)}, {cell['recompute']}",
-        quantity="step, s",
-        predicted=seconds,
-        measured=float(cell["step_s"]),
-        is_fitted=False,
-    )
+    of = f"{_name(cell)}, {cell['recompute']}"
+    return Prediction(of, "step, s", seconds, float(cell["step_s"]))
 
 
 def _predict(

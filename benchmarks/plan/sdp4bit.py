@@ -7,13 +7,19 @@ share of a node's line rate that is reached, and what a single ring reaches of t
 does not fill several network cards.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.plan.bounded_fit import Bounds, fit
-from benchmarks.plan.cells import CheckedSet, Prediction, log_squares, read_cells
+from benchmarks.plan.cells import (
+    Bounds,
+    Cell,
+    CheckedSet,
+    Prediction,
+    fit,
+    log_squares,
+    read_cells,
+)
 from megatron_zpp.planner.timing.hardware import (
     TERA,
     TYPICAL,
@@ -30,9 +36,7 @@ GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
 # SDP4Bit: gradients 8 bits in the node, then 4 across; weights 4 bits, a scale for 128 of them.
 CODE_BYTES = 0.5 * (1 + 4 / 64)
 MOVES = 8  # sums of activations among tensor ranks in a layer: rings of an all-reduce, both passes
-LINE_RATE = "less is no InfiniBand", "the line rate"
-ONE_RING = "one of eight network cards is filled", "one ring fills all cards"
-Cell = dict[str, str]
+KERNELS = ("dequantize_weights", "quantize_gradients", "sum_gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +54,18 @@ class System:
 
     @property
     def cluster(self) -> Cluster:
-        return find_cluster(
-            Description(
-                gpu=self.table_gpu,
-                num_nodes=self.num_nodes,
-                gpus_per_node=self.per_node,
-                link=f"{self.link_gbit}gbit",
-            )  # fmt: skip
-        )
+        link = f"{self.link_gbit}gbit"
+        sizes = {"num_nodes": self.num_nodes, "gpus_per_node": self.per_node}
+        return find_cluster(Description(gpu=self.table_gpu, link=link, **sizes))
 
     @property
     def bounds(self) -> tuple[Bounds, ...]:
-        highest = self.peak * self.best_share
         why = "a fifth of the peak", f"{self.best_share:.0%} of the peak, the best known share"
+        one_ring = "one of eight network cards is filled", "one ring fills all cards"
         return (
-            Bounds("products, TFLOP/s", 0.2 * self.peak, highest, why),
-            Bounds("share of the line rate", 0.3, 1.0, LINE_RATE),
-            Bounds("of which one ring", 0.1, 1.0, ONE_RING),
+            Bounds("products, TFLOP/s", 0.2 * self.peak, self.peak * self.best_share, why),
+            Bounds("share of the line rate", 0.3, 1.0, ("less is no InfiniBand", "the line rate")),
+            Bounds("of which one ring", 0.1, 1.0, one_ring),
         )
 
 
@@ -86,31 +85,29 @@ class Step:
     """A cell's step."""
 
     def __init__(self, cell: Cell, system: System) -> None:
-        self.cell, self.system = cell, system
+        self.system, self.is_baseline = system, "baseline" in cell["note"]
         self.hidden, self.layers = int(cell["hidden"]), int(cell["layers"])
         self.tensor, self.pipeline = int(cell["tp"]), int(cell["pp"])
-        self.tokens = int(cell["seq"]) * int(cell["micro_batch"])
+        self.seq = int(cell["seq"])
+        self.tokens = self.seq * int(cell["micro_batch"])
         self.weights = 12 * self.layers * self.hidden**2 + VOCABULARY * self.hidden
-        ranks = int(cell["gpus"])
-        self.replicas = ranks // self.tensor // self.pipeline
+        self.replicas = int(cell["gpus"]) // self.tensor // self.pipeline
         self.in_node = max(1, system.per_node // self.tensor // self.pipeline)
         self.nodes = self.replicas // self.in_node
 
     @property
     def flops(self) -> float:
         """Operations of a step of one replica, without recomputation."""
-        sequence = int(self.cell["seq"])
-        more = sequence / 6 / self.hidden + VOCABULARY / 12 / self.layers / self.hidden
+        more = self.seq / 6 / self.hidden + VOCABULARY / 12 / self.layers / self.hidden
         return 72 * self.tokens * self.layers * self.hidden**2 * (1 + more)
 
     def tflops(self, products: float, share: float, one_ring: float) -> float:
         """Return the TFLOP/s of a GPU."""
         cluster = self.system.cluster
-        is_one_ring = "baseline" in self.cell["note"] and self.tensor * self.pipeline == 1
-        rates = replace(
-            cluster.at(TYPICAL, torch.bfloat16), products=products * TERA,
-            far=cluster.link_rate * share * (one_ring if is_one_ring else 1.0),
-        )  # fmt: skip
+        is_one_ring = self.is_baseline and self.tensor * self.pipeline == 1
+        far = cluster.link_rate * share * (one_ring if is_one_ring else 1.0)
+        rates = cluster.at(TYPICAL, torch.bfloat16)
+        rates = replace(rates, products=products * TERA, far=far)
         computing = self.flops / self.tensor / rates.products_at(self.hidden)
         seconds = computing + self._tensor_seconds(rates) + self._sending(rates)
         return self.flops / self.tensor / self.pipeline / seconds / TERA
@@ -119,17 +116,15 @@ class Step:
         if self.tensor == 1:
             return 0.0
         part = 2 * self.tokens * self.hidden * (self.tensor - 1) / self.tensor
-        hop = ring(self.tensor, 1, part, 0.0).hop(rates)
-        return MOVES * self.layers * hop.seconds
+        return MOVES * self.layers * ring(self.tensor, 1, part, 0.0).hop(rates).seconds
 
     def _sending(self, rates: Rates) -> float:
         per_rank = self.weights / self.tensor / self.pipeline
         # A node's replicas of a part form one ring; it has rings of several parts.
         rings = self.system.per_node / self.in_node
-        across = (self.replicas - 1) / self.replicas
-        if "baseline" in self.cell["note"]:
-            passed = per_rank * across
-            messages: Sequence[Load] = [
+        if self.is_baseline:
+            passed = per_rank * (self.replicas - 1) / self.replicas
+            messages: list[Load] = [
                 ring(self.replicas, self.nodes, size * passed, size * passed * rings)
                 for size in (GRADIENT_BYTES, WEIGHT_BYTES)
             ]
@@ -144,13 +139,8 @@ class Step:
                 ring(self.in_node, 1, CODE_BYTES * near, 0.0),
             ]
             constants = hardware_table()["kernels"]
-            touched = sum(
-                constants[name]
-                for name in ("dequantize_weights", "quantize_gradients", "sum_gradients")
-            )
-            kernels = touched * per_rank / rates.memory
-        sent = [each.hop(rates).seconds for each in messages if not each.is_empty]
-        return sum(sent) + kernels
+            kernels = sum(constants[name] for name in KERNELS) * per_rank / rates.memory
+        return sum(each.hop(rates).seconds for each in messages if not each.is_empty) + kernels
 
 
 def check(system: System) -> CheckedSet:
@@ -159,24 +149,22 @@ def check(system: System) -> CheckedSet:
         cell for cell in read_cells("public.tsv")
         if cell["source"].startswith("SDP4Bit") and cell["gpu"] == system.gpu
     ]  # fmt: skip
-    baselines = [cell for cell in cells if "baseline" in cell["note"]]
+    steps = [(cell, Step(cell, system), float(cell["tflops_gpu"])) for cell in cells]
     constants, text = fit(
         lambda point: log_squares(
-            (Step(cell, system).tflops(*point), float(cell["tflops_gpu"])) for cell in baselines
+            (step.tflops(*point), measured) for _, step, measured in steps if step.is_baseline
         ),
         system.bounds,
     )
     predictions = tuple(
         Prediction(
-            of=f"{cell['model']} on {cell['gpus']} {system.gpu}, TP {cell['tp']}, PP {cell['pp']}",
-            quantity="baseline TFLOPs" if cell in baselines else "SDP4Bit TFLOPs",
-            predicted=Step(cell, system).tflops(*constants),
-            measured=float(cell["tflops_gpu"]),
-            is_fitted=cell in baselines,
+            f"{cell['model']} on {cell['gpus']} {system.gpu}, TP {cell['tp']}, PP {cell['pp']}",
+            "baseline TFLOPs" if step.is_baseline else "SDP4Bit TFLOPs",
+            step.tflops(*constants),
+            measured,
+            step.is_baseline,
         )
-        for cell in cells
+        for cell, step, measured in steps
     )
-    return CheckedSet(
-        name=f"SDP4Bit, {cells[0]['gpus']} {system.gpu}", constants=text, predictions=predictions,
-        targets=system.targets,
-    )  # fmt: skip
+    name = f"SDP4Bit, {cells[0]['gpus']} {system.gpu}"
+    return CheckedSet(name, text, predictions, system.targets)

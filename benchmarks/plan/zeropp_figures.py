@@ -11,13 +11,19 @@ from functools import cache
 
 import torch
 
-from benchmarks.plan.bounded_fit import Bounds, fit
-from benchmarks.plan.cells import CheckedSet, Prediction, log_squares, read_cells
-from benchmarks.plan.deepspeed_fetches import Fetches, fetches
+from benchmarks.plan.cells import (
+    Bounds,
+    Cell,
+    CheckedSet,
+    Prediction,
+    fit,
+    log_squares,
+    read_cells,
+)
+from benchmarks.plan.deepspeed_fetches import fetches
 from megatron_zpp.planner.timing.hardware import (
     TERA,
     TYPICAL,
-    Cluster,
     Description,
     Rates,
     find_cluster,
@@ -37,7 +43,7 @@ BOUNDS = (
     Bounds("share of the line rate", 0.3, 1.0, ("less is no InfiniBand", "the line rate")),
 )  # fmt: skip
 TARGETS = (("speedup", 0.10, 0.20), ("ZeRO++ TFLOPs", 0.12, 0.28))
-Cell = dict[str, str]
+find_cached_cluster, cached_fetches = cache(find_cluster), cache(fetches)
 
 
 class Step:
@@ -50,7 +56,12 @@ class Step:
         self.weights = 12 * self.layers * self.hidden**2
         self.nodes, self.per_node = int(cell["nodes"]), int(cell["gpus_per_node"])
         self.ranks = self.nodes * self.per_node
-        self.fetches: Fetches = _fetches(self.layers, self.hidden)
+        self.fetches = cached_fetches(self.layers, self.hidden)
+
+    @property
+    def measured(self) -> float:
+        """The TFLOP/s of a GPU that the figure shows."""
+        return float(self.cell["tflops_per_gpu"])
 
     @property
     def flops(self) -> float:
@@ -61,22 +72,21 @@ class Step:
 
     def tflops(self, products: float, share: float) -> float:
         """Return the reached TFLOP/s of a GPU."""
-        cluster = _cluster(self.cell["link_gbps"], self.nodes)
-        rates = cluster.at(TYPICAL, torch.float16)
-        rates = replace(rates, far=cluster.link_rate * share)
+        link = f"{self.cell['link_gbps']}gbit"
+        cluster = find_cached_cluster(Description(cluster="dgx-2", num_nodes=self.nodes, link=link))
+        rates = replace(cluster.at(TYPICAL, torch.float16), far=cluster.link_rate * share)
         quantized = self.cell["setting"] == "all"
         sending = self._zeropp(rates) if quantized else self._zero3(rates)
         return self.flops / (self.flops / (products * TERA) + sending) / TERA
 
     def _zero3(self, rates: Rates) -> float:
-        fetched = self.fetches
-        buckets = self.weights / BUCKET
+        fetched, buckets = self.fetches, max(1.0, self.weights / BUCKET)
         return sum(
             self._ring(2 * share * self.weights, count, rates)
             for share, count in (
                 (fetched.forward, fetched.forward_gathers),
                 (fetched.backward, fetched.backward_gathers),
-                (1.0, max(1.0, buckets)),
+                (1.0, buckets),
             )
         )
 
@@ -86,13 +96,9 @@ class Step:
         seconds = self._ring(fetched.forward * weights, fetched.forward_gathers, rates)
         seconds += self._ring(0.0, fetched.forward_gathers, rates)
         near_share = (self.per_node - 1) / self.per_node
-        message = ring(
-            self.per_node,
-            1,
-            2 * fetched.backward * weights / fetched.backward_gathers * near_share,
-            0,
-        )
-        seconds += fetched.backward_gathers * message.hop(rates).seconds
+        gathered = 2 * fetched.backward * weights / fetched.backward_gathers * near_share
+        gather = ring(self.per_node, 1, gathered, 0)
+        seconds += fetched.backward_gathers * gather.hop(rates).seconds
         tensors = 4 * self.layers
         gradient = weights / 2 / tensors
         far_share = (self.nodes - 1) / self.nodes
@@ -111,60 +117,33 @@ class Step:
 def check(width: int = WIDTHS[0]) -> CheckedSet:
     """Return predicted beside measured, with an unknown width of the larger models."""
     cells = read_cells("zeropp_paper.tsv")
-    figures = [cell for cell in cells if cell["table"].startswith("eval")]
-    baselines = [cell for cell in figures if cell["setting"] == "baseline"]
+    figures, remembered = (
+        [Step(cell, width) for cell in cells if cell["table"].startswith(kind)]
+        for kind in ("eval", "arxiv")
+    )
+    baselines = [each for each in figures if each.cell["setting"] == "baseline"]
     constants, text = fit(
-        lambda point: log_squares((Step(c, width).tflops(*point), _measured(c)) for c in baselines),
+        lambda point: log_squares((each.tflops(*point), each.measured) for each in baselines),
         BOUNDS,
     )
-    predictions = _pairs(figures, width, constants, "")
-    remembered = [cell for cell in cells if cell["table"].startswith("arxiv")]
-    predictions += _pairs(remembered, width, constants, " (remembered)")
+    predictions = _pairs(figures, constants, "")
+    predictions += _pairs(remembered, constants, " (remembered)")
     targets = TARGETS if width == WIDTHS[0] else ()
-    return CheckedSet(
-        name=f"ZeRO++ figures, width {width}", constants=text, predictions=tuple(predictions),
-        targets=targets,
-    )  # fmt: skip
+    return CheckedSet(f"ZeRO++ figures, width {width}", text, tuple(predictions), targets)
 
 
-def _pairs(
-    cells: Sequence[Cell], width: int, constants: Sequence[float], suffix: str
-) -> list[Prediction]:
+def _pairs(steps: Sequence[Step], constants: Sequence[float], suffix: str) -> list[Prediction]:
     """Return the predictions of pairs of cells: baseline, and ZeRO++ on the same hardware."""
     predictions = []
-    is_fitted = not suffix
-    for baseline, zeropp in zip(cells[::2], cells[1::2], strict=True):
-        assert (baseline["setting"], zeropp["setting"]) == ("baseline", "all"), baseline
-        slow, fast = (Step(cell, width).tflops(*constants) for cell in (baseline, zeropp))
-        tokens, link = baseline["tokens_per_gpu"], baseline["link_gbps"]
-        of = f"{baseline['model']}, {tokens} tokens, {link} Gbit/s"
-        measured = _measured(baseline), _measured(zeropp)
-        for quantity, predicted, real, fitted in (
-            ("ZeRO-3 TFLOPs", slow, measured[0], is_fitted),
-            ("ZeRO++ TFLOPs", fast, measured[1], False),
-            ("speedup", fast / slow, measured[1] / measured[0], False),
-        ):
-            predictions.append(
-                Prediction(
-                    of=of,
-                    quantity=quantity + suffix,
-                    predicted=predicted,
-                    measured=real,
-                    is_fitted=fitted,
-                )  # fmt: skip
-            )
+    for baseline, zeropp in zip(steps[::2], steps[1::2], strict=True):
+        cell = baseline.cell
+        assert (cell["setting"], zeropp.cell["setting"]) == ("baseline", "all"), cell
+        slow, fast = (step.tflops(*constants) for step in (baseline, zeropp))
+        of = f"{cell['model']}, {cell['tokens_per_gpu']} tokens, {cell['link_gbps']} Gbit/s"
+        real = baseline.measured, zeropp.measured
+        predictions += [
+            Prediction(of, f"ZeRO-3 TFLOPs{suffix}", slow, real[0], not suffix),
+            Prediction(of, f"ZeRO++ TFLOPs{suffix}", fast, real[1]),
+            Prediction(of, f"speedup{suffix}", fast / slow, real[1] / real[0]),
+        ]
     return predictions
-
-
-def _measured(cell: Cell) -> float:
-    return float(cell["tflops_per_gpu"])
-
-
-@cache
-def _fetches(layers: int, hidden: int) -> Fetches:
-    return fetches(layers, hidden)
-
-
-@cache
-def _cluster(link_gbps: str, nodes: int) -> Cluster:
-    return find_cluster(Description(cluster="dgx-2", num_nodes=nodes, link=f"{link_gbps}gbit"))

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -35,7 +35,6 @@ SHAPE = {
     "micro-batches": (2, "forward passes of one step"),
 }
 FAILED, USAGE_ERROR = 1, 2
-Measure = Callable[[argparse.Namespace, dict], None]
 
 
 @dataclass(frozen=True)
@@ -67,20 +66,18 @@ class Flag:
             parser.add_argument(self.name, action="store_true", help=self.help)
             return
         values = self.default if isinstance(self.default, tuple) else (self.default,)
-        is_typed = values and values[0] is not None
-        settings = {"type": type(values[0]) if is_typed else self.type, "choices": self.choices}
-        if is_typed and self.default != "":
-            told = f"default: {' '.join(map(str, values))}"
-            settings["help"] = f"{self.help} ({told})" if self.help else told
-        else:
-            settings["help"] = self.help
+        has_default = bool(values) and values[0] is not None
+        told = [self.help] if self.help else []
+        if has_default and self.default != "":
+            told.append(f"(default: {' '.join(map(str, values))})")
+        settings = {"type": type(values[0]) if has_default else self.type, "choices": self.choices}
         if isinstance(self.default, tuple):
             settings["nargs"] = "+" if self.name.startswith("-") else "*"
         if self.required:
             settings["required"] = True
         if self.is_repeated:
             settings["action"] = "append"
-        parser.add_argument(self.name, default=self.default, **settings)
+        parser.add_argument(self.name, default=self.default, help=" ".join(told), **settings)
 
     def check(self, options: argparse.Namespace) -> None:
         """Raise InputError for a number that is too small."""
@@ -89,15 +86,12 @@ class Flag:
             raise InputError(f"{self.name} {value}: expected at least {self.least:g}")
 
 
-def _succeeded(result: dict) -> bool:
-    return True
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Benchmark:
     """One benchmark, as a module that `python -m` starts.
 
-    measure: adds what it measures to the result, under the given options. show: the result as text.
+    spec, question: of the module, `__spec__` and `__doc__`. measure: adds what it measures to the
+    result, under the given options. show: the result as text.
     check: completes the options, or raises InputError before anything runs. shape: changes of the
     default `SHAPE`, which becomes flags and `options.shape`; None: it has no shape. has_device: it
     has the flag --device. on_rank: what the same module does where `run_on_ranks` started it; the
@@ -106,15 +100,16 @@ class Benchmark:
 
     spec: ModuleSpec
     question: str
-    measure: Measure
+    measure: Callable[[argparse.Namespace, dict], None]
     show: Callable[[dict], str]
     flags: tuple[Flag, ...] = ()
+    _: KW_ONLY
     check: Callable[[argparse.Namespace], None] | None = None
     shape: Mapping[str, int] | None = None
     has_device: bool = False
     on_rank: Callable[[argparse.Namespace], object] | None = None
     draw: Callable[[dict, Path], None] | None = None
-    succeeded: Callable[[dict], bool] = _succeeded
+    succeeded: Callable[[dict], bool] | None = None
 
     def main(self) -> int:
         """Run as a program; returns the exit status, but ends a process that is a rank."""
@@ -135,7 +130,7 @@ class Benchmark:
             if dist.is_initialized():
                 dist.destroy_process_group()
         self._finish(options, result)
-        return 0 if self.succeeded(result) else FAILED
+        return 0 if self.succeeded is None or self.succeeded(result) else FAILED
 
     def parse(self) -> argparse.Namespace:
         """The command line."""
@@ -174,11 +169,10 @@ class Benchmark:
     def _all_flags(self) -> tuple[Flag, ...]:
         if self.shape is None:
             return self.flags
-        shape = tuple(
+        return self.flags + tuple(
             Flag(f"--{name}", self.shape.get(name.replace("-", "_"), default), meaning, least=1)
             for name, (default, meaning) in SHAPE.items()
         )
-        return self.flags + shape
 
     def _be_a_rank(self, options: argparse.Namespace) -> int:
         """Answer as one of the ranks; what is wrong on all of them is said once.
@@ -201,15 +195,19 @@ class Benchmark:
         """Print the text and write the files asked for; with --json -, print only the JSON."""
         result["load"]["after"] = os.getloadavg()[0]
         text = self.show(result)
-        if options.json == "-":
-            print(json.dumps(result, indent=1))
-        else:
-            print(f"{heading(result)}\n\n{text}")
+        print(
+            json.dumps(result, indent=1) if options.json == "-" else f"{heading(result)}\n\n{text}"
+        )
         save(result, options.json)
         if options.results:
             write_text(options.results, page(result, text))
         if self.draw is not None and options.plot is not None:
             self.draw(result, options.plot)
+
+
+def shape_text(result: Mapping) -> str:
+    """The shape of a result in words."""
+    return ", ".join(f"{name} {value}" for name, value in result["shape"].items())
 
 
 def _require_folder(folder: Path) -> None:

@@ -1,8 +1,11 @@
-"""What benchmarks share that draw with matplotlib, which is optional."""
+"""Charts of benchmarks as PNG, by matplotlib, which is optional."""
 
 import importlib.util
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
@@ -18,13 +21,23 @@ def require_matplotlib(path: Path) -> None:
         raise InputError("--plot needs matplotlib: pip install matplotlib")
 
 
-def save_png(figure, path: Path) -> None:
-    """Write a matplotlib figure atomically as PNG."""
+@contextmanager
+def chart(
+    path: Path, size: tuple[float, float], columns: int = 1, rows: int = 1, **settings: object
+) -> Iterator[tuple[Any, Any]]:
+    """Yield a matplotlib figure of `size` inches and its panels, and write the figure atomically.
+
+    `settings` are those of `Figure.subplots`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, **settings).flatten()
+    for panel in panels:
+        panel.grid(alpha=0.25)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    yield figure, panels
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=DOTS_PER_INCH)
     write_atomically(path, lambda file: file.write(picture.getvalue()))
-
-
-def hide_top_and_right(axes) -> None:
-    """Leave only the left and bottom border of matplotlib axes."""
-    axes.spines[["top", "right"]].set_visible(False)

@@ -1,8 +1,5 @@
 """Run the tests and benchmarks that need a GPU, and write one Markdown file with the results.
 
-    python benchmarks/gpu.py [--minutes 10] [--output FILE.md] [--only STEP ...] [--keep FOLDER]
-        [--wheels FOLDER]
-
 Works in a fresh clone without installation and without a network: the libraries of csrc/ are built
 in place, if they are older than their sources. The steps that tell most come first. Each has a time
 limit, a share of all minutes. If one fails or runs out of time, the others still run, and the file
@@ -11,43 +8,29 @@ step failed. --tiny tries the program itself where there is no GPU.
 """
 
 import argparse
+import contextlib
 import importlib.util
+import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
-from types import MappingProxyType
 
-from benchmarks.shared.gpu_report import (
-    Describe,
-    Outcome,
-    describe_build,
-    describe_output,
-    describe_tests,
-    machine_facts,
-    markdown,
-)
-from benchmarks.shared.result import write_text
-from benchmarks.shared.time_limited_command import INTERRUPTED, run_with_limit
+from benchmarks.shared.result import ROOT, write_text
+from setup import find_nvcc
 from zeropp.native.library import SUFFIX
 from zeropp.ranks.topology import usable_cores
 
-ROOT = Path(__file__).resolve().parents[2]
-LIBRARIES = MappingProxyType(
-    {
-        "cpu": ("zeropp/native/_cpu",),
-        "cuda": ("zeropp/native/_cpu", "zeropp/native/_cuda"),
-    }
-)
 STEPS = ("build", "tests", "kernels", "train", "memcheck", "racecheck")
 GPU_TEST = re.compile(r"pytest\.mark\.gpu|from tests\.gpu import")  # in files with tests for GPUs
 SANITIZED_TESTS = (  # all kernels, ragged and misaligned; a minute under compute-sanitizer
@@ -57,38 +40,67 @@ SANITIZED_TESTS = (  # all kernels, ragged and misaligned; a minute under comput
     "tests/zeropp/optim/test_cuda_adam.py::test_ragged_and_wide_tensors[dtype0-copy_type1-shifts1]",
 )
 OUR_KERNELS = ("--kernel-name", "kns=zpp", "--error-exitcode", "9")  # checks our namespace only
-EXACT_ALLOCATIONS = MappingProxyType({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-TINY_KERNELS = ("--elements", "16384", "--rounds", "2")
-TINY_TRAIN = (
-    *("--sizes", "tiny", "--peers", "eager", "--no-compile", "--num-workers", "0"),
-    *("--rounds", "2", "--steps", "1"),
-)
-TRAIN_SIZES = ("--sizes", "124M", "1.3B", "350M")  # what is left when the time is up says least
+TINY = {
+    "kernels": "--elements 16384 --rounds 2",
+    "train": "--sizes tiny --peers eager --no-compile --num-workers 0 --rounds 2 --steps 1",
+}
+TRAIN_SIZES = "--sizes 124M 1.3B 350M"  # what is left when the time is up says least
+GPU_FACTS = "name,memory.total,power.limit,clocks.max.sm,driver_version"
+MISSING = "not installed"
+PACKAGES = ("torch", "triton", "transformers", "numpy", "pytest")
+OUTPUT_LINES = 60  # of builds, tests and errors that are shown
 SECONDS_TO_END = 40.0  # that gpu_train may need after its own limit
 LEAST_SECONDS = 5.0  # with less left, a step does not begin
+KILL_SECONDS = 10.0  # between SIGINT, at which pytest sums up, and SIGKILL
+CANNOT_START = 127  # the shell's exit status for a command that cannot be started
 MOST_WORKERS = 8  # of pytest: each starts ranks, and each rank takes half a GiB of the GPU
 SLOWER = "3"  # how much longer tests on ranks may take, where workers share the GPU
+FACT_SECONDS = 60  # that a program which describes the machine may take
+# Asked of another process, so that this one holds no GPU memory.
+ENVIRONMENT_PROGRAM = """
+import json, torch
+from benchmarks.shared.result import environment_report
+print(json.dumps([environment_report(), torch.version.cuda]))
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A command to run."""
+    """A command to run, for at most a share of the total time.
+
+    environment: variables that are added. builds: stems of libraries that must exist afterwards.
+    must_print: a word without which it has failed. shows_end: only the end of its output is shown.
+    why_not: the reason if it does not run.
+    """
 
     name: str
     title: str
     command: Sequence[str]
-    share: float  # of the total time that it may take at most
-    describe: Describe = describe_output
-    why_not: str | None = None  # the reason if it does not run
-    environment: dict[str, str] = field(default_factory=dict)
-    builds: Sequence[str] = ()  # stems of libraries that must exist afterwards
+    share: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    builds: Sequence[str] = ()
+    must_print: str = ""
+    shows_end: bool = False
+    why_not: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The outcome of a step; `status` is "ok", "not run", or what went wrong."""
+
+    title: str
+    command: str
+    status: str
+    body: str
+    times: str = " | "  # seconds and limit
 
 
 def main() -> int:
     """Run the steps, write the report after each; 1 if one failed."""
     options = read_options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    until = time.monotonic() + 60 * options.minutes
+    total = 60 * options.minutes
+    until = time.monotonic() + total
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).resolve()  # steps run in the clone's root
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,19 +108,21 @@ def main() -> int:
         plan = [step for step in steps(device, options, folder) if step.name in options.only]
         command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
         outcomes: list[Outcome] = []
+
+        def report() -> None:
+            waiting = [later.title for later in plan[len(outcomes) :]]
+            write_text(options.output, markdown(command, facts, outcomes, waiting))
+
         for step in plan:
-            waiting = [later.title for later in plan[len(outcomes) :]]
-            write_text(options.output, markdown(command, facts, outcomes, waiting))
+            report()
             print(f"{step.name}: {shown(step.command, folder)}", file=sys.stderr, flush=True)
-            outcomes.append(outcome_of(step, folder, until, 60 * options.minutes))
-            waiting = [later.title for later in plan[len(outcomes) :]]
-            write_text(options.output, markdown(command, facts, outcomes, waiting))
+            outcomes.append(outcome_of(step, folder, until, total))
             if outcomes[-1].status == "interrupted":
                 break
+        report()
     results = ", ".join(f"{outcome.title}: {outcome.status}" for outcome in outcomes)
     print(f"{options.output}: {results}")
-    failed = any(outcome.status not in ("ok", "not run") for outcome in outcomes)
-    return 1 if failed else 0
+    return int(any(outcome.status not in ("ok", "not run") for outcome in outcomes))
 
 
 def read_options() -> argparse.Namespace:
@@ -117,135 +131,186 @@ def read_options() -> argparse.Namespace:
         prog="gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    default = ROOT / f"benchmarks/results/{time.strftime('%Y-%m-%d')}-gpu.md"
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     add("--minutes", type=float, default=10.0, help="for all steps together (default: 10)")
     add("--only", nargs="+", choices=STEPS, default=STEPS, help="default: all, in this order")
-    add("--output", type=Path, help="default: benchmarks/results/DATE-gpu.md")
+    add("--output", type=Path, default=default, help="default: benchmarks/results/DATE-gpu.md")
     add("--keep", type=Path, metavar="FOLDER", help="for complete outputs and the JSON")
     add("--commit", help="the commit to report if this is not a git clone")
     add("--wheels", type=Path, metavar="FOLDER", help="wheels of packages that are missing here")
     add("--tiny", action="store_true", help="small sizes, to try the program")
     add("--kernels-flags", default="", metavar="FLAGS", help="further flags of quantize_kernels")
-    add(
-        "--train-flags",
-        default="",
-        metavar="FLAGS",
-        help='further flags of gpu_train, as in "--micro-batch 8"',
-    )
-    options = parser.parse_args()  # fmt: skip
-    if options.output is None:
-        options.output = ROOT / f"benchmarks/results/{time.strftime('%Y-%m-%d')}-gpu.md"
-    return options
+    add("--train-flags", default="", metavar="FLAGS", help="further flags of gpu_train")
+    return parser.parse_args()
 
 
 def steps(device: str, options: argparse.Namespace, folder: Path) -> Iterator[Step]:
     """The steps, by worth."""
-    python = sys.executable
+    python, on_gpu = sys.executable, device == "cuda"
     yield Step(
-        name="build",
-        title="Build",
-        command=(python, "setup.py", "build_ext", "--inplace"),
-        share=0.2,
-        describe=describe_build,
-        builds=LIBRARIES[device],
-    )
+        name="build", title="Build", command=(python, "setup.py", "build_ext", "--inplace"),
+        share=0.2, shows_end=True,
+        builds=("zeropp/native/_cpu", "zeropp/native/_cuda") if on_gpu else ("zeropp/native/_cpu",),
+    )  # fmt: skip
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-q")
-    yield tests_step(device, pytest)
-    kernels = (python, "-m", "benchmarks.kernels.quantize_kernels", "--device", device)
-    kernels += ("--json", str(folder / "kernels.json"), *(TINY_KERNELS if options.tiny else ()))
-    yield Step(
-        name="kernels",
-        title="Kernels",
-        command=(*kernels, *shlex.split(options.kernels_flags)),
-        share=0.15,
-    )
-    train = (python, "-m", "benchmarks.step.gpu_train", "--device", device, *TRAIN_SIZES)
-    train += ("--json", str(folder / "train.json"), *(TINY_TRAIN if options.tiny else ()))
-    yield Step(
-        name="train",
-        title="Training",
-        command=(*train, *shlex.split(options.train_flags)),
-        share=0.35,
-    )
+    yield tests_step(on_gpu, pytest)
+    for name, title, module, share, own, further in (
+        ("kernels", "Kernels", "kernels.quantize_kernels", 0.15, "", options.kernels_flags),
+        ("train", "Training", "step.gpu_train", 0.35, TRAIN_SIZES, options.train_flags),
+    ):
+        command = (python, "-m", f"benchmarks.{module}", "--device", device, *own.split())
+        command += ("--json", str(folder / f"{name}.json"))
+        command += (*(TINY[name].split() if options.tiny else ()), *shlex.split(further))
+        yield Step(name=name, title=title, command=command, share=share)
+    why_not = None if on_gpu else "there is no GPU"
+    if on_gpu and not shutil.which("compute-sanitizer"):
+        why_not = "compute-sanitizer is not on the PATH"
     for tool, flags in (("memcheck", ("--report-api-errors", "no")), ("racecheck", ())):
         sanitizer = ("compute-sanitizer", "--tool", tool, *OUR_KERNELS, *flags)
         yield Step(
-            name=tool,
-            title=f"compute-sanitizer, {tool}",
-            command=(*sanitizer, *pytest, *SANITIZED_TESTS),
-            share=0.2,
-            environment=dict(EXACT_ALLOCATIONS),
-            why_not=why_no_sanitizer(device),
-        )
+            name=tool, title=f"compute-sanitizer, {tool}",
+            command=(*sanitizer, *pytest, *SANITIZED_TESTS), share=0.2,
+            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, why_not=why_not,
+        )  # fmt: skip
 
 
-def tests_step(device: str, pytest: Sequence[str]) -> Step:
+def tests_step(on_gpu: bool, pytest: Sequence[str]) -> Step:
     """The tests that need a GPU, which are skipped on a CPU."""
-    files = [
-        str(path.relative_to(ROOT))
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if GPU_TEST.search(path.read_text())
-    ]
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    files = [str(path.relative_to(ROOT)) for path in paths if GPU_TEST.search(path.read_text())]
     flags = ("-m", "gpu", "-rsfE", "--tb=short", "--continue-on-collection-errors")
     workers = min(MOST_WORKERS, len(usable_cores()) // 2)
-    environment = {"RANKS_MAY_TAKE": SLOWER} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     if workers > 1 and importlib.util.find_spec("xdist"):
         flags += ("-n", str(workers), "--dist", "worksteal")
     return Step(
-        name="tests",
-        title="Tests",
-        command=(*pytest, *flags, *files),
-        share=0.35,
-        describe=partial(describe_tests, device == "cuda"),
-        environment=environment,
-    )
+        name="tests", title="Tests", command=(*pytest, *flags, *files), share=0.35,
+        environment={"RANKS_MAY_TAKE": SLOWER} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""},
+        must_print=" passed" if on_gpu else "", shows_end=True,
+    )  # fmt: skip
 
 
 def outcome_of(step: Step, folder: Path, until: float, total: float) -> Outcome:
-    """Run a step as `run_step` does; whatever goes wrong is its outcome, and the rest goes on."""
-    try:
-        return run_step(step, folder, until, total)
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the report shows it)
-        text = "".join(traceback.format_exception(error))
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        command = shown(step.command, folder)
-        return Outcome(title=step.title, command=command, status=status, body=f"```\n{text}```")
+    """Run a step within its limit and the time left; `total` is that of all steps, in seconds.
 
-
-def run_step(step: Step, folder: Path, until: float, total: float) -> Outcome:
-    """Run a step within its limit and the time left; `total` is that of all steps, in seconds."""
-    command = list(step.command)
-    if step.why_not:
-        return Outcome(
-            title=step.title, command=shown(command, folder), status="not run", body=step.why_not
-        )
+    Whatever goes wrong is its outcome, and the rest goes on.
+    """
     limit = min(step.share * total, until - time.monotonic())
-    if limit < min(LEAST_SECONDS, step.share * total):
-        return Outcome(
-            title=step.title, command=shown(command, folder), status="not run", body="No time left."
-        )
+    late = limit < min(LEAST_SECONDS, step.share * total)
+    why_not = step.why_not or ("No time left." if late else None)
+    facts = {"title": step.title, "command": shown(step.command, folder)}
+    if why_not:
+        return Outcome(**facts, status="not run", body=why_not)
+    command = list(step.command)
     if step.name == "train":
         command += ["--minutes", f"{max(limit - SECONDS_TO_END, limit / 2) / 60:.2f}"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    environment |= step.environment
-    result = run_with_limit(command, environment, folder / step.name, limit)
-    body, described_status = step.describe(result)
-    status = "ok" if result.status == 0 else "failed"
-    if result.status in (None, INTERRUPTED):
-        status = "interrupted" if result.status == INTERRUPTED else "out of time"
-    elif missing := [stem for stem in step.builds if built_library(stem) is None]:
+    started = time.monotonic()
+    try:
+        status = run_with_limit(command, environment | step.environment, folder / step.name, limit)
+        seconds = time.monotonic() - started
+        out, err = (
+            (folder / f"{step.name}.{end}").read_text(errors="replace") for end in ("out", "err")
+        )
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the report shows it)
+        text = fenced("".join(traceback.format_exception(error)))
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        return Outcome(**facts, status=status, body=text)
+    missing = [stem for stem in step.builds if not (ROOT / (stem + SUFFIX)).exists()]
+    if status == "ok" and missing:
         status = f"failed: {', '.join(missing)} not built"
-    if status == "ok" and described_status:
-        status = described_status
-    return Outcome(
-        title=step.title,
-        command=shown(command, folder),
-        status=status,
-        body=body.replace(str(folder), "FOLDER").replace(f"{ROOT}/", ""),
-        seconds=result.seconds,
-        limit=limit,
-    )
+    if status == "ok" and step.must_print not in out:
+        status = f"failed: nothing{step.must_print}"
+    if step.shows_end:
+        body = fenced(last_lines(out + err))
+    else:
+        body = fenced(out) + ("" if status == "ok" else f"\n\nErrors:\n\n{fenced(last_lines(err))}")
+    body = body.replace(str(folder), "FOLDER").replace(f"{ROOT}/", "")
+    return Outcome(**facts, status=status, body=body, times=f"{seconds:.0f} | {limit:.0f}")
+
+
+def run_with_limit(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float
+) -> str:
+    """Run a command in the clone for at most `limit` seconds; its children end with it.
+
+    Output goes to `log`.out and .err. Returns "ok", or what went wrong.
+    """
+    with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
+        try:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=out, stderr=err,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            err.write(f"{error}\n".encode())
+            return f"failed: status {CANNOT_START}"
+        try:
+            status = process.wait(limit)
+            return f"failed: status {status}" if status else "ok"
+        except subprocess.TimeoutExpired:
+            ending = "out of time"
+        except KeyboardInterrupt:
+            ending = "interrupted"
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait(KILL_SECONDS)
+        with contextlib.suppress(ProcessLookupError):  # what it has started may be left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return ending
+
+
+def markdown(
+    command: str, facts: Mapping[str, str], outcomes: Sequence[Outcome], waiting: Sequence[str]
+) -> str:
+    """The whole file; `waiting` are the titles of steps that were not reached yet."""
+    lines = [f"# GPU tests and benchmarks, {facts['date'][:10]}", "", f"`{command}`", ""]
+    lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
+    lines += ["", "| step | result | seconds | limit |", "|---|---|---|---|"]
+    lines += [f"| {each.title} | {each.status} | {each.times} |" for each in outcomes]
+    lines += [f"| {title} | not reached yet | | |" for title in waiting]
+    for outcome in outcomes:
+        lines += ["", f"## {outcome.title}", "", f"`{outcome.command}`", "", outcome.body]
+    return "\n".join(lines) + "\n"
+
+
+def machine_facts(device: str | None, commit: str | None) -> tuple[str, dict[str, str]]:
+    """The device to use, "cuda" or "cpu", and a description of the machine and its software."""
+    gpus = output_of("nvidia-smi", f"--query-gpu={GPU_FACTS}", "--format=csv,noheader")
+    printed = output_of(sys.executable, "-c", ENVIRONMENT_PROGRAM)
+    report, cuda = json.loads(printed.rpartition("; ")[2])
+    machine, versions = report["machine"], report["versions"]
+    device = device or ("cuda" if machine["gpus"] else "cpu")
+    if not commit and report["commit"]:
+        commit = report["commit"] + (", with changes" if report["uncommitted"] else "")
+    versions_of = {each.name: each.version for each in distributions()}
+    nvcc = find_nvcc()
+    compiler = (output_of(nvcc, "--version") or "").rpartition("; ")[2] if nvcc else "no nvcc"
+    return device, {
+        "date": report["date"],
+        "commit": commit or "unknown: not a git clone",
+        "GPU": gpus or "none" if device == "cuda" else "not used",
+        "CUDA": f"{cuda or 'none'} of torch; {compiler}",
+        "processor": "{processor}, {cores} cores, {memory_gib} GiB".format(**machine),
+        "Python": f"{versions['python']}, {versions['system']}",
+        "packages": ", ".join(f"{name} {versions_of.get(name, MISSING)}" for name in PACKAGES),
+        "load": f"{report['load']['before']:.1f} at the start",
+    }
+
+
+def output_of(*command: str) -> str | None:
+    """The lines that a command prints, joined by "; "; None without the command or any output."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=FACT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer of {command[0]} in {FACT_SECONDS} s"
+    return "; ".join(done.stdout.split("\n")).strip("; ") or None
 
 
 def shown(command: Sequence[str], folder: Path) -> str:
@@ -254,17 +319,14 @@ def shown(command: Sequence[str], folder: Path) -> str:
     return text.replace(str(folder), "FOLDER")
 
 
-def built_library(stem: str) -> Path | None:
-    """The library that setup.py builds in place, if it exists."""
-    path = ROOT / (stem + SUFFIX)
-    return path if path.exists() else None
+def fenced(text: str) -> str:
+    """Text as a block of Markdown, which it cannot end."""
+    return "```\n" + text.strip("\n").replace("```", "'''") + "\n```"
 
 
-def why_no_sanitizer(device: str) -> str | None:
-    """Why compute-sanitizer cannot run; None if it can."""
-    if device == "cpu":
-        return "there is no GPU"
-    return None if shutil.which("compute-sanitizer") else "compute-sanitizer is not on the PATH"
+def last_lines(text: str) -> str:
+    """The end of an output."""
+    return "\n".join(text.splitlines()[-OUTPUT_LINES:])
 
 
 if __name__ == "__main__":

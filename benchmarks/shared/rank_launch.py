@@ -8,7 +8,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.shared.result import ROOT
+
 ON_RANKS = "--on-ranks"  # a flag of every benchmark: the file for rank 0's answer
 
 

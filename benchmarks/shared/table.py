@@ -38,9 +38,14 @@ class Column:
 RATIOS = (Column("ratio", "ratio", ".3f"), Column("its quartiles", "quartiles", ".3f"))
 
 
-def table(rows: Iterable[Row], *columns: Column) -> str:
-    """A Markdown table with a line for each row."""
-    cells = [[column.cell(row) for column in columns] for row in rows]
+def table(
+    rows: Iterable[Row], *columns: Column, bold: Callable[[Row], bool] = lambda row: False
+) -> str:
+    """A Markdown table with a line for each row, in bold type where `bold` says so."""
+    cells = [
+        [f"**{column.cell(row)}**" if bold(row) else column.cell(row) for column in columns]
+        for row in rows
+    ]
     return markdown_table([column.title for column in columns], cells)
 
 

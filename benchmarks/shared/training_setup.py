@@ -13,10 +13,11 @@ import torch.distributed as dist
 from benchmarks.shared.byte_text import NUM_BYTES, ByteText
 from megatron_zpp.data.loader import Batch, Loader, Samples
 from megatron_zpp.data.mock_dataset import MockDataset
-from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import Config, ParallelConfig
 from zeropp.errors import InputError
+from zeropp.ranks.topology import Environment
 
 CPU = torch.device("cpu")
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
@@ -84,11 +85,23 @@ class TrainingSetup:
             return [[next(loader) for _ in range(self.micro_batches)] for _ in range(count)]
 
 
+def joined_ranks() -> Ranks:
+    """Join the process group of ranks that split nothing but the data."""
+    return join_ranks(Environment.read(), ParallelConfig())
+
+
 def largest_of_ranks(value: float, device: torch.device) -> float:
     """The largest of all ranks' values."""
     result = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(result, op=dist.ReduceOp.MAX)
     return result.item()
+
+
+def mean_of_ranks(loss: torch.Tensor) -> float:
+    """The mean of a loss over the ranks."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def flags(shape: Mapping[str, int], num_ranks: int) -> str:

@@ -22,6 +22,7 @@
 Where training is in fp32, so are numbers that are not quantized.
 """
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -47,29 +48,36 @@ COMPONENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
+KEYS = {  # of zero_optimization
+    "qwz": {"zero_quantized_weights": True},
+    "qgz": {"zero_quantized_gradients": True},
+    "qgz-4-4": {"zero_quantized_gradients": True},
+    "qgz-8-3": {"zero_quantized_gradients": True},
+    "mixz": {"zero_quantized_nontrainable_weights": True},
+    "stage-1": {"stage": 1},
+}
+OWN_KEYS = {  # of zeropp; bits within a node, across nodes
+    "qgz": {"gradient_bits": [8, 4]},
+    "qgz-4-4": {"gradient_bits": [4, 4]},
+    "qgz-8-3": {"gradient_bits": [8, 3]},
+    "once": {"reduce_gradients_once": True},
+    "steps": {"weight_steps": True, "code_messages": True},
+    "auto": {"code_messages": "auto"},
+}
+
+
 def zero_json(name: str, ranks_per_node: int) -> dict:
     """The JSON of one of `COMPONENTS`, on nodes of so many ranks."""
-    keys = {
-        "qwz": {"zero_quantized_weights": True},
-        "hpz": {"zero_hpz_partition_size": ranks_per_node},
-        "qgz": {"zero_quantized_gradients": True},
-        "qgz-4-4": {"zero_quantized_gradients": True},
-        "qgz-8-3": {"zero_quantized_gradients": True},
-        "mixz": {"zero_quantized_nontrainable_weights": True},
-        "stage-1": {"stage": 1},
-    }
-    own_keys = {
-        "once": {"reduce_gradients_once": True},
-        "steps": {"weight_steps": True, "code_messages": True},
-        "auto": {"code_messages": "auto"},
-    }
-    # Within a node, across nodes.
-    gradient_bits = {"qgz": [8, 4], "qgz-4-4": [4, 4], "qgz-8-3": [8, 3]}
     zero: dict = {"stage": 3}
     zeropp: dict = {"ranks_per_node": ranks_per_node, "code_messages": False}
     for component in COMPONENTS[name]:
-        zero |= keys.get(component, {})
-        zeropp |= own_keys.get(component, {})
-        if component in gradient_bits:
-            zeropp["gradient_bits"] = gradient_bits[component]
+        zero |= KEYS.get(component, {})
+        zeropp |= OWN_KEYS.get(component, {})
+        if component == "hpz":
+            zero["zero_hpz_partition_size"] = ranks_per_node
     return {"zero_optimization": zero, "zeropp": zeropp}
+
+
+def json_flag(content: Mapping) -> str:
+    """A JSON as a flag of pretrain_gpt.py, without spaces."""
+    return f"--deepspeed-config {json.dumps(content, separators=(',', ':'))}"

@@ -1,8 +1,6 @@
 """How long a newcomer waits: for help, for a mistake to be said, for ranks to start, for a loss.
 
-    python -m benchmarks.step.first_minutes [--against FOLDER] [--rounds 3] [--clones]
-
-Each command runs in this clone and in that of FOLDER in turn, an earlier commit with a `.venv`.
+Each command runs in this clone and in that of --against in turn, an earlier commit with a `.venv`.
 Wall and processor seconds are medians. `--clones` also times `make pretrain` in fresh clones of
 both, from the first command to the first loss of training.
 """
@@ -20,10 +18,10 @@ from pathlib import Path
 
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.result import ROOT
 from benchmarks.shared.table import Column, table
 from zeropp.errors import InputError
 
-HERE = Path(__file__).resolve().parents[2]
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
     "--global-batch-size 8 --train-iters 1 --mock-data --tokenizer-type NullTokenizer "
@@ -40,24 +38,31 @@ COMMANDS = {  # what it is: arguments of Python, exit status, what must be print
     "a wrong path": ([*RANKS, *PATH], 2, "no dataset at none"),
     "four ranks, one step": ([*RANKS, *MODEL], 0, "lm loss: "),
 }
+CLONES = "git clone, make pretrain, first loss"
 FIRST_LOSS = ("iteration 1: loss", "lm loss: ")  # as it is printed now, and as it was
 
 
 def measure(options: argparse.Namespace, result: dict) -> None:
     """Time each command in turn; raises Disagreement where it does not do what it should."""
-    folders = {"here": HERE, **({"against": options.against} if options.against else {})}
-    times: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    folders = {"here": ROOT, **({"against": options.against} if options.against else {})}
+    times: dict[str, dict[str, list]] = {}  # by command and folder
     for _ in range(options.rounds):
-        for name, (arguments, status, said) in COMMANDS.items():
+        for name, command in COMMANDS.items():
             for place, folder in folders.items():
-                seconds = _run(folder, arguments, status, said)
-                times.setdefault((name, place), []).append(seconds)
-    result["rows"] = [
-        _row(name, {place: times[name, place] for place in folders}) for name in COMMANDS
-    ]
+                seconds = _run(folder, *command)
+                times.setdefault(name, {}).setdefault(place, []).append(seconds)
     if options.clones:
-        clones = {place: [_first_loss(folder)] for place, folder in folders.items()}
-        result["rows"].append(_row("git clone, make pretrain, first loss", clones))
+        times[CLONES] = {place: [_first_loss(folder)] for place, folder in folders.items()}
+    result["rows"] = [
+        {
+            "command": name,
+            **{
+                place: [statistics.median(column) for column in zip(*seconds, strict=True)]
+                for place, seconds in of_places.items()
+            },
+        }
+        for name, of_places in times.items()
+    ]
 
 
 def show(result: dict) -> str:
@@ -80,14 +85,6 @@ def check(options: argparse.Namespace) -> None:
         raise InputError(f"--against {options.against}: expected a clone with a .venv")
 
 
-def _row(name: str, times: dict[str, list[tuple[float, float]]]) -> dict:
-    medians = {
-        place: [statistics.median(column) for column in zip(*seconds, strict=True)]
-        for place, seconds in times.items()
-    }
-    return {"command": name, **medians}
-
-
 def _run(folder: Path, arguments: list[str], status: int, said: str) -> tuple[float, float]:
     """Return the wall and processor seconds of a command and its children."""
     command = [folder / ".venv/bin/python", *arguments]
@@ -102,20 +99,12 @@ def _run(folder: Path, arguments: list[str], status: int, said: str) -> tuple[fl
 
 def _first_loss(folder: Path) -> tuple[float, float]:
     """Return the seconds to the first loss in a fresh clone; processor seconds are of all of it."""
+    pipe = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     with tempfile.TemporaryDirectory() as temporary:
         began, used = time.perf_counter(), _used()
         subprocess.run(["git", "clone", "--quiet", folder, temporary], check=True)
-        process = subprocess.Popen(
-            ["make", "pretrain"],
-            cwd=temporary,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for line in process.stdout:
-            if any(words in line for words in FIRST_LOSS):
-                break
-        else:
+        process = subprocess.Popen(["make", "pretrain"], cwd=temporary, **pipe)
+        if not any(words in line for line in process.stdout for words in FIRST_LOSS):
             raise Disagreement(f"make pretrain in a clone of {folder} printed no loss")
         seconds = time.perf_counter() - began
         os.killpg(process.pid, signal.SIGTERM)
@@ -129,18 +118,12 @@ def _used() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    measure=measure,
-    show=show,
-    check=check,
-    flags=(
-        Flag("--against", None, "a clone of an earlier commit, with a .venv"),
-        Flag("--rounds", 3, "times that each command runs", least=1),
-        Flag("--clones", False, "time make pretrain in fresh clones too; minutes"),
-    ),
+OPTIONS = (
+    Flag("--against", None, "a clone of an earlier commit, with a .venv"),
+    Flag("--rounds", 3, "times that each command runs", least=1),
+    Flag("--clones", False, "time make pretrain in fresh clones too; minutes"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, check=check)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,8 +1,5 @@
 """Tokens per second of generation: with the key-value cache, without, and by transformers.
 
-    python -m benchmarks.step.generate [--load FOLDER] [--prompt N] [--tokens N] [--rows N ...]
-        [--rounds N] [--json FILE]
-
 The model is a Llama with random weights, or one from a Hugging Face folder; both programs read the
 same files. All decode greedily in fp32 from the same prompts of random tokens, without stopping
 early, in turn. All must generate the same tokens, or nothing is timed. The time is that of the
@@ -137,22 +134,16 @@ def show(result: dict) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--load", help="a Hugging Face folder"),
-        Flag("--prompt", 128, "tokens of a prompt"),
-        Flag("--tokens", 48, "tokens to generate"),
-        Flag("--rows", (1, 4), "texts at once"),
-        Flag("--rounds", 3, "timed runs of each"),
-        Flag("--layers", 8, "of a model with random weights"),
-        Flag("--hidden", 576, "of such a model; heads have 64"),
-    ),
-    check=check,
-    measure=measure,
-    show=show,
+OPTIONS = (
+    Flag("--load", help="a Hugging Face folder"),
+    Flag("--prompt", 128, "tokens of a prompt"),
+    Flag("--tokens", 48, "tokens to generate"),
+    Flag("--rows", (1, 4), "texts at once"),
+    Flag("--rounds", 3, "timed runs of each"),
+    Flag("--layers", 8, "of a model with random weights"),
+    Flag("--hidden", 576, "of such a model; heads have 64"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, check=check)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,7 +1,5 @@
 """How long a training step takes with Muon beside AdamW, and how many bytes of state each holds.
 
-    python -m benchmarks.step.muon_step [--tokens 4096 1024] [--ranks 4] [--json FILE]
-
 The step of pretrain_gpt.py, at stage 3 on ranks in two nodes: AdamW, and Muon whose blocks are the
 rows of a node or of a rank. Before anything is timed, the losses and gradient norms of the first
 step must be AdamW's to the last digit, and the first update of every block must be the
@@ -12,31 +10,33 @@ rank that has most, over those of the model for a rank's tokens.
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, shape_text
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.rank_launch import run_on_ranks
-from benchmarks.shared.table import RATIOS, Column, table
-from benchmarks.shared.training_setup import CPU, DTYPES, TrainingSetup, largest_of_ranks
-from benchmarks.shared.zero_json import zero_json
-from benchmarks.step.loop_comparison import TimedLoop, time_in_turn
+from benchmarks.shared.table import Column, table
+from benchmarks.shared.training_setup import (
+    CPU,
+    DTYPES,
+    TrainingSetup,
+    joined_ranks,
+    largest_of_ranks,
+)
+from benchmarks.shared.zero_json import json_flag, zero_json
+from benchmarks.step.comparison import LOOP_COLUMNS, TimedLoop, time_in_turn
 from benchmarks.step.training_loops import TrainingLoop, ours
 from megatron_zpp.model.flops import flops_per_token
-from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.settings.config import ParallelConfig
 from zeropp.capabilities.muon.blocks import group_of, rows_within, shard_rows
 from zeropp.capabilities.muon.matrix_step import MOMENTUM, cpu_has_bf16
 from zeropp.capabilities.muon.newton_schulz import orthogonalize, scale
 from zeropp.errors import InputError
 from zeropp.optim.step_or_skip import local_part
-from zeropp.ranks.topology import Environment
 
 ADAMW, LOOPS = "AdamW", ("AdamW", "Muon, node", "Muon, rank")
 MUON = "--optimizer muon --muon-extra-scale-factor 0.2 --muon-nesterov"
@@ -67,20 +67,13 @@ def measure(options: argparse.Namespace, result: dict) -> None:
 
 def on_rank(options: argparse.Namespace) -> list[dict]:
     """This rank's part of the comparison at each number of tokens."""
-    ranks = join_ranks(Environment.read(), ParallelConfig())
-    tokens_of_micro_batch = options.shape["seq"] * options.shape["micro-batch"]
-    return [
-        compare(
-            TrainingSetup(
-                shape={**options.shape, "micro-batches": tokens // tokens_of_micro_batch},
-                ranks=ranks,
-                dtype=options.dtype,
-            ),
-            tokens,
-            options.rounds,
-        )
-        for tokens in options.tokens
-    ]
+    ranks, answers = joined_ranks(), []
+    for tokens in options.tokens:
+        count = tokens // (options.shape["seq"] * options.shape["micro-batch"])
+        shape = {**options.shape, "micro-batches": count}
+        setup = TrainingSetup(shape=shape, ranks=ranks, dtype=options.dtype)
+        answers.append(compare(setup, tokens, options.rounds))
+    return answers
 
 
 def compare(setup: TrainingSetup, tokens: int, rounds: int) -> dict:
@@ -88,7 +81,7 @@ def compare(setup: TrainingSetup, tokens: int, rounds: int) -> dict:
     verified, timed = {}, []
     for name in LOOPS:
         loop = ours(with_optimizer(setup, name), name)
-        before = whole_weights(loop.model)
+        before = {key: whole(each).clone() for key, each in loop.model.named_parameters()}
         numbers = loop.step()()
         timed.append(TimedLoop(loop=loop, history=[numbers]))
         if timed[0].history != timed[-1].history:
@@ -123,13 +116,7 @@ def with_optimizer(setup: TrainingSetup, name: str) -> TrainingSetup:
     flags = "--optimizer adam"
     if name != ADAMW:
         flags, zero["zeropp"]["muon_blocks"] = MUON, name.removeprefix("Muon, ")
-    text = json.dumps(zero, separators=(",", ":"))
-    return dataclasses.replace(setup, extra_flags=f"{flags} --deepspeed-config {text}")
-
-
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole weights by name, on every rank."""
-    return {name: whole(each).clone() for name, each in model.named_parameters()}
+    return dataclasses.replace(setup, extra_flags=f"{flags} {json_flag(zero)}")
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -172,10 +159,8 @@ def expected_updates(
             rows = torch.cat([torch.arange(start + a, start + b) for a, b in runs])
             block = sent[rows] if cpu_has_bf16() else sent[rows].float()
             update = orthogonalize(block, group["ns_coefficients"], group["eps"]).float()
-            yield (
-                rows,
-                update * group["extra_scale_factor"] * scale(part.shape, group["scale_mode"]),
-            )
+            update *= group["extra_scale_factor"]
+            yield rows, update * scale(part.shape, group["scale_mode"])
 
 
 def operations(loop: TrainingLoop) -> float:
@@ -203,39 +188,33 @@ def state_bytes(loop: TrainingLoop) -> float:
 
 def show(result: dict) -> str:
     """A table for each number of tokens."""
-    shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
-    parts = [f"shape: {shape}, but as many micro-batches as the tokens take"]
+    parts = [f"shape: {shape_text(result)}, but as many micro-batches as the tokens take"]
     for each in result["comparisons"]:
         verified = ", ".join(f"{name} {far:.1e}" for name, far in each["verified"].items())
         parts.append(f"{each['tokens']:,} tokens per rank; updates differ by: {verified}")
-        parts.append(
-            table(
-                each["loops"],
-                Column("", "name"),
-                Column("median, ms", "median", ".1f", 1e3),
-                *RATIOS,
-                Column("processor time", "processor_ratio", ".3f"),
-                Column("operations", "operations", "+.1%"),
-                Column("bytes of state", "state_bytes", ".2f"),
-            )
+        columns = (
+            Column("operations", "operations", "+.1%"),
+            Column("bytes of state", "state_bytes", ".2f"),
         )
+        parts.append(table(each["loops"], *LOOP_COLUMNS, *columns))
     return "\n\n".join(parts)
 
 
+OPTIONS = (
+    Flag("--tokens", (4096, 1024), "of a step, on each rank"),
+    Flag("--dtype", "fp32", "of the products of the model", choices=tuple(DTYPES)),
+    Flag("--ranks", 4, "in two nodes", least=NODES),
+    Flag("--rounds", 12, "timed steps of each"),
+)
 BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--tokens", (4096, 1024), "of a step, on each rank"),
-        Flag("--dtype", "fp32", "of the products of the model", choices=tuple(DTYPES)),
-        Flag("--ranks", 4, "in two nodes", least=NODES),
-        Flag("--rounds", 12, "timed steps of each"),
-    ),
+    __spec__,
+    __doc__,
+    measure,
+    show,
+    OPTIONS,
     shape={"hidden": 512, "heads": 8, "seq": 256, "micro_batch": 2},
     check=check,
-    measure=measure,
     on_rank=on_rank,
-    show=show,
 )
 
 if __name__ == "__main__":

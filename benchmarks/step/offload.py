@@ -1,7 +1,5 @@
 """The optimizer on the host: a training step with and without it, and its update on several ranks.
 
-    python -m benchmarks.step.offload [--parts train ranks] [--device cuda] [--json FILE]
-
 train: the step of pretrain_gpt.py with fp32 weights and Adam on the device, on the host, and on the
 host concurrently with the next step. The first losses and gradient norms of all three must be
 equal to the last digit; then they take one step each in turn. On a GPU the table also shows the
@@ -14,7 +12,6 @@ time.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -25,31 +22,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.shared.benchmark import Benchmark, Flag
-from benchmarks.shared.interleaved import (
-    Disagreement,
-    interleaved,
-    median_of,
-    quartiles,
-)
+from benchmarks.shared.benchmark import Benchmark, Flag, shape_text
+from benchmarks.shared.interleaved import Disagreement, interleaved, median_of, quartiles
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import RATIOS, Column, table
-from benchmarks.shared.training_setup import TrainingSetup, largest_of_ranks
+from benchmarks.shared.training_setup import TrainingSetup, joined_ranks, largest_of_ranks
+from benchmarks.shared.zero_json import json_flag
+from benchmarks.step.comparison import VERIFIED_STEPS, TimedLoop, time_in_turn
 from benchmarks.step.copy_overlap import hidden_share
-from benchmarks.step.loop_comparison import TimedLoop, time_in_turn
 from benchmarks.step.training_loops import ours
-from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.settings.config import ParallelConfig
 from zeropp import ZeroConfig, optimizer_step, shard
 from zeropp.optim.offloaded import offloaded_adamw
-from zeropp.ranks.topology import Environment
 
 PARTS = ("train", "ranks")
 MATRIX = 1024  # rows and columns of the weights of the part `ranks`
 # Bytes of the update of one parameter: the gradient is read twice, three fp32 numbers are read and
 # written, the bf16 weight is written.
 UPDATE_BYTES = 34
-VERIFIED_STEPS = 3
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 
@@ -66,26 +55,19 @@ def measure(options: argparse.Namespace, result: dict) -> None:
 
 def compare_steps(options: argparse.Namespace) -> list[dict]:
     """A row for each place of the optimizer."""
-    ranks = join_ranks(Environment.read(), ParallelConfig())
+    ranks, shape = joined_ranks(), options.shape
     delayed = {
         "zero_optimization": {"stage": 2, **OFFLOAD},
         "zeropp": {"delayed_param_update": True, "delayed_param_update_warmup": VERIFIED_STEPS},
     }
-    delayed_json = json.dumps(delayed, separators=(",", ":"))
     flags = {
         "on the device": "",
         "on the host": "--cpu-optimizer --use-pin-memory",
-        "on the host, beside the next step": f"--deepspeed_config {delayed_json}",
+        "on the host, beside the next step": json_flag(delayed),
     }
     setups = {
-        name: TrainingSetup(
-            shape=options.shape,
-            ranks=ranks,
-            dtype=options.dtype,
-            stage=2,
-            extra_flags=extra_flags,
-        )
-        for name, extra_flags in flags.items()
+        name: TrainingSetup(shape=shape, ranks=ranks, dtype=options.dtype, stage=2, extra_flags=own)
+        for name, own in flags.items()
     }
     loops = [
         TimedLoop.build(partial(ours, setup, name), setup, VERIFIED_STEPS)
@@ -96,7 +78,7 @@ def compare_steps(options: argparse.Namespace) -> list[dict]:
             raise Disagreement(f"losses and norms differ {each.name}: {each.history}")
     setup = setups[loops[0].name]
     time_in_turn(loops, setup, options.rounds)
-    shape, on_gpu = options.shape, setup.ranks.device.type == "cuda"
+    on_gpu = ranks.device.type == "cuda"
     tokens = shape["seq"] * shape["micro-batch"] * shape["micro-batches"]
     rows = []
     for each in loops:
@@ -112,8 +94,8 @@ def compare_steps(options: argparse.Namespace) -> list[dict]:
 def compare_rank_counts(options: argparse.Namespace) -> list[dict]:
     """A row for each number of ranks."""
     seconds: dict[int, list[float]] = {count: [] for count in options.ranks}
+    hidden_gpus = {"CUDA_VISIBLE_DEVICES": ""}
     for count in interleaved(list(options.ranks), options.turns):
-        hidden_gpus = {"CUDA_VISIBLE_DEVICES": ""}
         seconds[count] += run_on_ranks(__spec__.name, count, sys.argv[1:], variables=hidden_gpus)
     num_bytes = UPDATE_BYTES * matrices(options) * MATRIX**2
     reference = statistics.median(next(iter(seconds.values())))
@@ -142,7 +124,7 @@ def matrices(options: argparse.Namespace) -> int:
 
 def time_updates(options: argparse.Namespace) -> list[float]:
     """On each rank: the slowest rank's seconds, round by round."""
-    ranks = join_ranks(Environment.read(), ParallelConfig())
+    ranks = joined_ranks()
     torch.set_num_threads(threads_per_rank(ranks.num_ranks))
     config = ZeroConfig.from_json(
         {"zero_optimization": {"stage": 2, **OFFLOAD}, "bf16": {"enabled": True}}
@@ -167,8 +149,7 @@ def show(result: dict) -> str:
     """A table for each part that ran."""
     parts = []
     if result["train"]:
-        shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
-        parts.append(f"one rank, {shape}")
+        parts.append(f"one rank, {shape_text(result)}")
         parts.append(
             table(
                 result["train"],
@@ -195,22 +176,23 @@ def show(result: dict) -> str:
     return "\n\n".join(parts)
 
 
+OPTIONS = (
+    Flag("--parts", PARTS, choices=PARTS),
+    Flag("--dtype", help="of `train`; default: bf16, on a CPU fp32", choices=("fp32", "bf16")),
+    Flag("--rounds", 10, "timed steps of each"),
+    Flag("--turns", 3, "runs of each number of ranks"),
+    Flag("--ranks", (1, 2, 4), "for the part ranks"),
+    Flag("--parameters", 50.0, "for the part ranks, in millions"),
+)
 BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--parts", PARTS, choices=PARTS),
-        Flag("--dtype", help="of `train`; default: bf16, on a CPU fp32", choices=("fp32", "bf16")),
-        Flag("--rounds", 10, "timed steps of each"),
-        Flag("--turns", 3, "runs of each number of ranks"),
-        Flag("--ranks", (1, 2, 4), "for the part ranks"),
-        Flag("--parameters", 50.0, "for the part ranks, in millions"),
-    ),
+    __spec__,
+    __doc__,
+    measure,
+    show,
+    OPTIONS,
     shape={"hidden": 512, "heads": 8},
     has_device=True,
-    measure=measure,
     on_rank=time_updates,
-    show=show,
 )
 
 if __name__ == "__main__":

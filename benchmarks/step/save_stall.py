@@ -1,7 +1,5 @@
 """How long does saving a checkpoint stop training? Synchronous beside asynchronous saves.
 
-    python -m benchmarks.step.save_stall [--rounds N] [--folder FOLDER] [--json FILE]
-
 The state is that of pretrain_gpt.py on one rank, weights and Adam's moments in fp32. It is
 saved both ways first, and all files must be equal byte by byte, or nothing is timed. Then both take
 turns. The stall is the time of the call that saves. While an asynchronous save is being written,
@@ -14,21 +12,20 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.shared.benchmark import Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement, interleaved, median_of, ratio_summary
 from benchmarks.shared.table import RATIOS, Column, table
-from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.shared.timers import WALL_CLOCK, CpuTimer
+from benchmarks.shared.training_setup import TrainingSetup, joined_ranks
 from benchmarks.step.training_loops import TrainingLoop, ours
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState
-from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.settings.config import ParallelConfig
 from zeropp.checkpoint.async_save import AsyncWriter
-from zeropp.ranks.topology import Environment
 
+TIMER = CpuTimer(WALL_CLOCK)
 SYNCHRONOUS, ASYNCHRONOUS = WAYS = ("synchronous", "asynchronous")
 
 STATE = TrainingState(
@@ -38,15 +35,12 @@ STATE = TrainingState(
 
 def measure(options: argparse.Namespace, result: dict) -> None:
     """Build the state, verify, time."""
-    ranks = join_ranks(Environment.read(), ParallelConfig())
-    loop = ours(TrainingSetup(shape=options.shape, ranks=ranks), "one rank")
+    loop = ours(TrainingSetup(shape=options.shape, ranks=joined_ranks()), "one rank")
     loop.step()()  # the moments are there after it
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, AsyncWriter() as writer:
         saves = Saves(loop, Path(folder), writer)
-        first_stall = verify(saves)
-        times = [time_round(saves, way) for way in interleaved(WAYS, options.rounds)]
-    result |= {"rounds": options.rounds, "first_stall": first_stall}
-    result |= saves.size() | summary(times)
+        result |= {"rounds": options.rounds, "first_stall": verify(saves), **saves.size()}
+        result |= summary([time_round(saves, way) for way in interleaved(WAYS, options.rounds)])
     loop.close()
 
 
@@ -56,31 +50,27 @@ class Saves:
     def __init__(self, loop: TrainingLoop, folder: Path, writer: AsyncWriter) -> None:
         self.loop, self.writer = loop, writer
         self.folders = {way: folder / way for way in WAYS}
-        self._bytes = 0
 
     def seconds(self, way: str) -> float:
         """Save and return how long the call took; an asynchronous save is under way then."""
-        folder = self.folders[way]
+        folder, loop = self.folders[way], self.loop
         shutil.rmtree(folder, ignore_errors=True)
         writer = self.writer if way == ASYNCHRONOUS else None
-        return seconds_of(
-            lambda: checkpoint.save(
-                folder, self.loop.model, self.loop.optimizer, STATE, writer=writer
-            )
-        )
+        save = partial(checkpoint.save, folder, loop.model, loop.optimizer, STATE, writer=writer)
+        return TIMER.seconds(save)
 
     def differences(self) -> list[str]:
         """Names of the files that differ between the two checkpoints, or that only one has."""
         first, second = (folder / "iter_0000001" for folder in self.folders.values())
         names = sorted({path.name for folder in (first, second) for path in folder.iterdir()})
-        self._bytes = sum((first / name).stat().st_size for name in names)
         _, differing, missing = filecmp.cmpfiles(first, second, names, shallow=False)
         return differing + missing
 
     def size(self) -> dict:
         """Number of parameters and bytes of a checkpoint."""
+        files = (self.folders[SYNCHRONOUS] / "iter_0000001").iterdir()
         parameters = sum(parameter.numel() for parameter in self.loop.model.parameters())
-        return {"parameters": parameters, "bytes": self._bytes}
+        return {"parameters": parameters, "bytes": sum(path.stat().st_size for path in files)}
 
 
 def verify(saves: Saves) -> float:
@@ -99,18 +89,11 @@ def time_round(saves: Saves, way: str) -> dict:
     stall = saves.seconds(way)
     if way == SYNCHRONOUS:
         return {"way": way, "stall": stall}
-    beside = seconds_of(lambda: saves.loop.step()())
+    beside = TIMER.seconds(lambda: saves.loop.step()())
     saves.writer.finish()
     complete = time.perf_counter() - started
-    alone = seconds_of(lambda: saves.loop.step()())
+    alone = TIMER.seconds(lambda: saves.loop.step()())
     return {"way": way, "stall": stall, "complete": complete, "beside": beside, "alone": alone}
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """How long `work` takes."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def summary(times: list[dict]) -> dict:
@@ -151,19 +134,25 @@ def show(result: dict) -> str:
     )
 
 
+OPTIONS = (
+    Flag("--rounds", 10, "saves of each kind"),
+    Flag("--folder", help="where to save (default: the folder for temporary files)"),
+)
 BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--rounds", 10, "saves of each kind"),
-        Flag("--folder", help="where to save (default: the folder for temporary files)"),
-    ),
+    __spec__,
+    __doc__,
+    measure,
+    show,
+    OPTIONS,
     shape={
-        "layers": 12, "hidden": 768, "heads": 12, "seq": 64, "vocab": 20480, "micro_batches": 1,
+        "layers": 12,
+        "hidden": 768,
+        "heads": 12,
+        "seq": 64,
+        "vocab": 20480,
+        "micro_batches": 1,
     },
-    measure=measure,
-    show=show,
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,7 +1,5 @@
 """How long a training step takes beside plain PyTorch, and the memory of each ZeRO stage.
 
-    python -m benchmarks.step.train_step [--parts one-rank many-ranks attach memory] [--json FILE]
-
 Every comparison is verified before it is timed. All training loops run in the same processes, one
 step each in turn. One rank, fp32: the step of pretrain_gpt.py against a plain loop over the same
 layers. Several ranks, stage 3: against plain FSDP2 with the same dtypes on the wire. In two nodes,
@@ -11,23 +9,24 @@ per parameter at every stage, beside the formula of docs/memory.md.
 
 import argparse
 import dataclasses
-import json
 import sys
 
 import torch
 
 from benchmarks.memory.model_state import count_stages
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, shape_text
 from benchmarks.shared.rank_launch import run_on_ranks
-from benchmarks.shared.table import RATIOS, Column, table
-from benchmarks.shared.training_setup import DTYPES, TrainingSetup
-from benchmarks.shared.zero_json import zero_json
-from benchmarks.step.loop_comparison import TimedLoop, time_in_turn
-from benchmarks.step.step_verification import VERIFIED_STEPS, verify
+from benchmarks.shared.table import Column, table
+from benchmarks.shared.training_setup import DTYPES, TrainingSetup, joined_ranks
+from benchmarks.shared.zero_json import json_flag, zero_json
+from benchmarks.step.comparison import (
+    LOOP_COLUMNS,
+    VERIFIED_STEPS,
+    TimedLoop,
+    time_in_turn,
+    verify,
+)
 from benchmarks.step.training_loops import TrainingLoop, fsdp2, ours, plain_pytorch, sharded
-from megatron_zpp.parallel.mesh import join_ranks
-from megatron_zpp.settings.config import ParallelConfig
-from zeropp.ranks.topology import Environment
 
 PARTS = ("one-rank", "many-ranks", "attach", "memory")
 WARM_UP = 1  # steps of each loop after verification
@@ -51,9 +50,8 @@ def measure(options: argparse.Namespace, result: dict) -> None:
 
 def on_rank(options: argparse.Namespace) -> dict:
     """This rank's part of everything that needs as many ranks as there are."""
-    ranks = join_ranks(Environment.read(), ParallelConfig())
-    setup = TrainingSetup(shape=options.shape, ranks=ranks)
-    count, answer = ranks.num_ranks, {"comparisons": [], "memory": []}
+    setup = TrainingSetup(shape=options.shape, ranks=joined_ranks())
+    count, answer = setup.ranks.num_ranks, {"comparisons": [], "memory": []}
     if "one-rank" in options.parts and count == 1:
         answer["comparisons"].append(compare("one rank", setup, options.rounds))
     for part, title in (("many-ranks", "stage 3"), ("attach", "ZeRO++")):
@@ -93,8 +91,8 @@ def loops_of(title: str, setup: TrainingSetup, num_steps: int) -> list[TrainingL
         return [plain_pytorch(setup, "bare PyTorch loop", iter(steps)), ours(setup)]
     if title.endswith("stage 3"):
         return [fsdp2(setup, "plain FSDP2", iter(steps)), ours(setup)]
-    zero = json.dumps(zero_json("zeropp", setup.ranks.num_ranks // 2), separators=(",", ":"))
-    nodes = dataclasses.replace(setup, extra_flags=f"--deepspeed-config {zero}")
+    zero = zero_json("zeropp", setup.ranks.num_ranks // 2)
+    nodes = dataclasses.replace(setup, extra_flags=json_flag(zero))
     return [
         sharded(nodes, "zeropp.shard", iter(steps)),
         sharded(nodes, "zeropp.shard again", iter(steps)),
@@ -104,21 +102,13 @@ def loops_of(title: str, setup: TrainingSetup, num_steps: int) -> list[TrainingL
 
 def show(result: dict) -> str:
     """A table for each comparison, and one of the memory."""
-    parts = ["shape: " + ", ".join(f"{name} {value}" for name, value in result["shape"].items())]
+    parts = [f"shape: {shape_text(result)}"]
     for each in result["comparisons"]:
         differences = each["verified"]["differences"].items()
         verified = ", ".join(f"{quantity} within {value:.1e}" for quantity, value in differences)
         threads = f"{each['ranks']} x {each['threads']} threads, {each['device']}"
         parts.append(f"{each['name']} ({threads}); verified: {verified}")
-        parts.append(
-            table(
-                each["loops"],
-                Column("", "name"),
-                Column("median, ms", "median", ".1f", 1e3),
-                *RATIOS,
-                Column("processor time", "processor_ratio", ".3f"),
-            )
-        )
+        parts.append(table(each["loops"], *LOOP_COLUMNS))
     if result["memory"]:
         parts.append("bytes per parameter: weights, gradients, Adam's moments, in a step")
         parts.append(
@@ -134,21 +124,14 @@ def show(result: dict) -> str:
     return "\n\n".join(parts)
 
 
-BENCHMARK = Benchmark(
-    spec=__spec__,
-    question=__doc__,
-    flags=(
-        Flag("--parts", PARTS, choices=PARTS),
-        Flag("--dtypes", tuple(DTYPES), choices=tuple(DTYPES)),
-        Flag("--ranks", 4, "for many-ranks and attach"),
-        Flag("--memory-ranks", (1, 2, 4), "for the part memory"),
-        Flag("--rounds", 12, "timed steps of each loop"),
-    ),
-    shape={},
-    measure=measure,
-    on_rank=on_rank,
-    show=show,
+OPTIONS = (
+    Flag("--parts", PARTS, choices=PARTS),
+    Flag("--dtypes", tuple(DTYPES), choices=tuple(DTYPES)),
+    Flag("--ranks", 4, "for many-ranks and attach"),
+    Flag("--memory-ranks", (1, 2, 4), "for the part memory"),
+    Flag("--rounds", 12, "timed steps of each loop"),
 )
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, shape={}, on_rank=on_rank)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

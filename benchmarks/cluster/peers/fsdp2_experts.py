@@ -5,9 +5,10 @@ is over the losses of all ranks.
 """
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.shared.training_setup import TrainingSetup
+from benchmarks.step.training_loops import wire_policy
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.moe.experts import Experts
@@ -21,10 +22,7 @@ def fsdp2_experts(setup: TrainingSetup) -> GPT:
     axis = expert_axis(config, ranks)
     with torch.device("meta"):
         model = GPT(config.model, setup.vocab_size, Part(experts=axis))
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.zero.compute_format),
-        reduce_dtype=getattr(torch, config.zero.wire_format),
-    )
+    policy = wire_policy(setup)
     for experts in [each for each in model.modules() if isinstance(each, Experts) and axis]:
         mesh = axis.mesh[axis.mesh.mesh_dim_names[0]]
         fully_shard(experts, mesh=mesh, mp_policy=policy)

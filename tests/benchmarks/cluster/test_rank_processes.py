@@ -2,18 +2,14 @@
 
 import os
 import signal
-import socket
 
 import pytest
 
-from benchmarks.cluster.rank_processes import RankFailed, started_ranks
+from benchmarks.cluster.rank_processes import RankFailed, started_cluster
 
 
 def test_a_dead_rank_is_named_and_the_others_end():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # rank 0 waits for the other
-    with started_ranks([[]], 2, meeting) as ranks:
+    with started_cluster(1, 2, None) as ranks:  # rank 0 waits for the other
         processes = [process.popen for process in ranks.processes]
         processes[1].kill()
         with pytest.raises(RankFailed, match="rank 1 died: killed by SIGKILL"):
@@ -23,7 +19,7 @@ def test_a_dead_rank_is_named_and_the_others_end():
 
 def test_a_silent_rank_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.cluster.rank_processes.ORDER_SECONDS", 0.2)
-    with started_ranks([[]], 1, {}) as ranks:
+    with started_cluster(1, 1, None) as ranks:
         os.killpg(ranks.processes[0].popen.pid, signal.SIGSTOP)
         with pytest.raises(RankFailed, match="rank 0 has not answered to 'join' in 0.2 s: it runs"):
             ranks.ask("join", products="bf16")

@@ -1,6 +1,5 @@
 """Time to a held-out loss: what is compared, and bytes of interfaces beside those of the ledger."""
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -8,19 +7,11 @@ import pytest
 from benchmarks.cluster import time_to_loss
 from benchmarks.cluster.time_to_loss import BENCHMARK, compare, draw, show
 from tests.benchmarks.cluster.namespaces import needs_namespaces
-from zeropp.errors import InputError
 
 TINY = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --vocab-size 300 "
     "--hidden-dropout 0"
 )
-
-
-def options_of(patch: pytest.MonkeyPatch, *arguments: str) -> argparse.Namespace:
-    patch.setattr("sys.argv", ["time_to_loss", *arguments])
-    options = BENCHMARK.parse()
-    BENCHMARK.checked(options)
-    return options
 
 
 def row(rate: str, variant: str, *losses: float) -> dict:
@@ -36,24 +27,15 @@ def test_the_first_evaluation_that_is_not_above_the_loss_counts() -> None:
     assert [each["speedup"] for each in rows] == [1.0, 2.0, None]
 
 
-def test_steps_between_evaluations_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_to_loss.emulation, "require_namespaces", lambda: None)
-    with pytest.raises(InputError, match="--global-batch-size 6: expected a multiple of the 4"):
-        options_of(monkeypatch, "--global-batch-size", "6")
-    with pytest.raises(InputError, match="--steps 30: expected a multiple of --eval-interval 20"):
-        options_of(monkeypatch, "--steps", "30")
-
-
 @needs_namespaces
 def test_interfaces_count_what_nodes_that_step_alone_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = options_of(
-        monkeypatch,
-        *("--rate", "none", "--steps", "20", "--eval-interval", "10", "--eval-samples", "16"),
-        *("--variants", "local-10", "--global-batch-size", "2", "--flags", TINY),
-    )
-    result: dict = {}
+    flags = "--rate none --steps 20 --eval-interval 10 --eval-samples 16 --variants local-10"
+    words = [*flags.split(), "--global-batch-size", "2", "--flags", TINY]
+    monkeypatch.setattr("sys.argv", ["time_to_loss", *words])
+    options, result = BENCHMARK.parse(), {}
+    BENCHMARK.checked(options)
     time_to_loss.measure(options, result)
     (measured,) = result["rows"]
     assert measured["losses"][-1][1] < measured["losses"][0][1]

@@ -1,7 +1,6 @@
 """The convergence benchmark: its arithmetic, the runs it stores and uses again, what it refuses."""
 
 import json
-import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from benchmarks.convergence.comparison import (
     table,
     verdict,
 )
-from benchmarks.convergence.convergence import LATER_FIELDS, add_run, read_runs, train_missing
+from benchmarks.convergence.convergence import LATER_FIELDS, read_runs, train_missing
 from benchmarks.convergence.convergence_chart import COLOURS, draw
 from benchmarks.convergence.convergence_rank import SpikedLearningRate
 from benchmarks.convergence.variants import BASELINE, USUAL, VARIANTS, Recipe
@@ -69,12 +68,9 @@ def test_differences_are_taken_seed_by_seed():
     assert row.error == pytest.approx(0.075)  # half of the distance of two seeds
     assert verdict([baseline, row]).endswith("+2.50% from the baseline's, NOT within 0.5%.")
     assert verdict([baseline]) is None
-
-
-@pytest.mark.parametrize("difference", [0.0049, -0.0049, 0.0051, -0.0051])
-def test_the_target_is_within_half_a_percent_in_both_directions(difference):
-    runs = {BASELINE: {1: result_of(5.0)}, "zeropp": {1: result_of(5.0 * (1 + difference))}}
-    assert ("NOT" in verdict(compare(runs))) == (abs(difference) > 0.005)
+    for difference in (0.0049, -0.0049, 0.0051, -0.0051):
+        runs = {BASELINE: {1: result_of(5.0)}, "zeropp": {1: result_of(5.0 * (1 + difference))}}
+        assert ("NOT" in verdict(compare(runs))) == (abs(difference) > 0.005)
 
 
 def test_a_bump_is_found_where_the_smoothed_loss_is_farthest_above():
@@ -82,6 +78,7 @@ def test_a_bump_is_found_where_the_smoothed_loss_is_farthest_above():
     raised = flat[:25] + [6.0] * 5 + flat[30:]  # iterations 26 to 30 are 1 higher
     runs = {BASELINE: {1: result_of(5.0, flat)}, "qgz": {1: result_of(5.0, raised)}}
     row = compare(runs)[1]
+    assert smoothed(flat[:1]) == [(1, 5.0)] and smoothed([*flat, 25.0])[-1] == (41, 6.0)
     assert row.bump == pytest.approx(5 / WINDOW / 5.0) and row.bump_at == 30
     assert row.difference == 0
     both = {
@@ -91,29 +88,18 @@ def test_a_bump_is_found_where_the_smoothed_loss_is_farthest_above():
     assert compare(both)[1].bump == pytest.approx(row.bump / 2)  # a mean over the seeds
 
 
-def test_smoothing_is_a_mean_of_the_last_iterations():
-    points = smoothed([float(number) for number in range(1, 41)])
-    assert points[0] == (WINDOW, (1 + WINDOW) / 2) and points[-1] == (40, 40 - (WINDOW - 1) / 2)
-    assert len(points) == 40 - WINDOW + 1
-    assert smoothed([1.0, 3.0]) == [(2, 2.0)]
-
-
 def test_the_table_has_every_variant_and_its_numbers():
-    runs = {BASELINE: {3: result_of(5.0)}, "qwz": {3: result_of(5.01, across=2.5e6)}}
-    rows = compare(runs)
+    none = result_of(5.0)
+    coded = [{**none, "bits": {"weight": bits, "gradient": 3.0}} for bits in (0.5, 1.0)]
+    rows = compare({BASELINE: {1: none, 2: none}, "code-steps": dict(enumerate(coded, 1))})
+    assert bits_lines(rows) == ["code-steps: 0.75 bits a weight, 3.00 bits a gradient"]
+    rows = compare({BASELINE: {3: none}, "qwz": {3: result_of(5.01, across=2.5e6)}})
     line = next(line for line in table(rows).splitlines() if "qwz" in line)
     expected = "| qwz | 5.0100 | +0.20% ± 0.00% | +0.20% (3) | +0.20% | 20 | 2.50 | 0.250 | 200 |"
     assert " ".join(line.split()) == expected
 
 
-def test_bits_are_averaged_over_the_seeds():
-    none = result_of(5.0)
-    coded = [{**none, "bits": {"weight": bits, "gradient": 3.0}} for bits in (0.5, 1.0)]
-    rows = compare({BASELINE: {1: none, 2: none}, "code-steps": dict(enumerate(coded, 1))})
-    assert bits_lines(rows) == ["code-steps: 0.75 bits a weight, 3.00 bits a gradient"]
-
-
-def test_curves_are_drawn(tmp_path):
+def test_curves_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
     runs = {variant: {1: result_of(5.0 + number / 100)} for number, variant in enumerate(VARIANTS)}
     assert len(COLOURS) >= len(USUAL)
@@ -121,50 +107,33 @@ def test_curves_are_drawn(tmp_path):
     assert drawn[1].held_out_difference[-1] == (40, pytest.approx(0.002))
     draw(drawn, tmp_path / "curves.png", "a title")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install matplotlib"):
+        require_matplotlib(Path("curves.png"))
 
 
 def test_variants_differ_in_zeropp_alone():
     configs = {variant: RECIPE.config(variant, seed=7) for variant in VARIANTS}
-    for variant, config in configs.items():
+    for name, config in configs.items():
         sections = ("zero", "optimizer", "muon", "schedule")
-        adam = {name: getattr(configs[BASELINE], name) for name in sections}
+        adam = {section: getattr(configs[BASELINE], section) for section in sections}
         assert replace(config, **adam) == configs[BASELINE]
-        assert config.optimizer.optimizer == ("muon" if variant.startswith("muon") else "adam")
-        assert config.zero.stage == 3 and config.zero.zeropp.ranks_per_node == 2
+        assert config.optimizer.optimizer == ("muon" if name.startswith("muon") else "adam")
+        zero, own = config.zero.zero_optimization, config.zero.zeropp
+        assert config.zero.stage == 3 and own.ranks_per_node == 2
+        assert (own.sync_every > 1) == ("local-" in name)
+        coded, whole = "code-steps" in name, name.startswith(("zeropp", "code-steps"))
+        assert own.weight_steps == coded and own.code_messages == coded
+        assert zero.zero_quantized_weights == (coded or whole or name == "qwz")
+        assert (zero.zero_hpz_partition_size == 2) == (coded or whole or name == "hpz")
+        assert zero.zero_quantized_gradients == (coded or whole or name == "qgz")
     mixture = replace(RECIPE, flags=f"{RECIPE.flags} --num-experts 4 --disable-bias-linear")
     bits = {name: mixture.config(name, seed=7).parallel.moe_dispatch_bits for name in VARIANTS}
     assert bits == {**dict.fromkeys(VARIANTS, 16), "int8-tokens": 8}
-    nodes = {name: each.zero.zeropp.sync_every for name, each in configs.items()}
-    alone = {name for name, interval in nodes.items() if interval > 1}
-    assert alone == {name for name in VARIANTS if "local-" in name}
-    on = {
-        variant: (
-            config.zero.zero_optimization.zero_quantized_weights,
-            config.zero.zero_optimization.zero_hpz_partition_size,
-            config.zero.zero_optimization.zero_quantized_gradients,
-        )
-        for variant, config in configs.items()
-    }
-    for name in [each for each in on if each.startswith("muon") or each in alone]:
-        assert on.pop(name) == ((True, 2, True) if "code-steps" in name else (False, 1, False))
-    assert on == {
-        "baseline": (False, 1, False), "qwz": (True, 1, False), "hpz": (False, 2, False),
-        "qgz": (False, 1, True), "zeropp": (True, 2, True), "zeropp-4-4": (True, 2, True),
-        "code-steps": (True, 2, True), "code-steps-int3": (True, 2, True),
-        "int8-tokens": (False, 1, False),
-    }  # fmt: skip
-    assert configs["zeropp"].zero.zeropp.gradient_bits == (8, 4)
-    assert configs["zeropp-4-4"].zero.zeropp.gradient_bits == (4, 4)
-    steps = {variant: config.zero.zeropp.weight_steps for variant, config in configs.items()}
-    assert steps == {name: "code-steps" in name for name in VARIANTS}
     blocks = [configs[f"muon{name}"].zero.zeropp for name in ("", "-whole", "-every-5")]
     assert [(each.muon_blocks, each.muon_whole_every) for each in blocks] == [
         ("node", None), ("whole", None), ("node", 5)
     ]  # fmt: skip
-    assert [configs[name].zero.zeropp.code_messages for name in ("zeropp", "code-steps")] == [
-        False, True
-    ]  # fmt: skip
-    assert configs["code-steps-int3"].zero.zeropp.gradient_bits == (8, 3)
 
 
 def test_variants_have_the_learning_rates_of_their_optimizers():
@@ -202,18 +171,22 @@ def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
 def test_runs_of_other_settings_do_not_count(tmp_path):
     path = tmp_path / "runs.jsonl"
+
+    def add(variant: str, seed: int, **order: object) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps({"variant": variant, "seed": seed, **order}) + "\n")
+
     order = {"recipe": asdict(RECIPE), "zero": RECIPE.zero("qgz")}
-    add_run(path, {"variant": "qgz", "seed": 1, **order})
-    add_run(path, {"variant": "qgz", "seed": 2, **order, "zero": RECIPE.zero("zeropp")})
-    add_run(path, {"variant": "a variant of another day", "seed": 1, **order})
+    add("qgz", 1, **order)
+    add("qgz", 2, **order | {"zero": RECIPE.zero("zeropp")})
+    add("a variant of another day", 1, **order)
     old = {key: value for key, value in asdict(RECIPE).items() if key not in LATER_FIELDS}
-    # As files of November 2026 say.
-    add_run(path, {"arm": "qgz", "seed": 3, "recipe": old, "zero": order["zero"]})
+    add("qgz", 3, recipe=old, zero=order["zero"])  # as older files say
     assert list(read_runs(path, RECIPE)) == [("qgz", 1), ("qgz", 3)]
     assert not read_runs(path, replace(RECIPE, steps=41))
     assert not read_runs(path, replace(RECIPE, lr_spike=5))
     for name in ("muon", "local-10", "muon-local-10"):
-        add_run(path, {"variant": name, "seed": 1, "recipe": old, "zero": RECIPE.zero(name)})
+        add(name, 1, recipe=old, zero=RECIPE.zero(name))
     concerned = {
         "muon_lr": {"muon", "muon-local-10"},
         "local_lr": {"local-10"},
@@ -269,40 +242,10 @@ def test_a_spike_multiplies_the_learning_rate_of_ten_iterations():
     assert rates == [0.25] * 6 + [1.25] * 10 + [0.25] * 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--variants qwz", "--variants qwz: add baseline, to compare with"),
-        ("--seeds 1 2 1", "--seeds 1 2 1: give each only once"),
-        ("--steps 0", "--steps 0: expected at least 1"),
-        ("--ranks 4 --ranks-per-node 3", "--ranks-per-node 3 does not divide --ranks 4"),
-        ("--eval-samples 100", "--eval-samples 100: expected a multiple of 32"),
-        ("--eval-interval 0", "--eval-interval 0: expected at least 1"),
-        ("--lr-spike 501", "--lr-spike 501: expected one of the 500 steps"),
-        ("--plot curves.jpg", "--plot curves.jpg: expected a name that ends with .png"),
-        ("--flags '--no-such-flag 3'", "--no-such-flag"),
-        ("--flags '--global-batch-size 6'", "6 is not divisible"),
-    ],
-)
-def test_mistakes_are_reported_before_anything_is_trained(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(convergence, "train_missing", lambda *_: pytest.fail("it trained"))
-    words = ["--dtype", "fp32", *shlex.split(arguments)]
-    assert run(monkeypatch, *words) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ") and message in printed
+def test_ranks_that_fail_say_how_to_continue(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RanksFailed("no text")
 
-
-def test_a_chart_without_matplotlib_is_refused_before_anything_is_trained(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install matplotlib"):
-        require_matplotlib(Path("curves.png"))
-
-
-def test_ranks_that_fail_end_the_table_and_say_how_to_continue(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(convergence, "RANK_MODULE", "tests.benchmarks.convergence.failing_rank")
-    arguments = [*SMALL, "--folder", str(tmp_path / "runs"), "--variants", BASELINE, "--seeds", "1"]
-    assert run(monkeypatch, *arguments) == 1
-    errors = capfd.readouterr().err
-    assert "error: no text" in errors and "the same command continues" in errors
-    assert not (tmp_path / "runs" / convergence.FINISHED_RUNS).exists()
+    monkeypatch.setattr(convergence, "run_on_ranks", fail)
+    with pytest.raises(RanksFailed, match="qwz, seed 1: no text; .* the same command continues"):
+        convergence.train("qwz", 1, RECIPE)

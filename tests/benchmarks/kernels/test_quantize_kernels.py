@@ -1,57 +1,18 @@
 """The benchmark of the kernels at tiny sizes: what is verified, timed, counted and printed."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.kernels import other_libraries
 from benchmarks.kernels.adam_kernel import adam_case
-from benchmarks.kernels.quantize_kernels import is_right, on_cpu, time_case, working_peers
+from benchmarks.kernels.quantize_kernels import is_right, working_peers
 from benchmarks.kernels.timed_cases import ROWS, block_layout, cases, requantize_cases
-from tests.benchmarks.started import run_benchmark
 from zeropp.quant import reference
 from zeropp.quant.cpu import backend
 
 CPU = torch.device("cpu")
-NAMES = [
-    "bf16 -> INT8", "bf16 -> INT8, 12 segments", "INT8 -> bf16", "fp32 -> INT4, reordered",
-    "INT4 -> bf16", "2 x INT8 -> sum -> INT4", "4 x INT8 -> sum -> INT4",
-    "8 x INT8 -> sum -> INT4", "8 x INT4 -> sum -> fp32", "fp32 -> rotated -> INT4",
-    "4 x INT8 -> sum -> rotated INT4", "8 x rotated INT4 -> sum -> fp32",
-    "fp32 -> rotated -> INT3", "4 x INT8 -> sum -> rotated INT3",
-    "8 x rotated INT3 -> sum -> fp32", "fp32 -> rotated -> INT2", "rotated INT2 -> fp32",
-    "4 x rotated INT4 -> sum -> rotated INT4", "bf16 -> INT8 by scales that stay",
-    "fp32 -> INT8 by scales that stay",
-]  # fmt: skip
 pytestmark = pytest.mark.skipif(backend() is reference, reason="csrc/ was not built here")
-
-
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    path = tmp_path / "kernels.json"
-    flags = f"--device cpu --rounds 2 --elements 8192 16384 --json {path}"
-    done = run_benchmark("kernels.quantize_kernels", *flags.split())
-    result = json.loads(path.read_text())
-    rows = result["rows"]
-    assert [row["kernel"] for row in rows if row["elements"] == 8192][: len(NAMES)] == NAMES
-    assert result["wrong"] == [] and result["device"] == "cpu"
-    for row in rows:
-        assert len(row["seconds"]) == len(row["copy"]) == 2 and len(row["plain"]) == 1
-        assert row["ratio"] == pytest.approx(
-            sum(c / s for c, s in zip(row["copy"], row["seconds"], strict=True)) / 2
-        )
-        assert row["in_cache"] is None
-    assert "every one wrote the reference's bytes" in done.stdout
-    assert all(name in done.stdout for name in NAMES)
-
-
-def test_sizes_that_do_not_fit_blocks_are_refused() -> None:
-    flags = "--device cpu --elements 1000"
-    done = run_benchmark("kernels.quantize_kernels", *flags.split(), status=2)
-    assert "give multiples of 2048" in done.stderr
 
 
 def test_bytes_are_those_of_what_is_read_and_written() -> None:
@@ -102,31 +63,3 @@ def test_adam_is_compared_with_its_reference_and_with_torchs(half: torch.dtype |
         "torch.optim.AdamW(fused=True)",
     ]
     assert errors == []
-
-
-def test_libraries_are_called_as_they_want_and_their_failures_are_told(monkeypatch) -> None:
-    calls = []
-
-    def quantize(values, blocksize):
-        calls.append((tuple(values.shape), blocksize))
-        return values, None
-
-    library = SimpleNamespace(quantize_blockwise=quantize, dequantize_blockwise=lambda *_: None)
-    monkeypatch.setattr(other_libraries, "_functional", lambda: library)
-    monkeypatch.setattr(other_libraries, "_affine", lambda: None)
-    by_name = {case.name: case for case in cases(backend(), 1 << 13, CPU)}
-    peers, errors = working_peers(by_name["bf16 -> INT8"])
-    assert [peer.name for peer in peers] == ["bitsandbytes.functional.quantize_blockwise"]
-    assert calls == [((ROWS, 1024), 256)] and errors == []
-    row = time_case(on_cpu(None), by_name["INT8 -> bf16"], 1 << 13, rounds=2)
-    (peer,) = row["peers"]
-    assert peer["times_slower"] > 0 and len(peer["seconds"]) == 2
-    peers, errors = working_peers(by_name["INT4 -> bf16"])
-    assert peers == [] and "quantize_4bit" in errors[0]
-
-
-def test_no_library_is_no_peer() -> None:
-    installed = other_libraries.versions()
-    assert set(installed) == {"bitsandbytes", "torchao"}
-    if set(installed.values()) == {"not installed"}:
-        assert all(working_peers(case) == ([], []) for case in cases(backend(), 1 << 13, CPU))

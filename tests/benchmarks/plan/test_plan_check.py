@@ -3,17 +3,17 @@
 import pytest
 
 from benchmarks.plan import emulated_cluster, published_runs, sdp4bit, zeropp_figures
-from benchmarks.plan.bounded_fit import Bounds, fit
 from benchmarks.plan.cells import (
+    Bounds,
     CheckedSet,
     Prediction,
+    fit,
     median_and_largest,
     read_cells,
     summary_rows,
 )
-from benchmarks.plan.check_chart import draw
 from benchmarks.plan.deepspeed_fetches import fetches
-from benchmarks.plan.plan_check import as_json, show
+from benchmarks.plan.plan_check import as_json, draw, show
 
 
 def test_a_narrow_model_is_fetched_twice_and_a_wide_one_more():
@@ -36,10 +36,10 @@ def test_a_fit_finds_its_minimum_and_says_where_a_limit_decided():
 
 def test_fitted_and_predicted_cells_are_never_in_one_average():
     cells = tuple(
-        Prediction(of="x", quantity="s", predicted=value, measured=1.0, is_fitted=is_fitted)
+        Prediction("x", "s", value, 1.0, is_fitted)
         for value, is_fitted in ((1.0, True), (1.5, False), (1.1, False))
     )
-    checked = CheckedSet(name="n", constants="c", predictions=cells, targets=(("s", 0.4, 0.45),))
+    checked = CheckedSet("n", "c", cells, (("s", 0.4, 0.45),))
     fitted, predicted = summary_rows([checked])
     assert fitted[2:6] == ["fitted", "1", "0.0%", "0.0%"]
     assert predicted[2:] == ["predicted", "2", "30.0%", "50.0%", "40%, 45%: missed"]
@@ -58,7 +58,7 @@ def test_targets_are_met(checked):
         assert median <= at_most and largest <= most, (quantity, median, largest)
 
 
-def test_published_runs_are_predicted_or_have_a_reason():
+def test_published_runs_are_predicted_or_have_a_reason(tmp_path):
     checked, left_out = published_runs.check()[0], published_runs.left_out()
     assert len(checked.predictions) + left_out.total() == 123
     assert all(not p.is_fitted for p in checked.predictions)
@@ -67,6 +67,9 @@ def test_published_runs_are_predicted_or_have_a_reason():
     }  # fmt: skip
     text = show(result)
     assert "| published FSDP runs " in text and "FP8 products" in text
+    pytest.importorskip("matplotlib")
+    draw(result, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_on_the_emulated_cluster_fsdp2_computes_and_then_waits_for_three_times_the_model():
@@ -98,25 +101,16 @@ def test_work_on_the_cores_is_hidden_by_a_slow_link_but_not_by_a_fast_one():
 
 
 def test_rows_in_another_order_are_named():
-    def cell(of, predicted, measured):
-        return Prediction(
-            of=of, quantity="s", predicted=predicted, measured=measured, is_fitted=False
-        )
-
-    cells = (
-        cell("run 1, fast, fsdp2", 3.0, 3.1), cell("run 1, fast, zeropp", 1.0, 0.9),
-        cell("run 1, slow, fsdp2", 1.0, 3.1), cell("run 1, slow, zeropp", 1.1, 0.9),
-        cell("run 1, no limit, fsdp2", 1.0, 3.1), cell("run 1, no limit, zeropp", 1.1, 0.9),
-    )  # fmt: skip
-    checked = CheckedSet(name="emulated cluster", constants="", predictions=cells)
+    numbers = {  # predicted of FSDP2 and of ZeRO++; measured are 3.1 and 0.9
+        "fast": (3.0, 1.0), "slow": (1.0, 1.1), "no limit": (1.0, 1.1)
+    }  # fmt: skip
+    cells = tuple(
+        Prediction(f"run 1, {row}, {name}", "s", predicted, measured)
+        for row, pair in numbers.items()
+        for name, predicted, measured in zip(("fsdp2", "zeropp"), pair, (3.1, 0.9), strict=True)
+    )
+    checked = CheckedSet("emulated cluster", "", cells)
     assert emulated_cluster.wrong_orders(checked) == ["run 1, slow"]
-
-
-def test_a_chart_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    cell = Prediction(of="x", quantity="s", predicted=1.0, measured=1.1, is_fitted=False)
-    draw([CheckedSet(name="n", constants="", predictions=(cell,))], tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_megatrons_published_runs_are_cells_of_their_own():

@@ -50,16 +50,15 @@ def test_a_result_says_what_ran_and_is_printed_and_written(monkeypatch, tmp_path
     assert "torch " in page and page.endswith("2 rounds of ['a', 'b']\n")
 
 
-def test_nothing_is_measured_for_a_folder_that_cannot_be(monkeypatch, tmp_path: Path, capsys):
+def test_a_dash_prints_nothing_but_the_json_and_a_folder_must_be_possible(
+    monkeypatch, tmp_path: Path, capsys
+):
+    _, result = run(monkeypatch, "--json - --names c")
+    assert json.loads(capsys.readouterr().out) == result and result["names"] == ["c"]
     (tmp_path / "file").write_text("")
     words = f"--json {tmp_path}/file/a.json"
     assert run(monkeypatch, words, problem=AssertionError("measured")) == (2,)
     assert f"cannot write a result into {tmp_path}/file: " in capsys.readouterr().err
-
-
-def test_a_dash_prints_nothing_but_the_json(monkeypatch, capsys):
-    _, result = run(monkeypatch, "--json - --names c")
-    assert json.loads(capsys.readouterr().out) == result and result["names"] == ["c"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron_zpp.capabilities.local_sgd.replicas import LocalSGD
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_name
 from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.commands import consolidate
@@ -108,7 +109,7 @@ def look_at(flags: str, folder: Path, name: str, outer: Any = None) -> None:
 
 def values_of(run: Run) -> dict[str, Any]:
     """Return what a run has of each row, as far as one can compare it on other ranks."""
-    trainer, steps = run.trainer, run.ranks.replicas.steps
+    trainer, replicas = run.trainer, run.ranks.replicas
     model, scaler, history = trainer.sharding.model, trainer.scaler, run.metrics.history
     values = {
         "trained weights": list(map(whole, model.parameters())),
@@ -124,8 +125,9 @@ def values_of(run: Run) -> dict[str, Any]:
         "loss scale of fp16": scaler.state_dict(),
         "first and last losses, for the summary": history.state_dict(),
     }
-    if steps is None:
+    if not isinstance(replicas, LocalSGD):
         return values
+    steps = replicas.steps
     agreed = [each for part in steps.fragments for each in part.agreed]
     errors = [(each.mean.error, *each.mean.unsent) for each in steps.fragments]
     return values | {
