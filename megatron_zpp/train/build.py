@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
+from megatron_zpp.checkpoint.open_model import OpenModel
 from megatron_zpp.checkpoint.training_state import run_settings
-from megatron_zpp.interchange.pretrained_model import lora_summary
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import COUNTS, CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
@@ -24,11 +24,11 @@ from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.recipe.apex import find_apex
 from megatron_zpp.recipe.expert_ranks import expert_rows, with_expert_ranks
 from megatron_zpp.recipe.local_steps import build_local_steps
-from megatron_zpp.recipe.model import build_model
+from megatron_zpp.recipe.model import build_model, lora_summary
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import Config, PrecisionConfig
+from megatron_zpp.settings.config import CheckpointConfig, Config, PrecisionConfig
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.inputs import TRAIN, open_inputs
 from megatron_zpp.train.resume import Saver, StartingPoint, load
@@ -55,13 +55,14 @@ def build_run(
     ranks: Ranks,
     console: Console,
     stopping: Stopping,
+    open_model: OpenModel,
     save_lock: FolderLock | None = None,
 ) -> Run:
     """Do all that precedes the first iteration, on all ranks; InputError for what does not fit."""
     check_nodes(requested, ranks)
     source = saved_run(requested.checkpoint, ranks)
     requested = with_source(requested, source, ranks) if ranks.outer else requested
-    config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
+    config, tokenizer, batches, pretrained = open_inputs(requested, ranks, open_model)
     apex, fill = find_apex(ranks.device), pretrained and pretrained.fill
     sharding = build_model(config, tokenizer.vocab_size, ranks, apex, fill)
     warn_if_float32_is_faster(ranks.device, sharding.compute_dtype)
@@ -86,7 +87,6 @@ def build_run(
         communication=CommunicationMeter(config, sharding, ranks, optimizer, local),
         local_steps=local,
     )
-    saves_beside = config.checkpoint.save and config.checkpoint.async_save
     run = Run(
         config=config,
         ranks=ranks,
@@ -101,7 +101,7 @@ def build_run(
             console=console,
             lock=save_lock,
             batches=batches,
-            writer=AsyncWriter() if saves_beside else None,
+            writer=open_writer(config.checkpoint),
         ),
         metrics=metrics,
         stopping=stopping,
@@ -110,6 +110,11 @@ def build_run(
     console.table("Megatron-Z++", rows := summary(run))
     metrics.use_facts(partial(run_facts, run, rows))
     return run
+
+
+def open_writer(checkpoint: CheckpointConfig) -> AsyncWriter | None:
+    """What writes checkpoints beside training; None without `--async-save`."""
+    return AsyncWriter() if checkpoint.save and checkpoint.async_save else None
 
 
 def passes_of(sharding: Sharding, ranks: Ranks) -> OneStage | Pipeline:

@@ -122,7 +122,10 @@ def test_the_tokenizer_of_a_gguf_lives_as_long_as_the_model(
     for name in ("tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_text() == (source / name).read_text()
     model = open_text_model(
-        TextModelConfig(load=str(tmp_path / "a.gguf")), TokenizerConfig(), Environment(rank=0)
+        TextModelConfig(load=str(tmp_path / "a.gguf")),
+        TokenizerConfig(),
+        Environment(rank=0),
+        open_model,
     )
     assert (model.tokenizer_path / "chat_template.jinja").is_file()
     model.close()

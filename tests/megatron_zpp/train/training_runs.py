@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.parallel.mesh import Ranks, build_mesh
 from megatron_zpp.settings.arguments import parse
@@ -47,7 +48,7 @@ def log_of(
     """
     printed = io.StringIO()
     with _job(flags, printed, device, kind, outer) as job:
-        pretrain(*job)
+        pretrain(*job, open_model)
     return printed.getvalue()
 
 
@@ -66,7 +67,7 @@ class AsynchronousRanks(Ranks):
 def built_run(flags: str, outer: OuterGroup | ElasticGroup | None = None) -> Iterator[Run]:
     """The run of `TINY` and `flags` on these ranks, before its first iteration."""
     with _job(flags, io.StringIO(), outer=outer) as job:
-        yield build_run(*job)
+        yield build_run(*job, open_model)
 
 
 def write_log(flags: str, path: Path) -> None:
