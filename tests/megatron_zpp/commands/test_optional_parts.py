@@ -27,7 +27,8 @@ from megatron_zpp.commands.__main__ import COMMANDS, main
 for line in sys.argv[1:]:
     name, *words = line.split()
     if COMMANDS[name].joins_ranks:
-        status = import_module(COMMANDS[name].module).main(words)
+        module = "pretrain_gpt" if name == "pretrain" else COMMANDS[name].module
+        status = import_module(module).main(words)
     else:
         status = main([name, *words])
     print("status", name, status, flush=True)
@@ -41,6 +42,7 @@ def run_without(
     left_out = shutil.ignore_patterns("__pycache__", *rooms)
     for package in ("zeropp", "megatron_zpp"):
         shutil.copytree(ROOT / package, folder / "rest" / package, ignore=left_out)
+    shutil.copy(ROOT / "pretrain_gpt.py", folder / "rest")
     environment = {**os.environ, "PYTHONPATH": str(folder / "rest"), "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM, *lines],
