@@ -19,7 +19,8 @@ from megatron_zpp.model.attention.rotary import rotary_tables
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from megatron_zpp.text.text_model import TextModelConfig, open_text_model
-from tests.megatron_zpp.interchange.foreign_models import LLAMA3, add_tokenizer, llama, saved
+from tests.megatron_zpp.interchange.foreign_models import add_tokenizer, llama, saved
+from tests.megatron_zpp.interchange.foreign_tables import LLAMA3
 from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
 from zeropp import ZeroConfig, shard

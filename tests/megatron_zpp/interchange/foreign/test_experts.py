@@ -11,8 +11,7 @@ from megatron_zpp.interchange.open_model import load_model, open_model
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.interchange.family_flags import FLAGS_OF_MIXTURES
 from tests.megatron_zpp.interchange.foreign.recorded_checkpoints import answers_of, unpack
-from tests.megatron_zpp.interchange.foreign_mixtures import gpt_oss
-from tests.megatron_zpp.interchange.foreign_models import logits, save_own, saved
+from tests.megatron_zpp.interchange.foreign_models import gpt_oss, logits, save_own, saved
 
 RECORDED = ("megatron_torch_dist_moe", "megatron_torch_dist_moe_apart", "megatron_legacy_moe")
 LEGACY = Path("iter_0000003/mp_rank_00/model_optim_rng.pt")
