@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 
 from benchmarks.shared.training_setup import CPU
+from megatron_zpp.checkpoint.open_model import open_checkpoint
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Iteration
@@ -45,7 +46,7 @@ def cpu_ranks(config: Config) -> Ranks:
 def silent_run(config: Config, ranks: Ranks) -> Run:
     """Build what pretrain_gpt.py trains with, without output on the console."""
     console = Console(ranks.rank, io.StringIO(), interactive=False)
-    return build_run(config, ranks, console, Stopping(config.training))
+    return build_run(config, ranks, console, Stopping(config.training), open_checkpoint)
 
 
 def training_batches(run: Run) -> Loader:

@@ -7,8 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import local_ranges
 from megatron_zpp.model.lora import is_adapter
+from megatron_zpp.model.part import Part
+from megatron_zpp.settings.config import LoraConfig, ModelConfig
 from zeropp.checkpoint.state_tensors import names_elsewhere, shape_differences
 from zeropp.errors import InputError, first_lines
 from zeropp.optim.step_or_skip import local_part
@@ -69,3 +72,17 @@ def fill_parameters(model: nn.Module, weights: WeightSource) -> None:
     for name, parameter in parameters.items():
         local = tuple(slice(start, end) for start, end in local_ranges(parameter))
         local_part(parameter).copy_(weights.read(name)[local])
+
+
+def parameter_shapes(
+    model: ModelConfig, padded_rows: int, lora: LoraConfig | None = None
+) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a GPT, perhaps with adapters, on the meta device.
+
+    It has `padded_rows` rows of vocabulary.
+    """
+    with torch.device("meta"):
+        gpt = GPT(model, padded_rows, Part(lora=lora))
+    assert gpt.padded_vocab_size == padded_rows
+    named = (*gpt.named_parameters(), *gpt.named_buffers())
+    return {name: tensor.detach() for name, tensor in named}

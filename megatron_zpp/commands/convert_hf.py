@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from megatron_zpp.checkpoint.open_model import OpenedModel
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, num_bytes
 from megatron_zpp.commands.run_command import load_part, run_command
 from megatron_zpp.interchange.conversion import (
@@ -28,7 +29,7 @@ from megatron_zpp.interchange.conversion import (
     import_model,
     training_flags,
 )
-from megatron_zpp.interchange.open_model import OpenedModel, open_model
+from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.settings.gpt.shape_flags import ShapeFlags

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.commands.run_command import require_writable, run_command
+from megatron_zpp.commands.run_command import open_model, require_writable, run_command
 from megatron_zpp.data.indexed_dataset import datasets_beside
 from megatron_zpp.settings.command_line import HELP, split_flags, vocabulary
 from megatron_zpp.settings.config import TokenizerConfig
@@ -33,7 +33,6 @@ usage: {program} --load MODEL --data-path DATA ... [flags]
        {program} --load MODEL --tasks TASK ... [flags] [flags of lm-eval]"""
 DATA_FLAGS = ("--data-path", "--data_path")
 MODEL_NAME = "megatron-zpp"  # in lm-eval
-MODEL_CLASS = "megatron_zpp.text.lm_eval_model:MegatronZppLM"  # imported by lm-eval when needed
 MODEL_FLAGS = ("--model", "-M", "--model_args", "-a", "--device")  # of lm-eval; we set them
 NOTHING_TO_MEASURE = "give --load, and what to measure: --data-path or --tasks; see --help"
 STDOUT = "-"
@@ -101,12 +100,14 @@ def run_tasks(
             )
     load_package("lm_eval", "--tasks")
     if environment.rank:
-        open_text_model(config, tokenizer, environment).follow()
+        open_text_model(config, tokenizer, environment, open_model).follow()
         return
     from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415 - optional
     from lm_eval.api.registry import model_registry  # noqa: PLC0415 - optional
 
-    model_registry.register(MODEL_NAME, target=MODEL_CLASS)
+    from megatron_zpp.text.lm_eval_model import opened_by  # noqa: PLC0415 - imports lm_eval
+
+    model_registry.register(MODEL_NAME, target=opened_by(open_model))
     model_arguments = json.dumps(model_arguments_of(config, length, tokenizer))
     model_flags = ["--model", MODEL_NAME, "--model_args", model_arguments]
     own_argv = sys.argv
@@ -150,7 +151,7 @@ def run_perplexity(
             raise InputError(f"{text}; {hint}" if hint else text)
     if config.json not in (None, STDOUT):
         require_writable(config.json, "--json")
-    model = open_text_model(model_config, tokenizer, environment)
+    model = open_text_model(model_config, tokenizer, environment, open_model)
     if environment.rank:
         model.follow()
         return

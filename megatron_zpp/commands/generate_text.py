@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.commands.run_command import require_writable, run_command
+from megatron_zpp.commands.run_command import open_model, require_writable, run_command
 from megatron_zpp.data.instructions.examples import read_objects, text_field
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.data import EXAMPLES_SUFFIX
@@ -110,7 +110,7 @@ def run(
     prompts = [] if environment.rank else prompts_of(config)
     if config.output is not None and not environment.rank:
         require_writable(config.output, "--output")
-    model = open_text_model(model_config, tokenizer, environment)
+    model = open_text_model(model_config, tokenizer, environment, open_model)
     if environment.rank:
         with termination_signals_ignored():
             model.follow()

@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields, replace
 
 from rich.console import Console
 
-from megatron_zpp.commands.run_command import require_writable
+from megatron_zpp.checkpoint.pretrained_model import with_initial_model
+from megatron_zpp.commands.run_command import open_model, require_writable
 from megatron_zpp.data.text_source import resolve_vocab_size
-from megatron_zpp.interchange.pretrained_model import with_initial_model
 from megatron_zpp.planner.advice import what_would_fit
 from megatron_zpp.planner.calibration import calibrate_by_log
 from megatron_zpp.planner.plan_chart import draw, require_matplotlib
@@ -177,7 +177,7 @@ def read_run(
         zeropp = replace(config.zero.zeropp, sync_store=None, sync_nodes=None)
         config = replace(config, zero=replace(config.zero, zeropp=zeropp))
     if not is_described:
-        config, _ = with_initial_model(config)
+        config, _ = with_initial_model(config, open_model)
     require_plannable(config)
     return config, resolve_vocab_size(config.data, config.tokenizer)
 

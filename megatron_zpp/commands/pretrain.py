@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zpp.commands.run_command import load_part
+from megatron_zpp.commands.run_command import load_part, open_model
 from megatron_zpp.data.blend import parse_blend
 from megatron_zpp.data.indexed_dataset import require_pair
 from megatron_zpp.data.instructions.examples import read_objects
@@ -40,13 +40,13 @@ def main(
     if status is not None:
         return status
     pretrain = import_module("megatron_zpp.train.pretrain")  # and torch
-    return pretrain.main(argv, program, dry_run, needs_pretrained=needs_pretrained)
+    return pretrain.main(argv, program, dry_run, open_model, needs_pretrained=needs_pretrained)
 
 
 def dry_run(config: Config, environment: Environment, console: "Console") -> int:
     """Print what a run needs and whether it fits; return the exit status."""
     part = load_part("megatron_zpp.planner", "--dry-run", "dry_run")
-    return part.dry_run(config, environment, console)
+    return part.dry_run(config, environment, console, open_model)
 
 
 def check_pretrain(argv: Sequence[str], num_ranks: int, program: str = "pretrain_gpt.py") -> Config:

@@ -8,6 +8,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING
 
 from megatron_zpp.settings.command_line import (
     HELP,
@@ -16,11 +17,16 @@ from megatron_zpp.settings.command_line import (
     read,
     vocabulary,
 )
+from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Flag, Section
 from zeropp.errors import InputError, NetworkError
 from zeropp.ranks.topology import Environment
 from zeropp.settings.schema import no_effect_line
 
+if TYPE_CHECKING:
+    from megatron_zpp.checkpoint.open_model import OpenedModel
+
+INTERCHANGE = "megatron_zpp.interchange"  # imported where it is needed: it may be left out
 FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -92,6 +98,23 @@ def load_part(package: str, needed_by: str, module: str) -> ModuleType:
         if not (error.name or "").startswith(package):
             raise
         raise InputError(f"{needed_by} needs {package}, which is not installed") from error
+
+
+def open_model(
+    folder: Path | str, tokenizer_config: TokenizerConfig | None = None
+) -> "OpenedModel":
+    """Open a model in any format: what training and text are given.
+
+    Without `megatron_zpp.interchange`, which may be left out of an installation, it opens our
+    checkpoints, and raises InputError for others.
+    """
+    try:
+        opener = import_module(f"{INTERCHANGE}.open_model").open_model
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(INTERCHANGE):
+            raise
+        opener = import_module("megatron_zpp.checkpoint.open_model").open_checkpoint
+    return opener(folder, tokenizer_config)
 
 
 def require_writable(path: str, flag: str) -> None:

@@ -15,36 +15,35 @@ import torch
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.iteration_folders import candidates
+from megatron_zpp.checkpoint.open_model import ORIGIN_FOLDER, OpenedModel
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, SUFFIX, Item, write_safetensors
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
-from megatron_zpp.interchange import gguf
 from megatron_zpp.interchange.adapters.peft_export import write_peft
-from megatron_zpp.interchange.converted_weights import converted_items
+from megatron_zpp.interchange.converted_weights import ConvertedWeights, converted_items
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.hf_config import (
     QUANTIZATION,
-    HuggingFaceConfig,
     build_config,
     comparable,
     family_of,
-    parse_config,
 )
 from megatron_zpp.interchange.hf_folder import (
     CONFIG,
     ONE_FILE,
     is_hugging_face,
     read_config,
+    read_model,
     write_json,
 )
-from megatron_zpp.interchange.open_model import ORIGIN_FOLDER, OpenedModel, open_model
+from megatron_zpp.interchange.open_model import adapter_sizes, family_of_opened, open_model
 from megatron_zpp.interchange.tokenizer_files import (
     GENERATION,
     copy_files,
-    tokenizer_config_of,
     tokenizer_json_folder,
     write_tokenizer,
 )
 from megatron_zpp.settings.config import Config, TokenizerConfig
+from megatron_zpp.tokenizer import tokenizer_config_of
 from zeropp.errors import InputError
 from zeropp.settings.schema import settings_of
 
@@ -66,11 +65,12 @@ def import_model(
     """
     require_no_model(save)
     opened = open_model(source, tokenizer_config, vocab_multiple)
-    if opened.hf_config is None or opened.path != source:
+    if not isinstance(opened.weights, ConvertedWeights):
         raise InputError(f"--from-hf {source}: is a checkpoint of this program already")
     origin = save / ORIGIN_FOLDER
     origin.mkdir(parents=True, exist_ok=True)
-    write_json(origin / CONFIG, _copy_origin(opened, source, origin))
+    copy_files(opened.origin, origin)
+    write_json(origin / CONFIG, read_config(opened.origin))
     tokenizer_config = tokenizer_config or tokenizer_config_of(origin) or opened.tokenizer_config
     config = Config(model=opened.config, tokenizer=tokenizer_config)
     state = TrainingState(
@@ -113,7 +113,7 @@ def export_model(
         raise InputError(f"--to-hf {output} holds checkpoints: name another folder")
     origin = _matching_origin(opened)
     if origin is not None:
-        content, hf_config = read_config(origin), _read_origin(origin)
+        content, hf_config = read_config(origin), read_model(origin)
         content.pop(QUANTIZATION, None)  # the weights that are written are decoded
         family, vocab_rows = hf_config.family, hf_config.vocab_rows
         if hf_config.further_layers:
@@ -148,7 +148,7 @@ def export_adapters(
             f"{opened.path}: has no adapters of its own: expected a checkpoint of a run with "
             "--lora-rank; --to-hf writes whole models"
         )
-    table = opened.family().names
+    table = family_of_opened(opened).names
     if base_name is None:
         base_name = str(opened.base.resolve())
         if not is_hugging_face(opened.base):
@@ -161,7 +161,7 @@ def export_adapters(
         output,
         opened.adapters,
         table,
-        opened.adapter_sizes(),
+        adapter_sizes(opened),
         base_name,
         DTYPES[dtype] if dtype else None,
     )
@@ -183,16 +183,6 @@ def training_flags(opened: OpenedModel, save: Path) -> list[str]:
     ]
 
 
-def _copy_origin(opened: OpenedModel, source: Path, origin: Path) -> dict[str, Any]:
-    """Copy the tokenizer's files to the folder `origin`; returns the content of config.json."""
-    if source.suffix == gguf.SUFFIX:
-        model = opened.weights.tensors
-        model.save_tokenizer(origin)
-        return model.config
-    copy_files(source, origin)
-    return read_config(source)
-
-
 def _matching_origin(opened: OpenedModel) -> Path | None:
     """Return the folder with the config.json of the model's origin, if it describes the model."""
     origin = opened.path.parent / ORIGIN_FOLDER
@@ -200,14 +190,10 @@ def _matching_origin(opened: OpenedModel) -> Path | None:
         origin = tokenizer_json_folder(opened.tokenizer_config)
     if origin is None or not is_hugging_face(origin):
         return None
-    if comparable(_read_origin(origin).model) != comparable(opened.config):
+    if comparable(read_model(origin).model) != comparable(opened.config):
         log.info("%s describes another model and is not used", origin / CONFIG)
         return None
     return origin
-
-
-def _read_origin(folder: Path) -> HuggingFaceConfig:
-    return parse_config(read_config(folder), str(folder / CONFIG))
 
 
 def _dtype_entries(content: Mapping[str, Any], items: Sequence[Item]) -> dict[str, str]:

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.safetensors_files import Item
-from megatron_zpp.checkpoint.weight_source import WeightSource
+from megatron_zpp.checkpoint.weight_source import WeightSource, parameter_shapes
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.families.names import NameRow, NameTable
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.part import Part
-from megatron_zpp.settings.config import LoraConfig, ModelConfig
 from zeropp.errors import InputError, first_lines
 
 log = logging.getLogger("megatron_zpp")
@@ -175,20 +172,6 @@ def joined_parts(parts: Sequence[tuple[NameRow, Tensor]]) -> Tensor:
     if row.form.is_in_turn:
         return torch.stack(tensors, dim=-1).flatten(-2)
     return torch.cat(tensors, dim=row.form.dim)
-
-
-def parameter_shapes(
-    model: ModelConfig, padded_rows: int, lora: LoraConfig | None = None
-) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a GPT, perhaps with adapters, on the meta device.
-
-    It has `padded_rows` rows of vocabulary.
-    """
-    with torch.device("meta"):
-        gpt = GPT(model, padded_rows, Part(lora=lora))
-    assert gpt.padded_vocab_size == padded_rows
-    named = (*gpt.named_parameters(), *gpt.named_buffers())
-    return {name: tensor.detach() for name, tensor in named}
 
 
 def _read_tensor(

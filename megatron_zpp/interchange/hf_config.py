@@ -1,7 +1,7 @@
 """Hugging Face's config.json and our ModelConfig, converted in both directions.
 
-One table serves both, with a row for each family of models (`families/table.py`). A setting that
-the other side cannot express is refused with an error that names it.
+One table serves both, with a row for each family of models (`families/families.toml`). A
+setting that the other side cannot express is refused with an error that names it.
 """
 
 from collections.abc import Mapping
@@ -227,6 +227,6 @@ def _without_redundant_values(fields: dict[str, Any]) -> dict[str, Any]:
         fields["kv_channels"] = None
     if fields.get("query_pre_attn_scalar") == (head_dim or hidden_size // heads):
         fields["query_pre_attn_scalar"] = None
-    if fields["ffn_hidden_size"] is None:
+    if fields.get("ffn_hidden_size") is None:
         fields["ffn_hidden_size"] = 4 * hidden_size
     return fields

@@ -17,13 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_zpp.checkpoint.open_model import HF_CONFIG as CONFIG
 from megatron_zpp.checkpoint.safetensors_files import DTYPE_NAMES, INDEX, SUFFIX
 from megatron_zpp.interchange.families.table import FAMILIES
+from megatron_zpp.interchange.hf_config import HuggingFaceConfig, parse_config
 from megatron_zpp.tokenizer.base import read_json
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError, first_few
 
-CONFIG = "config.json"
 ONE_FILE = f"model{SUFFIX}"
 BYTE = "U8"
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -64,6 +65,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     classes = [family.class_name for family in FAMILIES if family.name == model_type]
     common = {key: content[key] for key in OF_ALL_PARTS if key in content}
     return {**text, **common, "model_type": model_type, "architectures": classes[:1]}
+
+
+def read_model(folder: Path) -> HuggingFaceConfig:
+    """Return what config.json says; raises InputError for a model that is not supported."""
+    return parse_config(read_config(folder), str(folder / CONFIG))
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, ensure_ascii: bool = True) -> None:

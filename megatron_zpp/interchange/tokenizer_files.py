@@ -1,4 +1,4 @@
-"""The files of a tokenizer that accompany a model, and the TokenizerConfig that reads them."""
+"""The files of a tokenizer that accompany a model."""
 
 import shutil
 from collections.abc import Mapping
@@ -10,13 +10,16 @@ from megatron_zpp.interchange.tokenizer_json import byte_level_json, sentence_pi
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.base import read_json
-from megatron_zpp.tokenizer.factory import SENTENCE_PIECE_TYPES, TYPES_WITH_TOKENIZER_JSON
+from megatron_zpp.tokenizer.factory import (
+    MERGES,
+    SENTENCE_PIECE_TYPES,
+    SENTENCEPIECE,
+    TYPES_WITH_TOKENIZER_JSON,
+    VOCABULARY,
+)
+from megatron_zpp.tokenizer.hugging_face import TOKENIZER_JSON
 from zeropp.atomic import write_atomically
 
-TOKENIZER_JSON = "tokenizer.json"
-VOCABULARY = "vocab.json"
-MERGES = "merges.txt"
-SENTENCEPIECE = "tokenizer.model"
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 FILES = (
@@ -39,24 +42,6 @@ def copy_files(source: Path, target: Path, names: tuple[str, ...] = FILES) -> li
     for name in present:
         _copy_file(source / name, target / name)
     return present
-
-
-def tokenizer_config_of(folder: Path) -> TokenizerConfig | None:
-    """Return the settings for the tokenizer in a Hugging Face folder, or None without one."""
-    if (folder / TOKENIZER_JSON).is_file():
-        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-    if (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
-        return TokenizerConfig(
-            tokenizer_type="GPT2BPETokenizer",
-            vocab_file=str(folder / VOCABULARY),
-            merge_file=str(folder / MERGES),
-        )
-    if (folder / SENTENCEPIECE).is_file():
-        return TokenizerConfig(
-            tokenizer_type="GPTSentencePieceTokenizer",
-            tokenizer_model=str(folder / SENTENCEPIECE),
-        )
-    return None
 
 
 def tokenizer_json_folder(config: TokenizerConfig) -> Path | None:

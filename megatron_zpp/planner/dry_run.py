@@ -7,14 +7,16 @@ from types import MappingProxyType
 
 import torch
 
+from megatron_zpp.checkpoint.open_model import OpenModel
+from megatron_zpp.checkpoint.pretrained_model import with_initial_model
 from megatron_zpp.data.text_source import resolve_vocab_size
-from megatron_zpp.interchange.pretrained_model import lora_summary, with_initial_model
 from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.recipe.expert_ranks import expert_rows
+from megatron_zpp.recipe.model import lora_summary
 from megatron_zpp.settings.config import Config
 from zeropp.optim.local_steps.outer_group import PURPOSE
 from zeropp.ranks.host_memory import free_bytes
@@ -67,12 +69,16 @@ class Memory:
         return f"{self.name}: {self.needed * self.ranks / GIB:.2f} GiB{ranks}, of {size}"
 
 
-def dry_run(requested: Config, environment: Environment, console: Console) -> int:
+def dry_run(
+    requested: Config, environment: Environment, console: Console, open_model: OpenModel
+) -> int:
     """Print the memory that a run of `requested` needs; return 1 if it does not fit, else 0.
+
+    `open_model` opens the model of `--pretrained-checkpoint`.
 
     Raises InputError for invalid settings.
     """
-    config, _ = with_initial_model(requested)
+    config, _ = with_initial_model(requested, open_model)
     gpu = find_gpu(environment)
     nodes, ranks_per_machine = _nodes(config, environment)
     vocab_size = resolve_vocab_size(config.data, config.tokenizer)

@@ -12,7 +12,7 @@ import torch
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.model.lora import initialize_adapters
+from megatron_zpp.model.lora import EXPERT_LAYERS, adapts_experts, initialize_adapters
 from megatron_zpp.model.moe.experts import Experts
 from megatron_zpp.model.part import TORCH_NORMS, Part, parts_of_stages
 from megatron_zpp.parallel.expert_axis import AXIS_NAMES, ExpertAxis
@@ -150,3 +150,20 @@ def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool =
         keeps_root=keeps_root,
         calls_units=True,
     )
+
+
+def lora_summary(config: Config, model: GPT) -> list[tuple[str, str]]:
+    """Return a (name, text) row for the summary of a LoRA run; empty for any other run."""
+    lora = config.lora
+    if not lora.lora_rank:
+        return []
+    num_trained = model.num_parameters(trained_only=True)
+    text = (
+        f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are trained"
+    )
+    if config.model.has_experts and not adapts_experts(lora, config.model):
+        text += f"\nexperts have none: --lora-target-modules {' '.join(EXPERT_LAYERS)}"
+    if config.zero.stores_frozen:
+        bits = config.zero.zeropp.nontrainable_weight_bits
+        text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
+    return [("LoRA", text)]

@@ -19,6 +19,7 @@ from lm_eval.utils import (
     simple_parse_args_string,
 )
 
+from megatron_zpp.checkpoint.open_model import OpenModel, open_checkpoint
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.text.generate import Request
 from megatron_zpp.text.sampling import Sampling
@@ -38,7 +39,12 @@ TokenizedPair = tuple[tuple[str, str], list[int], list[int]]  # texts, context i
 
 
 class MegatronZppLM(TemplateLM):
-    """An opened model; `max_length` is the most tokens it sees at once (default: its positions)."""
+    """An opened model; `max_length` is the most tokens it sees at once (default: its positions).
+
+    `open_model` opens the model that the harness names.
+    """
+
+    open_model = staticmethod(open_checkpoint)
 
     def __init__(
         self, model: TextModel, batch_size: int | str = 1, max_length: int | None = None
@@ -72,7 +78,7 @@ class MegatronZppLM(TemplateLM):
             raise InputError(f"megatron-zpp has no model argument {', '.join(sorted(arguments))}")
         config.check()
         tokenizer.check()
-        model = open_text_model(config, tokenizer, Environment.read())
+        model = open_text_model(config, tokenizer, Environment.read(), cls.open_model)
         return cls(model, batch_size, max_length)
 
     @classmethod
@@ -245,6 +251,11 @@ class MegatronZppLM(TemplateLM):
         if tokenizer is None or not tokenizer.chat_template:
             raise InputError(f"{self._model.name}: its tokenizer comes without a chat template")
         return tokenizer
+
+
+def opened_by(open_model: OpenModel) -> type[MegatronZppLM]:
+    """Return the class whose models are opened by a function."""
+    return type("MegatronZppLM", (MegatronZppLM,), {"open_model": staticmethod(open_model)})
 
 
 def _passage(context: Sequence[int], continuation: Sequence[int]) -> Passage:

@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from megatron_zpp.checkpoint.open_model import OpenedModel, OpenModel
 from megatron_zpp.checkpoint.safetensors_files import DTYPES
-from megatron_zpp.interchange.open_model import OpenedModel, open_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.matmul_rate import warn_if_float32_is_faster
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
@@ -166,11 +166,15 @@ class TextModel:
 
 
 def open_text_model(
-    config: TextModelConfig, tokenizer: TokenizerConfig, environment: Environment
+    config: TextModelConfig,
+    tokenizer: TokenizerConfig,
+    environment: Environment,
+    open_model: OpenModel,
 ) -> TextModel:
     """Build and load the model on the launched ranks; all of them call this.
 
-    Without tokenizer flags the model's own tokenizer is used. Raises InputError.
+    `open_model` opens `--load`. Without tokenizer flags the model's own tokenizer is used. Raises
+    InputError.
     """
     if config.load is None:
         raise InputError("--load is missing: name the folder of the model")
@@ -184,11 +188,14 @@ def open_text_model(
         opened.fill(model)
         return _text_model(config, opened, model)
     ranks = join_ranks(environment, ParallelConfig(distributed_timeout_minutes=WAIT_MINUTES))
-    return shard_text_model(config, chosen, ranks)
+    return shard_text_model(config, chosen, ranks, open_model)
 
 
 def shard_text_model(
-    config: TextModelConfig, tokenizer: TokenizerConfig | None, ranks: Ranks
+    config: TextModelConfig,
+    tokenizer: TokenizerConfig | None,
+    ranks: Ranks,
+    open_model: OpenModel,
 ) -> TextModel:
     """The model sharded over ranks that share a process group; all of them call this.
 

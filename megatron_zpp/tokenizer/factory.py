@@ -2,13 +2,14 @@
 
 import difflib
 import logging
+from pathlib import Path
 from types import MappingProxyType
 
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer.base import NullTokenizer, Tokenizer
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
 from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron_zpp.tokenizer.hugging_face import HFTokenizer
+from megatron_zpp.tokenizer.hugging_face import TOKENIZER_JSON, HFTokenizer
 from megatron_zpp.tokenizer.sentence_piece import (
     GPTSentencePieceTokenizer,
     Llama2Tokenizer,
@@ -16,6 +17,8 @@ from megatron_zpp.tokenizer.sentence_piece import (
 )
 from zeropp.errors import InputError
 
+# Names of files in a Hugging Face folder.
+VOCABULARY, MERGES, SENTENCEPIECE = "vocab.json", "merges.txt", "tokenizer.model"
 HF_FIELDS = ("tokenizer_model", "tokenizer_hf_no_include_special_tokens")
 # The values of --tokenizer-type: a class, and the fields of TokenizerConfig that it takes.
 TOKENIZER_TYPES = MappingProxyType(
@@ -66,6 +69,24 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if tokenizer_class is NullTokenizer:
         return NullTokenizer(*arguments, config.vocab_extra_ids, config.null_tokenizer_eod_id)
     return tokenizer_class(*arguments, config.vocab_extra_ids)
+
+
+def tokenizer_config_of(folder: Path) -> TokenizerConfig | None:
+    """Return the settings for the tokenizer in a Hugging Face folder, or None without one."""
+    if (folder / TOKENIZER_JSON).is_file():
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    if (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
+        return TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(folder / VOCABULARY),
+            merge_file=str(folder / MERGES),
+        )
+    if (folder / SENTENCEPIECE).is_file():
+        return TokenizerConfig(
+            tokenizer_type="GPTSentencePieceTokenizer",
+            tokenizer_model=str(folder / SENTENCEPIECE),
+        )
+    return None
 
 
 def _unknown_type_error(name: str | None, names: list[str]) -> InputError:

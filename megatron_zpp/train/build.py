@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
+from megatron_zpp.checkpoint.open_model import OpenModel
 from megatron_zpp.checkpoint.training_state import run_settings
-from megatron_zpp.interchange.pretrained_model import lora_summary
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
@@ -22,9 +22,10 @@ from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.recipe.expert_ranks import expert_rows, with_expert_ranks
+from megatron_zpp.recipe.model import lora_summary
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.inputs import TRAIN, open_inputs
 from megatron_zpp.train.resume import Saver, StartingPoint, load
@@ -51,13 +52,14 @@ def build_run(
     ranks: Ranks,
     console: Console,
     stopping: Stopping,
+    open_model: OpenModel,
     save_lock: FolderLock | None = None,
 ) -> Run:
     """Do all that precedes the first iteration, on all ranks; InputError for what does not fit."""
     check_nodes(requested, ranks)
     source = saved_run(requested.checkpoint, ranks)
     requested = with_source(requested, source, ranks)
-    config, tokenizer, batches, pretrained = open_inputs(requested, ranks)
+    config, tokenizer, batches, pretrained = open_inputs(requested, ranks, open_model)
     fill = pretrained and pretrained.fill
     trained = build_trained(config, ranks, tokenizer.vocab_size, fill)
     beginning = load(config, ranks, source, trained, tokenizer.fingerprint)
@@ -79,7 +81,6 @@ def build_run(
             trained.capabilities,
         ),
     )
-    saves_beside = config.checkpoint.save and config.checkpoint.async_save
     run = Run(
         config=config,
         ranks=ranks,
@@ -94,7 +95,7 @@ def build_run(
             console=console,
             lock=save_lock,
             batches=batches,
-            writer=AsyncWriter() if saves_beside else None,
+            writer=open_writer(config.checkpoint),
         ),
         metrics=metrics,
         stopping=stopping,
@@ -103,6 +104,11 @@ def build_run(
     console.table("Megatron-Z++", rows := summary(run))
     metrics.use_facts(partial(run_facts, run, rows))
     return run
+
+
+def open_writer(checkpoint: CheckpointConfig) -> AsyncWriter | None:
+    """What writes checkpoints beside training; None without `--async-save`."""
+    return AsyncWriter() if checkpoint.save and checkpoint.async_save else None
 
 
 def passes_of(sharding: Sharding, ranks: Ranks) -> OneStage | Pipeline:

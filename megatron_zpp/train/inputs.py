@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megatron_zpp.checkpoint.open_model import OpenedModel, OpenModel
+from megatron_zpp.checkpoint.pretrained_model import with_initial_model
 from megatron_zpp.data.fill_in_the_middle import filled_in_the_middle
 from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.instructions.instruction_dataset import build_instructions
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.data.split import SPLITS
 from megatron_zpp.data.text_source import resolve_data
-from megatron_zpp.interchange.open_model import OpenedModel
-from megatron_zpp.interchange.pretrained_model import with_initial_model
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, DataConfig
@@ -73,16 +73,17 @@ class Batches:
 
 
 def open_inputs(
-    requested: Config, ranks: Ranks
+    requested: Config, ranks: Ranks, open_model: OpenModel
 ) -> tuple[Config, Tokenizer, Batches, OpenedModel | None]:
     """Return the complete configuration, the tokenizer, the datasets and the pretrained model.
 
     The configuration is `requested` with the shape of the pretrained model and the paths of the
-    data filled in. The model is that of `--pretrained-checkpoint`, if any. All ranks call it.
+    data filled in. The model is that of `--pretrained-checkpoint`, if any, opened by
+    `open_model`. All ranks call it.
 
     Raises InputError for a file that cannot be read and for inputs that do not fit together.
     """
-    with_model, pretrained = with_initial_model(requested)
+    with_model, pretrained = with_initial_model(requested, open_model)
     require_divisible(with_model, ranks.planned_parts)
     data, tokenizer = ranks.rank_zero_first(
         lambda: resolve_data(with_model.data, with_model.tokenizer)

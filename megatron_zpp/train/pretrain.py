@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder
+from megatron_zpp.checkpoint.open_model import OpenModel
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.report.at_end import report_after_failure, report_rows
 from megatron_zpp.parallel.heartbeat import Heartbeat
@@ -39,12 +40,18 @@ DryRun = Callable[[Config, Environment, Console], int]
 
 
 def main(
-    argv: Sequence[str], program: str, dry_run: DryRun, *, needs_pretrained: bool = False
+    argv: Sequence[str],
+    program: str,
+    dry_run: DryRun,
+    open_model: OpenModel,
+    *,
+    needs_pretrained: bool = False,
 ) -> int:
     """Pretrain a GPT with the flags in `argv`; return the exit status.
 
     `program` is the name in `--help` and in messages. `dry_run` is what `--dry-run` does, and
-    returns the status. `needs_pretrained` makes `--pretrained-checkpoint` a required flag.
+    returns the status. `open_model` opens `--pretrained-checkpoint`, which `needs_pretrained` makes
+    a required flag.
     """
     with Console() as console:
         environment = Environment()
@@ -71,7 +78,7 @@ def main(
                     joining_of(config, environment, settings),
                 )
                 config = with_own_folders(config, ranks)
-                return _with_heartbeat(config, ranks, console, stopping)
+                return _with_heartbeat(config, ranks, console, stopping, open_model)
         except NetworkError as error:
             message = str(error)
             report_on_each_machine(environment, lambda: console.notice(logging.ERROR, message))
@@ -86,13 +93,16 @@ def main(
             return interruption.code
 
 
-def pretrain(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> None:
+def pretrain(
+    config: Config, ranks: Ranks, console: Console, stopping: Stopping, open_model: OpenModel
+) -> None:
     """Build the run, train, evaluate, generate a sample and print a summary."""
     save = None if config.training.skip_train else config.checkpoint.save
     is_first = ranks.environment.local_rank == 0
     alone = hold_folder(Path(save), "--save", is_first_on_machine=is_first) if save else None
     with alone or nullcontext() as save_lock:  # no other job saves there
-        train_and_evaluate(config, build_run(config, ranks, console, stopping, save_lock))
+        run = build_run(config, ranks, console, stopping, open_model, save_lock)
+        train_and_evaluate(config, run)
 
 
 def train_and_evaluate(config: Config, run: Run) -> None:
@@ -162,13 +172,15 @@ def output_folders(config: Config) -> list[tuple[str, str]]:
     return [(name, folder) for name, folder in rows if folder]
 
 
-def _with_heartbeat(config: Config, ranks: Ranks, console: Console, stopping: Stopping) -> int:
+def _with_heartbeat(
+    config: Config, ranks: Ranks, console: Console, stopping: Stopping, open_model: OpenModel
+) -> int:
     """Run `pretrain` while the ranks detect each other's failures; return the exit status."""
     heartbeat = None
     if ranks.num_ranks > 1:
         limit = 60 * config.parallel.distributed_timeout_minutes
         heartbeat = Heartbeat(ranks.store, ranks.rank, ranks.num_ranks, ranks.main_thread, limit)
-    status = _pretrain_and_report(config, ranks, console, stopping, heartbeat)
+    status = _pretrain_and_report(config, ranks, console, stopping, open_model, heartbeat)
     ranks.replicas.close(succeeded=status == 0)
     if heartbeat:
         heartbeat.close(keeps_store=ranks.rank == 0 and not ranks.environment.launcher_has_store)
@@ -181,11 +193,16 @@ def _with_heartbeat(config: Config, ranks: Ranks, console: Console, stopping: St
 
 
 def _pretrain_and_report(
-    config: Config, ranks: Ranks, console: Console, stopping: Stopping, heartbeat: Heartbeat | None
+    config: Config,
+    ranks: Ranks,
+    console: Console,
+    stopping: Stopping,
+    open_model: OpenModel,
+    heartbeat: Heartbeat | None,
 ) -> int:
     """Run `pretrain` and report its failure, on several ranks only the first one's."""
     try:
-        pretrain(config, ranks, console, stopping)
+        pretrain(config, ranks, console, stopping, open_model)
         return 0
     except Interrupted as interruption:
         return _report_interruption(interruption, config, console, heartbeat)

@@ -1,1 +1,1 @@
-"""LoRA adapters of checkpoints and of PEFT's folders: read, written, and merged into weights."""
+"""LoRA adapters of PEFT's folders: read and written."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_zpp.interchange.adapters.merged_weights import WEIGHT
+from megatron_zpp.checkpoint.merged_weights import WEIGHT
+from megatron_zpp.checkpoint.weight_source import parameter_shapes
 from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS, read_peft_config
 from megatron_zpp.interchange.adapters.peft_experts import (
     EXPERTS,
@@ -18,7 +19,7 @@ from megatron_zpp.interchange.adapters.peft_experts import (
     fused_parameters,
     require_layout,
 )
-from megatron_zpp.interchange.converted_weights import joined_parts, parameter_shapes, split_by_name
+from megatron_zpp.interchange.converted_weights import joined_parts, split_by_name
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.families.names import NameRow, NameTable
 from megatron_zpp.interchange.hf_folder import FolderTensors

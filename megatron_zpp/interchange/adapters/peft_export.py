@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_zpp.checkpoint.merged_weights import WEIGHT, CheckpointAdapters
 from megatron_zpp.checkpoint.safetensors_files import Item, write_safetensors
-from megatron_zpp.interchange.adapters.merged_weights import WEIGHT, CheckpointAdapters
+from megatron_zpp.checkpoint.weight_source import parameter_shapes
 from megatron_zpp.interchange.adapters.peft_adapters import adapter_names, is_peft, module_names
 from megatron_zpp.interchange.adapters.peft_config import (
     BASE,
@@ -29,7 +30,6 @@ from megatron_zpp.interchange.adapters.peft_experts import (
     FusedParameter,
     fused_parameters,
 )
-from megatron_zpp.interchange.converted_weights import parameter_shapes
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.families.names import NameRow, NameTable
 from megatron_zpp.interchange.hf_folder import write_json

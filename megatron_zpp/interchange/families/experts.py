@@ -20,6 +20,11 @@ def frequency_text(marks: Sequence[bool]) -> str:
     return "+".join(f"[{mark}]*{count}" for mark, count in runs)
 
 
+def experts(key: str, default: int) -> Number:
+    """Return the number of experts."""
+    return Number(key, "num_experts", default, old_keys=("num_local_experts", "num_experts"))
+
+
 @dataclass(frozen=True)
 class FirstDenseLayers:
     """The first layers have no experts, as many as `first_k_dense_replace` says."""

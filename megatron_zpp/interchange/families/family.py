@@ -2,15 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_zpp.interchange.families.names import NameTable, name_table
-from megatron_zpp.interchange.families.rope import Rotary
-from megatron_zpp.interchange.families.settings import Choice, Number
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.settings.no_effect_tables import read_toml
 
 
 class FamilySetting(Protocol):
@@ -30,24 +26,24 @@ class FamilySetting(Protocol):
 class Family:
     """A `model_type` and the class of its models: what config.json says, and the weights' names.
 
-    `fields` of ModelConfig are the same in all models of the family. Defaults of `settings` are
-    those of transformers where `defaults.toml` has no other. `other_class_names` are classes of the
-    same models elsewhere. Of families of one name the first is meant all of whose `marks` have one
-    of the values in config.json, where a missing key is null. `further_layers` is the key that
-    counts layers which predict further tokens (MTP), if there are such models. `packed_weights` are
-    the methods of quantization whose files can be read. `names_of` is the table of the names of
-    weights, `name` if empty.
+    `fields` of ModelConfig are the same in all models of the family. `vocab_size` is the default of
+    transformers. `other_class_names` are classes of the same models elsewhere. Of families of one
+    name the first is meant all of whose `marks` have one of the values in config.json, where a
+    missing key is null. `further_layers` is the key that counts layers which predict further tokens
+    (MTP), if there are such models. `packed_weights` are the methods of quantization whose files
+    can be read. `names_of` is the table of the names of weights.
     """
 
     name: str
     class_name: str
     fields: Mapping[str, Any]
     settings: tuple[FamilySetting, ...]
+    vocab_size: int
+    names_of: str
     further_layers: str | None = None
     packed_weights: tuple[str, ...] = ()
     other_class_names: tuple[str, ...] = ()
     marks: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    names_of: str = ""
 
     def is_meant(self, content: Mapping[str, Any]) -> bool:
         """Whether a config.json describes a model of this family."""
@@ -61,46 +57,18 @@ class Family:
     @property
     def names(self) -> NameTable:
         """The names of the weights."""
-        return name_table(self.names_of or self.name)
-
-    @property
-    def vocab_size(self) -> int:
-        """The default of transformers."""
-        return _defaults_of(self.name)["vocab_size"]
-
-    @cached_property
-    def all_settings(self) -> tuple[FamilySetting, ...]:
-        """The settings with their defaults, and whether the embedding is the output layer too."""
-        untied = "untie_embeddings_and_output_weights"
-        tied = Choice("tie_word_embeddings", False, {True: {untied: False}, False: {untied: True}})
-        defaults = _defaults_of(self.name)
-        return tuple(_with_default(each, defaults) for each in (*self.settings, tied))
+        return name_table(self.names_of)
 
     def read_fields(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
         """Return the fields of ModelConfig that a config.json sets."""
         fields = dict(self.fields)
-        for setting in self.all_settings:
+        for setting in self.settings:
             fields |= setting.read(content, location)
         return fields
 
     def write_entries(self, model: ModelConfig) -> dict[str, Any]:
         """Return the entries of config.json for our model; what they cannot say is left out."""
         content: dict[str, Any] = {}
-        for setting in self.all_settings:
+        for setting in self.settings:
             content |= setting.write(model)
         return content
-
-
-@cache
-def _defaults_of(model_type: str) -> Mapping[str, Any]:
-    """Return the defaults of transformers for some keys of a config.json, by `defaults.toml`."""
-    own = read_toml(__package__, "defaults.toml")[model_type]
-    return {**_defaults_of(own["like"]), **own} if "like" in own else own
-
-
-def _with_default(setting: FamilySetting, defaults: Mapping[str, Any]) -> FamilySetting:
-    """Return a setting with the default of its key, if there is one."""
-    if isinstance(setting, Rotary):
-        return replace(setting, default_scaling=defaults.get("rope_scaling"))
-    is_listed = isinstance(setting, Number | Choice) and setting.key in defaults
-    return replace(setting, default=defaults[setting.key]) if is_listed else setting

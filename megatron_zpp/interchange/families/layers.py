@@ -10,7 +10,7 @@ from megatron_zpp.settings.gpt.layer_pattern import marks_of, pattern_text, wind
 from zeropp.errors import InputError
 
 WINDOW, FULL = "sliding_attention", "full_attention"
-NUM_LAYERS = Number("num_hidden_layers", "num_layers", None)
+NUM_LAYERS = Number("num_hidden_layers", "num_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Window:
     `full_every_key` if it is there, or the first ones, as many as `num_full_key` says.
     """
 
-    default: int | None
+    default: int | None = None
     switch: str | None = None
     has_types: bool = False
     full_every: int | None = None

@@ -24,7 +24,7 @@ class Rotary:
     `default_share` is the share where config.json does not have the key; a family that is not
     `is_partial` rotates all channels. `channels` is a key for the number of rotated channels of a
     head, in place of the share. `default_scaling` is how frequencies are scaled where config.json
-    does not say it, by `defaults.toml`. LongRoPE is read in every family, and written only for the
+    does not say it. LongRoPE is read in every family, and written only for the
     one that `writes_longrope`, where other programs expect it. `dynamic` scaling is none here: it
     begins with texts longer than all positions.
     """
@@ -185,6 +185,53 @@ class LatentRotary(Rotary):
         if not (model.mscale and model.mscale_all_dim):  # transformers ignores one of them alone
             scaling["attention_factor"] = model.turned_scale
         return scaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScaleRotary(Rotary):
+    """Rotary positions of Ministral 3, which also scale queries: `llama_4_scaling_beta`."""
+
+    rope_types: tuple[str, ...] = ("yarn",)
+
+    def _read_scaling(
+        self, scaling: Mapping[str, Any], content: Mapping[str, Any], location: str
+    ) -> dict[str, Any]:
+        fields = super()._read_scaling(scaling, content, location)
+        beta = scaling.get("llama_4_scaling_beta")
+        if not is_number(beta) or beta <= 0:
+            raise InputError(
+                f"{location}: llama_4_scaling_beta is {beta!r}; expected a number above 0"
+            )
+        return fields | {"llama_4_scaling_beta": float(beta)}
+
+    def _written_scaling(self, model: ModelConfig) -> dict[str, Any]:
+        scaling = super()._written_scaling(model)
+        return {**scaling, "llama_4_scaling_beta": model.llama_4_scaling_beta}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaRotary(Rotary):
+    """Rotary positions whose base `alpha` stretches where the scaling has it: base α^(D / (D - 2)).
+
+    The base that results is written as any other.
+    """
+
+    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+        fields = super().read(content, location)
+        scaling = json_object(content, "rope_scaling", location)
+        scaling = scaling or json_object(content, "rope_parameters", location)
+        alpha = scaling.get("alpha")
+        if not alpha or scaling.get("rope_type", scaling.get("type")) != "dynamic":
+            return fields
+        width = content.get("head_dim")
+        is_valid = is_number(alpha) and 0 < alpha < 1e12 and isinstance(width, int) and width > 2
+        if not is_valid:
+            raise InputError(
+                f"{location}: alpha of the rotary positions is {alpha!r} and head_dim {width!r}; "
+                "expected a number above 0, and a whole number above 2"
+            )
+        base = fields["rotary_base"] * alpha ** (width / (width - 2))
+        return fields | {"rotary_base": checked_base(base, location)}
 
 
 def written_scaling(model: ModelConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
+from zeropp.settings.no_effect_tables import read_toml
 from zeropp.settings.schema import settings_of
 
 MAX_NUMBER = 2**31  # exclusive; larger than any size of a model
@@ -24,32 +25,6 @@ PROPERTIES: Mapping[str, str] = MappingProxyType(
         "add_qkv_bias": "has_qkv_bias",
         "add_attention_output_bias": "has_attention_output_bias",
         "add_mlp_bias": "has_mlp_bias",
-    }
-)
-TANH_GELUS = (  # names of one function
-    "gelu_pytorch_tanh",
-    "gelu_new",
-    "gelu_fast",
-    "gelu_accurate",
-    "gelu_python_tanh",
-)
-EXACT_GELUS = ("gelu", "gelu_python")
-# Hugging Face's name -> the fields of ModelConfig that differ from their defaults.
-ACTIVATIONS = MappingProxyType(
-    {
-        "gelu_new": {},
-        **dict.fromkeys(TANH_GELUS, {}),
-        **dict.fromkeys(EXACT_GELUS, {"bias_gelu_fusion": False}),
-        "relu": {"relu": True},
-        "relu2": {"squared_relu": True},
-    }
-)
-GATED_ACTIVATIONS = MappingProxyType(
-    {
-        **dict.fromkeys(("silu", "swish"), {"swiglu": True}),
-        **dict.fromkeys(TANH_GELUS, {"geglu": True}),
-        **dict.fromkeys(EXACT_GELUS, {"geglu": True, "bias_gelu_fusion": False}),
-        "relu": {"reglu": True},
     }
 )
 ACTIVATION_FIELDS = (
@@ -68,7 +43,7 @@ class Number:
 
     key: str
     field: str
-    default: float | None
+    default: float | None = None
     old_keys: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     may_be_none: bool = False
@@ -165,9 +140,75 @@ class Absent:
         return {}
 
 
+@dataclass(frozen=True)
+class OneBias:
+    """Two keys, of which both or none are true: all linear layers have biases, or none has."""
+
+    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+        qkv, others = (
+            bool(content.get(key, content.get(own_key, False)))
+            for key, own_key in (("qkv_bias", "attention_bias"), ("bias", "mlp_bias"))
+        )
+        if qkv != others:
+            raise InputError(
+                f"{location}: qkv_bias is {qkv} and bias is {others}; only equal values are "
+                "supported"
+            )
+        return {"disable_bias_linear": not qkv}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return dict.fromkeys(("qkv_bias", "bias"), not model.disable_bias_linear)
+
+
+@dataclass(frozen=True)
+class MultiQuery:
+    """All query heads share one key-value head, unless `multi_query` is false."""
+
+    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+        is_shared = content.get("multi_query", True)
+        if not isinstance(is_shared, bool):
+            raise InputError(f"{location}: multi_query is {is_shared!r}; expected true or false")
+        return {"num_query_groups": 1 if is_shared else None}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {"multi_query": model.kv_heads == 1}
+
+
+@dataclass(frozen=True)
+class SquareOutput:
+    """The width of a head, which all heads together make the width of the model."""
+
+    default: int
+
+    def read(self, content: Mapping[str, Any], location: str) -> dict[str, Any]:
+        width = Number("head_dim", "kv_channels", self.default).value(content, location)
+        heads, hidden = (
+            Number(key, key, default).value(content, location)
+            for key, default in (("num_attention_heads", 20), ("hidden_size", 2560))
+        )
+        if width * heads != hidden:
+            raise InputError(
+                f"{location}: {heads} heads of {width} channels do not make hidden_size {hidden}"
+            )
+        return {"kv_channels": width}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {"head_dim": model.head_dim}
+
+
 def value_in(model: ModelConfig, field: str) -> Any:
     """Return what a field of a model amounts to."""
     return getattr(model, PROPERTIES.get(field, field))
+
+
+def only(key: str, value: bool | str | float, **fields: Any) -> Choice:
+    """Return the setting of a key with one value, also its default, and the fields that it sets."""
+    return Choice(key, value, {value: fields})
+
+
+def null_or(key: str, value: float) -> Choice:
+    """Return the setting of a key that may have one value, which means what null does."""
+    return Choice(key, None, {None: {}, value: {}})
 
 
 def switch(key: str, default: bool, *fields: str) -> Choice:
@@ -175,15 +216,29 @@ def switch(key: str, default: bool, *fields: str) -> Choice:
     return Choice(key, default, {value: dict.fromkeys(fields, value) for value in (True, False)})
 
 
-def never(key: str) -> Choice:
-    """Return the setting of a key that must be false."""
-    return Choice(key, False, {False: {}})
+def opposite(key: str, default: bool, field: str) -> Choice:
+    """Return the setting of a key that is true where a field is false."""
+    return Choice(key, default, {value: {field: not value} for value in (True, False)})
 
 
-def activation(key: str, default: str, names: Mapping[str, Mapping[str, bool]]) -> Choice:
-    """Return the setting of the MLP's nonlinearity; `names` have the fields that are not usual."""
+def scaled_scores() -> Choice:
+    """Return the setting of a key that is false if attention's scores are not divided."""
+    scores = {True: None, False: 1.0}
+    values = {value: {"query_pre_attn_scalar": scalar} for value, scalar in scores.items()}
+    return Choice("scale_attn_weights", True, values)
+
+
+def activation(names: str, key: str, default: str) -> Choice:
+    """Return the setting of the MLP's nonlinearity, with the `names` of `activations.toml`."""
     usual = {field: getattr(ModelConfig(), field) for field in ACTIVATION_FIELDS}
-    return Choice(key, default, {name: usual | fields for name, fields in names.items()})
+    fields = with_like(read_toml(__package__, "activations.toml"), names)
+    return Choice(key, default, {name: usual | each for name, each in fields.items()})
+
+
+def with_like(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what a table says, and what the table says that it is `like`."""
+    own = dict(tables[name])
+    return with_like(tables, own.pop("like")) | own if "like" in own else own
 
 
 def _rounded(value: float, digits: int) -> float:

@@ -1,68 +1,144 @@
-"""The table of families: a row for each `model_type` of Hugging Face that our GPT can be.
+"""The table of families, `families.toml`: a row for each `model_type` that our GPT can be."""
 
-A row composes settings (`settings.py`, `layers.py`, `rope.py`, `experts.py`) and the names of
-weights (`names.py`); defaults of numbers are in `defaults.toml`. A model that several families
-could be is exported as the first of them.
-"""
-
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.interchange.families.dense import (
-    cohere,
-    gemma,
-    glm,
-    gpt,
-    llama,
-    mistral,
-    olmo,
-    qwen,
-    ungated,
+from megatron_zpp.interchange.families.experts import (
+    FirstDenseLayers,
+    Groups,
+    SharedExperts,
+    SparseLayers,
+    experts,
 )
-from megatron_zpp.interchange.families.mixtures import MIXTURES
+from megatron_zpp.interchange.families.family import Family, FamilySetting
+from megatron_zpp.interchange.families.layers import LayersWithoutRope, RopeInWindows, Window
+from megatron_zpp.interchange.families.rope import (
+    AlphaRotary,
+    LatentRotary,
+    QueryScaleRotary,
+    Rotary,
+    RotaryByLayer,
+)
+from megatron_zpp.interchange.families.settings import (
+    Absent,
+    Choice,
+    MultiQuery,
+    Number,
+    OneBias,
+    Power,
+    SquareOutput,
+    activation,
+    null_or,
+    only,
+    opposite,
+    scaled_scores,
+    switch,
+    with_like,
+)
 from zeropp.settings.no_effect_tables import read_toml
 
-DENSE = (
-    gpt.GPT2,
-    llama.LLAMA,
-    mistral.MISTRAL,
-    qwen.QWEN2,
-    qwen.QWEN3,
-    llama.PHI3,
-    olmo.OLMO2,
-    olmo.OLMO3,
-    llama.SMOLLM3,
-    gemma.GEMMA2,
-    gemma.GEMMA3,
-    gpt.GPT_NEOX,
-    gpt.BLOOM,
-    llama.INTERNLM3,
-    mistral.MINISTRAL,
-    mistral.MINISTRAL3,
-    qwen.SEED_OSS,
-    llama.GRANITE,
-    llama.HUNYUAN,
-    gemma.GEMMA,
-    olmo.OLMO,
-    olmo.EXAONE4,
-    glm.HELIUM,
-    glm.ERNIE4_5,
-    glm.GLM,
-    glm.GLM4,
-    cohere.COHERE,
-    cohere.COHERE2,
-    cohere.STABLELM,
-    ungated.FALCON_NEW,
-    ungated.FALCON2,
-    ungated.FALCON,
-    ungated.STARCODER2,
-    ungated.NEMOTRON,
-    ungated.APERTUS,
-    ungated.NANOCHAT,
+NULL = "null"  # which TOML does not have
+KINDS: Mapping[str, Callable[..., FamilySetting]] = MappingProxyType(
+    {
+        "number": Number,
+        "power": Power,
+        "switch": switch,
+        "opposite": opposite,
+        "only": only,
+        "null_or": null_or,
+        "absent": Absent,
+        "rotary": Rotary,
+        "rotary_by_layer": RotaryByLayer,
+        "latent_rotary": LatentRotary,
+        "alpha_rotary": AlphaRotary,
+        "query_scale_rotary": QueryScaleRotary,
+        "window": Window,
+        "rope_in_windows": RopeInWindows,
+        "layers_without_rope": LayersWithoutRope,
+        "experts": experts,
+        "first_dense_layers": FirstDenseLayers,
+        "sparse_layers": SparseLayers,
+        "groups": Groups,
+        "shared_experts": SharedExperts,
+        "one_bias": OneBias,
+        "multi_query": MultiQuery,
+        "square_output": SquareOutput,
+        "scaled_scores": scaled_scores,
+        "activation": activation,
+    }
 )
-FAMILIES = (*DENSE, *MIXTURES)
+TIED = ("opposite", "tie_word_embeddings", False, "untie_embeddings_and_output_weights")
 
 
 def why_unsupported(model_type: Any) -> str | None:
     """Return what another type of model has and our GPT does not, by `unsupported.toml`."""
     reasons = read_toml(__package__, "unsupported.toml").items()
     return next((why for why, types in reasons if model_type in types), None)
+
+
+def _row(rows: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a row with what it does not say itself, and all its defaults."""
+    row, like = dict(rows[name]), rows[name].get("like")
+    if like is None:
+        return row
+    above = _row(rows, row.pop("like"))
+    return above | row | {"defaults": above.get("defaults", {}) | row.get("defaults", {})}
+
+
+def _calls(settings: Sequence[Any], lists: Mapping[str, Sequence[Any]]) -> Iterator[Sequence[Any]]:
+    """Yield a kind and its arguments for each setting, those of named lists in their place."""
+    for each in settings:
+        if isinstance(each, str):
+            yield from _calls(lists[each], lists)
+        else:
+            yield each
+
+
+def _setting(
+    kind: str, arguments: Sequence[Any], renamed: Mapping[str, str], defaults: Mapping[str, Any]
+) -> FamilySetting:
+    """Return a setting, with another name and the default of its key, if there are such."""
+    named: dict[str, Any] = {}
+    for each in arguments:
+        named |= each if isinstance(each, dict) else {}
+    setting = KINDS[kind](*(each for each in arguments if not isinstance(each, dict)), **named)
+    if isinstance(setting, Rotary):
+        return replace(setting, default_scaling=defaults.get("rope_scaling"))
+    if not isinstance(setting, Number | Choice):
+        return setting
+    key = renamed.get(setting.key, setting.key)
+    return replace(setting, key=key, default=defaults.get(key, setting.default))
+
+
+def _family(row_name: str, table: Mapping[str, Any]) -> Family:
+    row = _row(table["family"], row_name)
+    defaults, renamed = row.pop("defaults"), row.pop("renamed", {})
+    without = row.pop("without", [])
+    calls = (*_calls(row.pop("settings"), table["settings"]), TIED)
+    marks = {
+        key: tuple(None if value == NULL else value for value in values)
+        for key, values in row.pop("marks", {}).items()
+    }
+    return Family(
+        name=row.pop("name", row_name),
+        names_of=table["family"][row_name].get("names_of", row_name),
+        fields=with_like(table["fields"] | {"": row.pop("fields", {})}, ""),
+        settings=tuple(
+            _setting(kind, arguments, renamed, defaults)
+            for kind, *arguments in calls
+            if not arguments or arguments[0] not in without
+        ),
+        vocab_size=defaults["vocab_size"],
+        marks=marks,
+        **{key: value for key, value in row.items() if key != "names_of"},
+    )
+
+
+def _families() -> tuple[Family, ...]:
+    table = read_toml(__package__, "families.toml")
+    return tuple(_family(name, table) for name in table["family"])
+
+
+FAMILIES = _families()

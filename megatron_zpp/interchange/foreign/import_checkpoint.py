@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.open_model import OpenedModel
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.checkpoint.weight_source import AdamState
 from megatron_zpp.interchange.conversion import require_no_model, training_flags
@@ -30,7 +31,7 @@ from megatron_zpp.interchange.foreign.torchtitan import (
 )
 from megatron_zpp.interchange.foreign.universal_files import read_universal_files
 from megatron_zpp.interchange.foreign.zero_files import read_model_files, read_zero_files
-from megatron_zpp.interchange.open_model import OpenedModel, with_padding
+from megatron_zpp.interchange.open_model import with_padding
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
 from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer

@@ -56,12 +56,7 @@ def read_rank_files(folder: Path, *, load_optimizer: bool = True) -> ForeignChec
             f"{folder}: is of checkpoint version {version}, whose queries, keys and values are in "
             f"another order; let Megatron-LM load and save it to have version {FIRST_VERSION} or 3"
         )
-    grid = Grid(
-        where=str(folder),
-        tensor_ranks=1 + max(rank for _, rank in files),
-        is_gated=bool(args.get("swiglu") or args.get("geglu")),
-        is_tied=not args.get("untie_embeddings_and_output_weights", False),
-    )
+    grid = Grid.of(args, str(folder), 1 + max(rank for _, rank in files))
     weights = join_stages(_stages(files, grid, _model_parts), grid)
     weights = with_experts_joined(weights, grid.where)
     reason, state, step = NOT_ASKED_FOR, {}, 0.0

@@ -34,6 +34,16 @@ class Grid:
     is_gated: bool
     is_tied: bool
 
+    @staticmethod
+    def of(args: Mapping[str, Any], where: str, tensor_ranks: int | None = None) -> "Grid":
+        """Return the ranks by Megatron's arguments, which also say the number if it is None."""
+        return Grid(
+            where=where,
+            tensor_ranks=tensor_ranks or args.get("tensor_model_parallel_size") or 1,
+            is_gated=bool(args.get("swiglu") or args.get("geglu")),
+            is_tied=not args.get("untie_embeddings_and_output_weights", False),
+        )
+
 
 def flat_tensors(content: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors of nested dicts by megatron-core's names, weights only."""

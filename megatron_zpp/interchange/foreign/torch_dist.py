@@ -109,7 +109,8 @@ def _state(
     if any(f".{MOMENTUM}." in name for name in tensors.names()):
         raise UnmappedStateError(NOT_TAKEN)
     if has_rank_states(tensors):
-        state = read_rank_states(tensors, by_kind.get("", {}), args, _grid(tensors, args))
+        grid = Grid.of(args, str(tensors.folder))
+        state = read_rank_states(tensors, by_kind.get("", {}), args, grid)
         step = updates(tensors)
     else:
         state = {key: by_kind[f"{key}."] for key in MOMENTS if f"{key}." in by_kind}
@@ -119,15 +120,6 @@ def _state(
     if step is None:
         raise UnmappedStateError("it does not say how many updates were made")
     return state, step
-
-
-def _grid(tensors: ShardTensors, args: Mapping[str, Any]) -> Grid:
-    return Grid(
-        where=str(tensors.folder),
-        tensor_ranks=args.get("tensor_model_parallel_size") or 1,
-        is_gated=bool(args.get("swiglu") or args.get("geglu")),
-        is_tied=not args.get("untie_embeddings_and_output_weights", False),
-    )
 
 
 def _kind(name: str) -> tuple[str | None, str]:

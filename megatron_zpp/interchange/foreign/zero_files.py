@@ -95,12 +95,7 @@ def grid_of(content: Mapping[str, Any], folder: Path) -> Grid:
             f"{folder}: has no arguments of Megatron-DeepSpeed in it, so it does not say what its "
             "model is: only checkpoints of Megatron-DeepSpeed's GPT are imported"
         )
-    return Grid(
-        where=str(folder),
-        tensor_ranks=content.get("mp_world_size") or args.get("tensor_model_parallel_size") or 1,
-        is_gated=bool(args.get("swiglu") or args.get("geglu")),
-        is_tied=not args.get("untie_embeddings_and_output_weights", False),
-    )
+    return Grid.of(args, str(folder), content.get("mp_world_size"))
 
 
 def require_no_pipeline(content: Mapping[str, Any], folder: Path) -> None:

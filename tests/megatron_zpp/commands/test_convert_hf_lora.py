@@ -12,15 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_zpp.checkpoint.merged_weights import MergedWeights
 from megatron_zpp.commands.convert_hf import main
-from megatron_zpp.interchange.adapters.merged_weights import MergedWeights
 from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS, shortest_suffixes
 from megatron_zpp.interchange.open_model import load_model, open_model
 from tests.megatron_zpp.interchange.adapters.trained_by_peft import of_peft
-from tests.megatron_zpp.interchange.foreign_dense import dense
-from tests.megatron_zpp.interchange.foreign_mixtures import deepseek_v3
 from tests.megatron_zpp.interchange.foreign_models import (
     bloom,
+    deepseek_v3,
     gemma3,
     gpt2,
     llama,
@@ -30,6 +29,7 @@ from tests.megatron_zpp.interchange.foreign_models import (
     qwen3,
     save_own,
     saved,
+    tiny,
 )
 from tests.megatron_zpp.train.lora_checkpoint import save_lora_checkpoint
 
@@ -46,7 +46,7 @@ MODELS = {
     "gemma3": gemma3,
     "bloom": bloom,
     "deepseek_v3": deepseek_v3,
-    "nanochat": partial(dense, "nanochat"),
+    "nanochat": partial(tiny, "nanochat"),
 }  # fmt: skip
 
 

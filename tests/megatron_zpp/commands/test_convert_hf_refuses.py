@@ -13,7 +13,6 @@ from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.interchange import gguf
 from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.interchange.foreign_models import (
-    LLAMA3,
     ONE_FILE,
     add_tokenizer,
     change,
@@ -31,6 +30,7 @@ from tests.megatron_zpp.interchange.foreign_models import (
     set_config,
     smollm3,
 )
+from tests.megatron_zpp.interchange.foreign_tables import LLAMA3
 
 
 def to_checkpoint(source: Path, save: Path) -> Path:

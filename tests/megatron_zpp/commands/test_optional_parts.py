@@ -1,4 +1,4 @@
-"""Without the planner, and without other programs' checkpoints, everything else works."""
+"""Without the rooms that may be left out, everything else works."""
 
 import os
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.interchange.conversion import import_model
 from tests.megatron_zpp.interchange.foreign_models import llama, saved
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,32 +20,42 @@ TINY = (
 # Runs commands one after the other, each a line of words, and prints their statuses.
 PROGRAM = """
 import sys
+from importlib import import_module
 # An editable installation finds modules of the working tree for packages of any place.
 sys.meta_path = [each for each in sys.meta_path if "__editable__" not in each.__module__]
 from megatron_zpp.commands.__main__ import COMMANDS, main
 for line in sys.argv[1:]:
     name, *words = line.split()
     if COMMANDS[name].joins_ranks:
-        from megatron_zpp.commands.pretrain import main as pretrain
-        status = pretrain(words)
+        module = "pretrain_gpt" if name == "pretrain" else COMMANDS[name].module
+        status = import_module(module).main(words)
     else:
         status = main([name, *words])
     print("status", name, status, flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def rest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the packages without what may be left out."""
-    folder = tmp_path_factory.mktemp("rest")
-    left_out = shutil.ignore_patterns("__pycache__", "planner", "foreign")
+def run_without(
+    rooms: tuple[str, ...], folder: Path, lines: list[str]
+) -> tuple[list[list[str]], str]:
+    """Run commands with copies of the packages that lack rooms; return statuses and output."""
+    left_out = shutil.ignore_patterns("__pycache__", *rooms)
     for package in ("zeropp", "megatron_zpp"):
-        shutil.copytree(ROOT / package, folder / package, ignore=left_out)
-    return folder
+        shutil.copytree(ROOT / package, folder / "rest" / package, ignore=left_out)
+    shutil.copy(ROOT / "pretrain_gpt.py", folder / "rest")
+    environment = {**os.environ, "PYTHONPATH": str(folder / "rest"), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *lines],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    output = process.stdout + process.stderr
+    assert process.returncode == 0, output
+    statuses = [line.split()[1:] for line in output.splitlines() if line.startswith("status ")]
+    return statuses, output
 
 
 @pytest.mark.new_interpreter
-def test_what_is_left_out_is_named_where_it_is_needed(rest: Path, tmp_path: Path) -> None:
+def test_what_is_left_out_is_named_where_it_is_needed(tmp_path: Path) -> None:
     model = saved(llama(), tmp_path / "llama")
     lines = [
         f"pretrain {TINY}",
@@ -54,14 +65,7 @@ def test_what_is_left_out_is_named_where_it_is_needed(rest: Path, tmp_path: Path
         f"convert --from-checkpoint {tmp_path}/megatron --save {tmp_path}/other",
         f"convert --load {tmp_path}/save --to-megatron {tmp_path}/out",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(rest), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *lines],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    output = process.stdout + process.stderr
-    assert process.returncode == 0, output
-    statuses = [line.split()[1:] for line in output.splitlines() if line.startswith("status ")]
+    statuses, output = run_without(("planner", "foreign"), tmp_path, lines)
     assert statuses == [
         ["pretrain", "0"], ["pretrain", "2"], ["plan", "2"],
         ["convert", "0"], ["convert", "1"], ["convert", "1"],
@@ -73,3 +77,33 @@ def test_what_is_left_out_is_named_where_it_is_needed(rest: Path, tmp_path: Path
         "--to-megatron needs megatron_zpp.interchange.foreign, which is not installed",
     ):
         assert words in output
+
+
+@pytest.mark.new_interpreter
+def test_without_interchange_our_own_models_are_trained_and_read(tmp_path: Path) -> None:
+    """Also a base of adapters that was imported before; models of others are refused."""
+    model, save, lora = (tmp_path / name for name in ("llama", "save", "lora"))
+    import_model(saved(llama(), model), tmp_path / "imported")
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18"}\n' * 9)
+    tune = TINY.replace("--mock-data", f"--data-path {text}") + "--lora-rank 2 --split 1,0,0 "
+    tune = tune.replace("--vocab-size 50", "--vocab-size 101")
+    lines = [
+        f"pretrain {TINY} --save {save} --sample-prompt 5",
+        f"pretrain {TINY} --load {save} --finetune",
+        f"pretrain {tune} --pretrained-checkpoint {tmp_path}/imported --save {lora}",
+        f"pretrain {tune} --pretrained-checkpoint {tmp_path}/imported --dry-run",
+        f"generate --load {save} --prompt 5 --max-new-tokens 3",
+        f"generate --load {lora} --prompt 5 --max-new-tokens 3",
+        f"pretrain {tune} --pretrained-checkpoint {model}",
+        f"generate --load {model} --prompt 5",
+        f"convert --load {save} --to-hf {tmp_path}/out",
+    ]
+    statuses, output = run_without(("interchange",), tmp_path, lines)
+    assert [status for _, status in statuses] == list("000000112"), output
+    sentence = (
+        f"error: {model}: expected a folder of checkpoints (iter_0000100 in it); models of other "
+        "programs are read by megatron_zpp.interchange, which is not installed"
+    )
+    assert " ".join(output.split()).count(sentence) == 2, output
+    assert "convert needs megatron_zpp.interchange, which is not installed" in output

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from megatron_zpp.interchange.conversion import export_model, import_model
 from megatron_zpp.interchange.mxfp4 import decode
 from megatron_zpp.interchange.open_model import load_model, open_model
-from tests.megatron_zpp.interchange.foreign_mixtures import gpt_oss
 from tests.megatron_zpp.interchange.foreign_models import (
     ONE_FILE,
     change,
+    gpt_oss,
     logits,
     saved,
     set_config,

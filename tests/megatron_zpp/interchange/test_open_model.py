@@ -19,7 +19,8 @@ from megatron_zpp.model.attention.rotary import rotary_tables
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from megatron_zpp.text.text_model import TextModelConfig, open_text_model
-from tests.megatron_zpp.interchange.foreign_models import LLAMA3, add_tokenizer, llama, saved
+from tests.megatron_zpp.interchange.foreign_models import add_tokenizer, llama, saved
+from tests.megatron_zpp.interchange.foreign_tables import LLAMA3
 from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
 from zeropp import ZeroConfig, shard
@@ -122,7 +123,10 @@ def test_the_tokenizer_of_a_gguf_lives_as_long_as_the_model(
     for name in ("tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_text() == (source / name).read_text()
     model = open_text_model(
-        TextModelConfig(load=str(tmp_path / "a.gguf")), TokenizerConfig(), Environment(rank=0)
+        TextModelConfig(load=str(tmp_path / "a.gguf")),
+        TokenizerConfig(),
+        Environment(rank=0),
+        open_model,
     )
     assert (model.tokenizer_path / "chat_template.jinja").is_file()
     model.close()

@@ -9,11 +9,10 @@ from transformers import AutoTokenizer
 
 from megatron_zpp.interchange.tokenizer_files import (
     SENTENCEPIECE,
-    tokenizer_config_of,
     write_tokenizer,
 )
 from megatron_zpp.settings.config import TokenizerConfig
-from megatron_zpp.tokenizer import build_tokenizer
+from megatron_zpp.tokenizer import build_tokenizer, tokenizer_config_of
 from tests.megatron_zpp.tokenizer.vocabularies import TEXTS, train_bpe
 
 PROBES = [

@@ -7,8 +7,7 @@ import pytest
 from megatron_zpp.interchange.conversion import import_model
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.interchange.family_flags import FLAGS, FLAGS_OF_MIXTURES, FLAGS_OF_PIECES
-from tests.megatron_zpp.interchange.foreign_mixtures import gpt_oss
-from tests.megatron_zpp.interchange.foreign_models import saved
+from tests.megatron_zpp.interchange.foreign_models import gpt_oss, saved
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, GPT2, PP2, SP, TP2
 from tests.megatron_zpp.train.training_runs import TINY, require_equal, run
 from zeropp import InputError

@@ -10,8 +10,9 @@ pytest.importorskip("lm_eval", reason='pip install "megatron-zpp[eval]"')
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
+from megatron_zpp.interchange.open_model import open_model  # noqa: E402
 from megatron_zpp.text.generate import Request, complete  # noqa: E402
-from megatron_zpp.text.lm_eval_model import MegatronZppLM  # noqa: E402
+from megatron_zpp.text.lm_eval_model import opened_by  # noqa: E402
 from megatron_zpp.text.sampling import Sampling  # noqa: E402
 from megatron_zpp.text.text_model import TextModelConfig, shard_text_model  # noqa: E402
 from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer  # noqa: E402
@@ -32,6 +33,7 @@ from tests.megatron_zpp.text.text_models import save_text_model  # noqa: E402
 from tests.ranks import ranks  # noqa: E402
 from zeropp.errors import InputError  # noqa: E402
 
+OurLM = opened_by(open_model)
 # Logits of the two implementations differ by 1e-5 (test_convert_hf), over up to 60 tokens.
 CLOSE = dict(abs=2e-4)
 
@@ -44,11 +46,11 @@ def instances(kind: str, *arguments: tuple) -> list[Instance]:
 
 
 @pytest.fixture(params=[False, True], ids=["no begin of sentence", "begin of sentence"])
-def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[MegatronZppLM, HFLM]:
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[OurLM, HFLM]:
     """Ours and theirs of one folder, with a tokenizer of words."""
     folder = saved(llama(vocab_size=len(WORDS)), tmp_path / "llama")
     add_tokenizer(folder, opens=request.param)
-    ours = MegatronZppLM.create_from_arg_string(f"pretrained={folder}", {"batch_size": "2"})
+    ours = OurLM.create_from_arg_string(f"pretrained={folder}", {"batch_size": "2"})
     theirs = HFLM(
         pretrained=str(folder), device="cpu", dtype="float32", batch_size=1,
         prefix_token_id=ours.prefix_token_id,
@@ -57,7 +59,7 @@ def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[MegatronZppLM,
     return ours, theirs
 
 
-def test_loglikelihood(both: tuple[MegatronZppLM, HFLM]) -> None:
+def test_loglikelihood(both: tuple[OurLM, HFLM]) -> None:
     """Short and empty contexts, one that is cut, and more requests than a batch has."""
     long_context = " ".join(WORDS[1 + index % 9] for index in range(2 * both[0].max_length))
     pairs = [
@@ -77,7 +79,7 @@ def test_loglikelihood_rolling(tmp_path: Path) -> None:
     folder = saved(llama(vocab_size=len(WORDS)), tmp_path / "llama")
     add_tokenizer(folder, opens=False)
     arguments = {"pretrained": str(folder), "max_length": 8}
-    ours = MegatronZppLM.create_from_arg_obj(arguments)
+    ours = OurLM.create_from_arg_obj(arguments)
     theirs = HFLM(
         pretrained=str(folder), device="cpu", dtype="float32", max_length=8,
         prefix_token_id=ours.prefix_token_id,
@@ -90,7 +92,7 @@ def test_loglikelihood_rolling(tmp_path: Path) -> None:
     assert answers == pytest.approx(expected, **CLOSE)
 
 
-def test_generate_until(both: tuple[MegatronZppLM, HFLM]) -> None:
+def test_generate_until(both: tuple[OurLM, HFLM]) -> None:
     settings = {"max_gen_toks": 8, "do_sample": False}
     contexts = ["the cat", "a dog ran", "sat on", "mat", "the dog sat on the mat and a"]
     free = [(context, {"until": [], **settings}) for context in contexts]
@@ -107,7 +109,7 @@ def test_generate_until(both: tuple[MegatronZppLM, HFLM]) -> None:
 
 
 def test_sampled_texts_differ_by_their_seed() -> None:
-    lm = MegatronZppLM(peaked_model(), batch_size=2)
+    lm = OurLM(peaked_model(), batch_size=2)
     request = ("ab", {"do_sample": True, "temperature": 1.0, "max_gen_toks": 9, "num_beams": 1})
     texts = lm.generate_until(instances("generate_until", request, request))
     assert texts[0] != texts[1]
@@ -125,16 +127,16 @@ def test_sampled_texts_differ_by_their_seed() -> None:
 )
 def test_model_arguments_that_are_wrong(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        MegatronZppLM.create_from_arg_obj(arguments, {"batch_size": 1, "device": "cuda:0"})
+        OurLM.create_from_arg_obj(arguments, {"batch_size": 1, "device": "cuda:0"})
 
 
 def test_sizes_that_are_wrong() -> None:
     model = peaked_model()
     for batch_size in ("auto", "0", 0, "1.5"):
         with pytest.raises(InputError, match=f"--batch_size {batch_size}: expected a whole"):
-            MegatronZppLM(model, batch_size)
+            OurLM(model, batch_size)
     with pytest.raises(InputError, match="--seq-length 33: the model has 32 positions"):
-        MegatronZppLM(model, 1, 33)
+        OurLM(model, 1, 33)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_sizes_that_are_wrong() -> None:
     ],
 )
 def test_requests_that_are_refused(kind: str, request_arguments: tuple, message: str) -> None:
-    lm = MegatronZppLM(peaked_model())
+    lm = OurLM(peaked_model())
     with pytest.raises(InputError, match=message):
         getattr(lm, kind)(instances(kind, request_arguments))
 
@@ -156,7 +158,7 @@ def test_requests_that_are_refused(kind: str, request_arguments: tuple, message:
 def test_a_context_of_spaces_and_a_context_that_fills_the_model() -> None:
     """As plain arithmetic has it: spaces belong to the continuation, 32 positions predict 32."""
     model = peaked_model()
-    lm = MegatronZppLM(model)
+    lm = OurLM(model)
     answers = lm.loglikelihood(instances("loglikelihood", ("  ", "a"), ("x" * 40 + "b", "cd")))
     expected = log_probabilities(model.model, [model.tokenizer.eod, *b"  a"], 1)[0]
     assert answers[0][0] == pytest.approx(sum(expected), **CLOSE)
@@ -174,14 +176,14 @@ def test_chat_template(tmp_path: Path) -> None:
         "pretrained": str(tmp_path / "saved"),
         "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path),
     }  # fmt: skip
-    plain = MegatronZppLM(peaked_model())
+    plain = OurLM(peaked_model())
     with pytest.raises(InputError, match="peaked: its tokenizer comes without a chat template"):
         plain.apply_chat_template([{"role": "user", "content": "a"}])
     with pytest.raises(InputError, match="another tokenizer"):
-        MegatronZppLM.create_from_arg_obj(arguments)
+        OurLM.create_from_arg_obj(arguments)
     folder = saved(llama(vocab_size=len(vocabulary)), tmp_path / "llama")
     write_chat_files(folder)
-    lm = MegatronZppLM.create_from_arg_obj({"pretrained": str(folder)})
+    lm = OurLM.create_from_arg_obj({"pretrained": str(folder)})
     begin, end = vocabulary["<|begin|>"], vocabulary["<|end|>"]
     assert lm.tok_encode("<|begin|>user<|end|>")[::5] == [begin, end]
     assert "<|begin|>" in lm.chat_template(True) and lm.chat_template(False) == ""
@@ -192,7 +194,7 @@ def test_chat_template(tmp_path: Path) -> None:
     prefilled = lm.apply_chat_template(history, add_generation_prompt=False)
     assert prefilled.endswith("<|begin|>assistant\nThe best")
     write_chat_files(folder, template="{{ raise_exception('roles must alternate') }}")
-    refusing = MegatronZppLM.create_from_arg_obj({"pretrained": str(folder)})
+    refusing = OurLM.create_from_arg_obj({"pretrained": str(folder)})
     with pytest.raises(InputError, match="refuses these messages: roles must alternate"):
         refusing.apply_chat_template(history)
 
@@ -208,12 +210,14 @@ def test_on_ranks_that_share_the_weights(tmp_path: Path) -> None:
         [Request(prompt=tuple(text.encode()), max_new_tokens=5, sampling=sampling)
          for text in prompts],
     )  # fmt: skip
-    model = shard_text_model(TextModelConfig(load=str(tmp_path / "saved")), None, joined())
+    model = shard_text_model(
+        TextModelConfig(load=str(tmp_path / "saved")), None, joined(), open_model
+    )
     assert model.sharding.num_ranks == 2
     if dist.get_rank():
         model.follow()
         return
-    lm = MegatronZppLM(model, batch_size=2)
+    lm = OurLM(model, batch_size=2)
     for pairs in ([("ab", "c")], [("", "hello"), ("x" * 70, "yz"), ("q", "rst"), ("a b", " c d")]):
         answers = lm.loglikelihood(instances("loglikelihood", *pairs))
         for (context, continuation), answer in zip(pairs, answers, strict=True):

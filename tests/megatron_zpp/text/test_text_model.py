@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from megatron_zpp.checkpoint.open_model import open_checkpoint
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.text.generate import Request, complete
@@ -45,7 +46,7 @@ def joined() -> Ranks:
 
 def alone(folder: Path, **settings: str) -> TextModel:
     config = TextModelConfig(load=str(folder), **settings)
-    return open_text_model(config, TokenizerConfig(), Environment())
+    return open_text_model(config, TokenizerConfig(), Environment(), open_checkpoint)
 
 
 def test_on_one_rank_it_is_the_model_of_the_checkpoint(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_requests_are_checked_before_they_are_broadcast(tmp_path: Path) -> None:
 
 def test_without_a_folder() -> None:
     with pytest.raises(InputError, match="--load is missing"):
-        open_text_model(TextModelConfig(), TokenizerConfig(), Environment())
+        open_text_model(TextModelConfig(), TokenizerConfig(), Environment(), open_checkpoint)
 
 
 @ranks(4, ranks_per_node=2)
@@ -95,7 +96,7 @@ def test_on_ranks(settings: dict, dtype: str, tmp_path: Path) -> None:
     file = tmp_path / f"{dist.get_rank()}.json"
     file.write_text(json.dumps(settings))
     config = TextModelConfig(load=str(tmp_path / "saved"), dtype=dtype, deepspeed_config=str(file))
-    model = shard_text_model(config, None, joined())
+    model = shard_text_model(config, None, joined(), open_checkpoint)
     assert model.sharding.num_ranks == 4
     if dist.get_rank():
         model.follow()
@@ -125,7 +126,7 @@ def test_weights_stored_as_codes_cross_nodes_once_for_all_tokens(tmp_path: Path)
     file = tmp_path / f"{dist.get_rank()}.json"
     file.write_text(json.dumps({"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}}))
     config = TextModelConfig(load=str(tmp_path / "saved"), deepspeed_config=str(file))
-    model = shard_text_model(config, None, joined())
+    model = shard_text_model(config, None, joined(), open_checkpoint)
     matrices = [parameter for parameter in model.model.parameters() if parameter.ndim >= 2]
     assert matrices and all(map(is_quantized, matrices))
     if dist.get_rank():

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint.pretrained_model import with_initial_model
 from megatron_zpp.commands.pretrain import main
 from megatron_zpp.data.text_source import resolve_vocab_size
 from megatron_zpp.interchange.open_model import open_model
-from megatron_zpp.interchange.pretrained_model import with_initial_model
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.settings.arguments import parse
@@ -72,7 +72,7 @@ def test_a_dry_run_forecasts_the_memory(base, zero, tmp_path):
     larger = base.replace("--micro-batch-size 1 --global-batch-size 4", "--micro-batch-size 8")
     flags = larger + with_json(tmp_path, zero, bf16={"enabled": True}, train_batch_size=32)
     flags += "--train-iters 2 "
-    config, _ = with_initial_model(parse((TINY + flags).split(), 2))
+    config, _ = with_initial_model(parse((TINY + flags).split(), 2), open_model)
     vocab_size = resolve_vocab_size(config.data, config.tokenizer)
     nodes = Nodes(num_ranks=2, ranks_per_node=2)
     foretold = estimate(config, vocab_size, nodes, is_cpu=True)
@@ -210,13 +210,13 @@ def test_bad_input(base, change, named):
 def test_a_model_needs_text_for_its_tokenizer():
     config = parse("--pretrained-checkpoint m".split(), 1)
     with pytest.raises(InputError, match="--pretrained-checkpoint m needs text"):
-        with_initial_model(config)
+        with_initial_model(config, open_model)
 
 
 def test_a_gguf_is_imported_first():
     flags = "--pretrained-checkpoint m.gguf --mock-data --tokenizer-type NullTokenizer"
     with pytest.raises(InputError, match="tools/convert_hf.py --from-hf m.gguf --save FOLDER"):
-        with_initial_model(parse(f"{flags} --vocab-size 9".split(), 1))
+        with_initial_model(parse(f"{flags} --vocab-size 9".split(), 1), open_model)
 
 
 def test_nothing_frozen_to_store_is_an_error():

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from megatron_zpp.interchange.conversion import export_adapters
 from megatron_zpp.interchange.open_model import load_model, open_model
-from tests.megatron_zpp.interchange.foreign_mixtures import qwen2_moe
-from tests.megatron_zpp.interchange.foreign_models import logits
+from tests.megatron_zpp.interchange.foreign_models import logits, qwen2_moe
 from tests.megatron_zpp.parallel.flags import PP2, SP, TP2
 from tests.megatron_zpp.train.finetuning import MIXZ, flags_for, folder_of, with_json
 from tests.megatron_zpp.train.training_runs import (

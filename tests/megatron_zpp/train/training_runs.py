@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.capabilities.local_sgd.replicas import ElasticLocalSGD, LocalSGD
+from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.parallel.mesh import Ranks, build_mesh
 from megatron_zpp.parallel.replicas import Replicas
@@ -49,7 +50,7 @@ def log_of(
     """
     printed = io.StringIO()
     with _job(flags, printed, device, kind, outer) as job:
-        pretrain(*job)
+        pretrain(*job, open_model)
     return printed.getvalue()
 
 
@@ -68,7 +69,7 @@ class AsynchronousRanks(Ranks):
 def built_run(flags: str, outer: OuterGroup | ElasticGroup | None = None) -> Iterator[Run]:
     """The run of `TINY` and `flags` on these ranks, before its first iteration."""
     with _job(flags, io.StringIO(), outer=outer) as job:
-        yield build_run(*job)
+        yield build_run(*job, open_model)
 
 
 def write_log(flags: str, path: Path) -> None:

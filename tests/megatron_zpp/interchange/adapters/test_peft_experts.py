@@ -15,19 +15,20 @@ from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS
 from megatron_zpp.interchange.conversion import export_adapters, export_model
 from megatron_zpp.interchange.open_model import load_model, open_model
 from tests.megatron_zpp.interchange.adapters.trained_by_peft import of_peft
-from tests.megatron_zpp.interchange.foreign_mixtures import (
+from tests.megatron_zpp.interchange.foreign_models import (
     deepseek_v2,
     deepseek_v3,
     glm4_moe,
     gpt_oss,
     granite_moe,
+    logits,
     minimax_m2,
     mixtral,
     olmoe,
     qwen2_moe,
     qwen3_moe,
+    saved,
 )
-from tests.megatron_zpp.interchange.foreign_models import logits, saved
 from tests.megatron_zpp.train.lora_checkpoint import save_lora_checkpoint
 from zeropp.errors import InputError
 

@@ -14,7 +14,6 @@ record_megatron.py; of `deep`, which it does not have, they are written too. Wha
 
 import os
 import sys
-import tarfile
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
@@ -235,18 +234,7 @@ def train(rank: int, target: Target, folder: Path) -> None:
         tensors = modules[0].module.sharded_state_dict()
         content = {"model": tensors, "optimizer": sharded(optimizer, tensors, TRAINED)}
         dist_checkpointing.save(content, str(folder / "one_rank"))
-        with torch.no_grad():
-            logits = megatron.run(modules[0], tokens[0], False)
-        losses = [
-            megatron.train_step(modules[0], optimizer, batch) for batch in tokens[megatron.STEPS :]
-        ]
-    versions = {
-        "megatron-core": megatron.megatron.core.__version__,
-        "torch": str(torch.__version__),
-    }
-    print(target.model, losses, versions)
-    answers = {"tokens": tokens, "logits": logits.detach().clone(), "losses": losses}
-    torch.save(answers | {"versions": versions}, folder / "answers.pt")
+        torch.save(megatron.answers_of(modules[0], optimizer, tokens), folder / "answers.pt")
 
 
 def distribute(rank: int, target: Target, by_files: bool, folder: Path) -> None:
@@ -310,9 +298,7 @@ def record(name: str) -> None:
         for kind in ("torch_dist", "legacy") if name in BY_FILES else ("torch_dist",):
             pointer = folder / kind / "latest_checkpointed_iteration.txt"
             pointer.write_text(str(megatron.STEPS))
-            output = megatron.RECORDED / f"megatron_{kind}_{name}.tar.xz"
-            with tarfile.open(output, "w:xz") as archive:
-                archive.add(folder / kind, arcname=".")
+            megatron.pack(folder / kind, f"megatron_{kind}_{name}")
         if target.model == "deep":
             (folder / "answers.pt").rename(megatron.RECORDED / "megatron_deep_answers.pt")
 

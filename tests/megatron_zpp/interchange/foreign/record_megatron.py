@@ -6,8 +6,12 @@
 
 `record` trains each of two models for 3 steps on one rank, lets four or two ranks load it, so that
 megatron-core itself reshards it, and save it in both formats. Beside each checkpoint are answers:
-tokens, the logits for them, the loss of the next step and that of the step after it. `check`
-lets megatron-core load what `megatron-zpp convert --to-megatron` wrote, and compares logits.
+tokens, the logits for them, the loss of the next step and that of the step after it. A mixture of
+experts is drawn and not trained: the first of two layers is dense, the second has four experts, a
+shared one and a router with a bias. One rank writes it as torch_dist, with all experts in one
+tensor or in one each, and as a legacy file. Experts run one after another, as the grouped ones need
+a GPU. `check` lets megatron-core load what `megatron-zpp convert --to-megatron` wrote, and compares
+logits.
 """
 
 import contextlib
@@ -27,10 +31,14 @@ import torch.multiprocessing as mp
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -41,6 +49,12 @@ COMMON = dict(
     bias_dropout_fusion=False, masked_softmax_fusion=False, bias_activation_fusion=False,
     gradient_accumulation_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
 )  # fmt: skip
+EXPERTS = dict(
+    moe_router_topk=2, moe_ffn_hidden_size=12, moe_layer_freq=[0, 1],
+    moe_shared_expert_intermediate_size=8, moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True, moe_router_load_balancing_type="none",
+    moe_router_topk_scaling_factor=1.5,
+)  # fmt: skip
 MODELS = {
     "gpt2": COMMON,
     "llama": COMMON
@@ -48,6 +62,9 @@ MODELS = {
         num_query_groups=2, ffn_hidden_size=24, normalization="RMSNorm", gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, add_bias_linear=False,
     ),
+}  # fmt: skip
+MODELS["moe"] = MODELS["llama"] | EXPERTS | {
+    "num_moe_experts": 4, "moe_token_dispatcher_type": "allgather",
 }  # fmt: skip
 # What Megatron-LM stores as its arguments, as far as it describes the model and the run.
 ARGS = {
@@ -62,6 +79,9 @@ ARGS = {
         group_query_attention=True, num_query_groups=2, rotary_base=10000, rotary_percent=1.0,
     ),
 }  # fmt: skip
+ARGS["moe"] = ARGS["llama"] | EXPERTS | {
+    "num_experts": 4, "expert_model_parallel_size": 1, "moe_grouped_gemm": False,
+}  # fmt: skip
 BY_LAYER = {"singleton_local_shards": True}
 FULLY_RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -73,6 +93,7 @@ SAVED = {
     "llama": ("llama", 2, 1, BY_LAYER),
     "distributed_llama": ("llama", 1, 1, FULLY_RESHARDABLE),  # by the distributed optimizer
 }
+FORMS_OF_EXPERTS = {"moe": {}, "moe_apart": BY_LAYER}
 
 
 class OnCpu(TorchFunctionMode):
@@ -112,10 +133,15 @@ def make_gpt(name: str, tensor_ranks: int = 1, pipeline_ranks: int = 1) -> GPTMo
         tensor_model_parallel_size=tensor_ranks,
         pipeline_model_parallel_size=pipeline_ranks,
     )
-    args = ARGS[name]
-    return GPTModel(
+    args, has_experts = ARGS[name], "num_moe_experts" in MODELS[name]
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    if has_experts:
+        moe_utils.te_general_gemm = None  # of Transformer Engine, which needs a GPU
+        norm = config.normalization
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
+    model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=config.normalization),
+        spec,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type=args["position_embedding_type"],
@@ -123,6 +149,16 @@ def make_gpt(name: str, tensor_ranks: int = 1, pipeline_ranks: int = 1) -> GPTMo
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+    return drawn(model) if has_experts else model
+
+
+@torch.no_grad()
+def drawn(model: GPTModel) -> GPTModel:
+    """Draw every tensor of a mixture of experts."""
+    for name, parameter in model.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.decoder.layers[1].mlp.router.expert_bias.normal_(0.0, 0.1)
+    return model.eval()
 
 
 def make_model(
@@ -168,8 +204,8 @@ def train_step(model: Any, optimizer: Any, tokens: torch.Tensor) -> float:
 
 
 def args_of(name: str, tensor_ranks: int, pipeline_ranks: int) -> Namespace:
-    return Namespace(
-        **ARGS[name], num_layers=MODELS[name]["num_layers"], hidden_size=16,
+    common = dict(
+        num_layers=MODELS[name]["num_layers"], hidden_size=16,
         num_attention_heads=4, kv_channels=4, seq_length=SEQUENCE,
         max_position_embeddings=SEQUENCE, norm_epsilon=1e-5, layernorm_epsilon=1e-5,
         padded_vocab_size=VOCABULARY, vocab_size=90, make_vocab_size_divisible_by=16,
@@ -181,6 +217,7 @@ def args_of(name: str, tensor_ranks: int, pipeline_ranks: int) -> Namespace:
         tokenizer_type="NullTokenizer", optimizer="adam", use_distributed_optimizer=False,
         add_qkv_bias=False, qk_layernorm=False, apply_layernorm_1p=False,
     )  # fmt: skip
+    return Namespace(**common | ARGS[name])
 
 
 def state(name: str, model: Any, optimizer: Any, ranks: tuple[int, int], **request: Any) -> dict:
@@ -195,6 +232,23 @@ def state(name: str, model: Any, optimizer: Any, ranks: tuple[int, int], **reque
     }  # fmt: skip
 
 
+def answers_of(model: Any, optimizer: Any, tokens: torch.Tensor) -> dict:
+    """Return what a trained model answers, which the next steps change."""
+    with torch.no_grad():
+        logits = run(model, tokens[0], False)
+    losses = [train_step(model, optimizer, batch) for batch in tokens[STEPS:]]
+    versions = {"megatron-core": megatron.core.__version__, "torch": str(torch.__version__)}
+    print(losses, versions)
+    answers = {"tokens": tokens, "logits": logits.detach().clone(), "losses": losses}
+    return answers | {"versions": versions}
+
+
+def pack(folder: Path, name: str) -> None:
+    """Record what was saved in a folder."""
+    with tarfile.open(RECORDED / f"{name}.tar.xz", "w:xz") as archive:
+        archive.add(folder, arcname=".")
+
+
 def train(rank: int, name: str, request: dict, folder: Path) -> None:
     """Train a model on one rank and save it and its answers in `folder`."""
     start(0, 1, 1, str(folder / "store"))
@@ -207,13 +261,7 @@ def train(rank: int, name: str, request: dict, folder: Path) -> None:
         (folder / "one_rank").mkdir()
         content = state(name, model, optimizer, (1, 1), **(request if is_distributed else {}))
         dist_checkpointing.save(content, str(folder / "one_rank"))
-        with torch.no_grad():
-            logits = run(model, tokens[0], False)
-        losses = [train_step(model, optimizer, batch) for batch in tokens[STEPS:]]
-    answers = {"tokens": tokens, "logits": logits.detach().clone(), "losses": losses}
-    versions = {"megatron-core": megatron.core.__version__, "torch": str(torch.__version__)}
-    print(name, losses, versions)
-    torch.save(answers | {"versions": versions}, folder / "answers.pt")
+        torch.save(answers_of(model, optimizer, tokens), folder / "answers.pt")
 
 
 def reshard(rank: int, name: str, ranks: tuple[int, int], request: dict, folder: Path) -> None:
@@ -255,37 +303,60 @@ def save_legacy(
     torch.save(content, folder / part / "model_optim_rng.pt")
 
 
-def record(targets: list[str]) -> None:
-    for target in targets:
-        name, tensor_ranks, pipeline_ranks, request = SAVED[target]
-        folder = Path(tempfile.mkdtemp())
-        mp.spawn(train, (name, request, folder))
-        ranks = (tensor_ranks, pipeline_ranks)
-        if ranks == (1, 1):
-            (folder / "torch_dist").mkdir()
-            (folder / "one_rank").rename(folder / "torch_dist/iter_0000003")
-        else:
-            mp.spawn(reshard, (name, ranks, request, folder), nprocs=tensor_ranks * pipeline_ranks)
-        for kind in folder.glob("*/"):
-            (kind / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
-            if kind.name != "one_rank":
-                output = RECORDED / f"megatron_{kind.name}_{target}.tar.xz"
-                with tarfile.open(output, "w:xz") as archive:
-                    archive.add(kind, arcname=".")
-        shutil.move(folder / "answers.pt", RECORDED / f"megatron_{name}_answers.pt")
-        shutil.rmtree(folder)
+def record(target: str) -> None:
+    name, tensor_ranks, pipeline_ranks, request = SAVED[target]
+    folder = Path(tempfile.mkdtemp())
+    mp.spawn(train, (name, request, folder))
+    ranks = (tensor_ranks, pipeline_ranks)
+    if ranks == (1, 1):
+        (folder / "torch_dist").mkdir()
+        (folder / "one_rank").rename(folder / "torch_dist/iter_0000003")
+    else:
+        mp.spawn(reshard, (name, ranks, request, folder), nprocs=tensor_ranks * pipeline_ranks)
+    for kind in folder.glob("*/"):
+        (kind / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+        if kind.name != "one_rank":
+            pack(kind, f"megatron_{kind.name}_{target}")
+    shutil.move(folder / "answers.pt", RECORDED / f"megatron_{name}_answers.pt")
+    shutil.rmtree(folder)
+
+
+def record_experts(rank: int, folder: Path) -> None:
+    """Save a mixture of experts in all forms, and what it answers."""
+    start(0, 1, 1, str(folder / "store"))
+    common = {"args": args_of("moe", 1, 1), "checkpoint_version": 3.0, "iteration": STEPS}
+    with OnCpu():
+        model, tokens = make_gpt("moe"), batches()
+        with torch.no_grad():
+            logits = run(model, tokens[0], False)
+        for name, request in FORMS_OF_EXPERTS.items():
+            target = folder / f"torch_dist_{name}" / "iter_0000003"
+            target.mkdir(parents=True)
+            tensors = model.sharded_state_dict(**{"metadata": request} if request else {})
+            dist_checkpointing.save(common | {"model": tensors}, str(target))
+        target = folder / "legacy_moe" / "iter_0000003" / "mp_rank_00"
+        target.mkdir(parents=True)
+        state = common | {"model": model.state_dict_for_save_checkpoint()}
+        torch.save(state, target / "model_optim_rng.pt")
+    for kind in folder.glob("*_moe*/"):
+        (kind / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+        pack(kind, f"megatron_{kind.name}")
+    answers = {"tokens": tokens, "logits": logits.clone(), "losses": []}
+    torch.save(answers, RECORDED / "megatron_moe_answers.pt")
 
 
 def check(rank: int, export: str, answers: str) -> None:
     """Let megatron-core load an exported checkpoint, and compare its logits with the answers."""
-    name = "llama" if "llama" in answers else "gpt2"
     expected = torch.load(answers)
     with tempfile.TemporaryDirectory() as folder, OnCpu():
         start(0, 1, 1, f"{folder}/store")
-        model, _ = make_model(name)
-        tensors = model.module.sharded_state_dict()
+        model = make_gpt(Path(answers).name.split("_")[1])
+        for tensor in model.state_dict().values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.fill_(torch.nan)
+        tensors = model.sharded_state_dict()
         loaded = dist_checkpointing.load(tensors, export)
-        model.module.load_state_dict({name: loaded[name] for name in tensors})
+        model.load_state_dict({name: loaded[name] for name in tensors})
         with torch.no_grad():
             logits = run(model, expected["tokens"][0], False)
         difference = (logits - expected["logits"]).abs().max().item()
@@ -294,7 +365,11 @@ def check(rank: int, export: str, answers: str) -> None:
 
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if sys.argv[1] == "record":
-        record(sys.argv[2:] or list(SAVED))
-    else:
+    if sys.argv[1] == "check":
         mp.spawn(check, tuple(sys.argv[2:4]))
+    for target in (sys.argv[2:] or [*SAVED, "moe"]) if sys.argv[1] == "record" else ():
+        if target == "moe":
+            with tempfile.TemporaryDirectory() as temporary:
+                mp.spawn(record_experts, (Path(temporary),))
+        else:
+            record(target)

@@ -3,7 +3,6 @@
 import math
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +13,13 @@ from megatron_zpp.interchange.foreign.import_checkpoint import import_checkpoint
 from megatron_zpp.interchange.foreign.megatron_args import megatron_args, model_fields
 from megatron_zpp.interchange.foreign.shard_tensors import ShardTensors
 from megatron_zpp.interchange.foreign.tensor_files import COMMON_STATE
-from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.settings.config import ModelConfig
-from tests.megatron_zpp.interchange.foreign.recorded_checkpoints import unpack
+from tests.megatron_zpp.interchange.foreign.recorded_checkpoints import (
+    assert_same,
+    change,
+    unpack,
+    weights_of,
+)
 from zeropp.errors import InputError
 
 OLD_NAMES = (
@@ -32,17 +35,6 @@ def old_name(name: str) -> str:
     for new, old in OLD_NAMES:
         name = name.replace(new, old)
     return name
-
-
-def weights_of(source: Path, save: Path) -> dict[str, torch.Tensor]:
-    """Import a checkpoint; return what is then in ours."""
-    import_checkpoint(source, save)
-    return dict(open_model(save).tensors())
-
-
-def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def as_old(model: dict[str, torch.Tensor]) -> dict:
@@ -65,9 +57,7 @@ def test_names_of_old_megatrons(tmp_path):
     source = unpack("megatron_legacy_gpt2", tmp_path)
     expected = weights_of(source, tmp_path / "new")
     for path in source.glob("iter_*/*/*.pt"):
-        content = torch.load(path, weights_only=False)
-        content["model"] = as_old(content["model"])
-        torch.save(content, path)
+        change(path, lambda content: content.update(model=as_old(content["model"])))
     assert_same(weights_of(source, tmp_path / "old"), expected)
 
 

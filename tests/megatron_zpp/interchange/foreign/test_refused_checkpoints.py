@@ -11,21 +11,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_zpp.commands.convert_hf import main
-from megatron_zpp.interchange.foreign.import_checkpoint import import_checkpoint
 from megatron_zpp.interchange.foreign.pickles import load_metadata, load_pickle
 from megatron_zpp.interchange.foreign.tensor_files import MOMENTUM, NOT_TAKEN
 from megatron_zpp.interchange.foreign.zero_files import STAGES_1_2
 from megatron_zpp.interchange.open_model import open_model
-from tests.megatron_zpp.interchange.foreign.recorded_checkpoints import unpack
+from tests.megatron_zpp.interchange.foreign.recorded_checkpoints import (
+    change,
+    change_metadata,
+    error_of,
+    unpack,
+    weights_of,
+)
 
 TORCH_DIST, LEGACY = "megatron_torch_dist_gpt2", "megatron_legacy_gpt2"
 ZERO_2, ZERO_3 = "deepspeed_zero2_gpt2", "deepspeed_zero3_llama"
 CORE_19, UNIVERSAL_3 = "megatron_core19_gpt2", "deepspeed_universal_bf16"
 COMMON_STATE = "common_state/shard_0_1"
 UNIVERSAL, TITAN = "deepspeed_universal_gpt2", "torchtitan_llama"
+BUCKETS, EXPERTS = "megatron_legacy_buckets_llama", "megatron_legacy_moe"
 
 
 class Attack:
@@ -36,23 +42,6 @@ class Attack:
 
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
-
-
-def error_of(capsys, source: Path, *flags: str) -> str:
-    """Run the command, which must fail and write no checkpoint; return what it says."""
-    save = source / "ours"
-    assert main(["--from-checkpoint", str(source), "--save", str(save), *flags]) == 1
-    assert not list(save.glob("iter_*"))
-    text = capsys.readouterr().err
-    assert text.startswith("error: ") and "Traceback" not in text
-    return text
-
-
-def change(path: Path, edit) -> None:
-    """Change what torch.save wrote to `path`."""
-    content = torch.load(path, weights_only=False)
-    edit(content)
-    torch.save(content, path)
 
 
 def state_of(source: Path) -> Path:
@@ -67,7 +56,8 @@ def state_of(source: Path) -> Path:
      (CORE_19, "iter*/__0_0.distcp"), (UNIVERSAL_3, "*/zero/*word_embeddings.weight/fp32.pt"),
      (LEGACY, "iter*/mp_rank_01_001/*.pt"),
      (ZERO_2, "*/zero_pp_rank_1*"), (ZERO_3, "*/zero_pp_rank_0_*model_states.pt"),
-     (UNIVERSAL, "*/zero/*word_embeddings.weight/exp_avg.pt"), (TITAN, "*/*/__0_0.distcp")],
+     (UNIVERSAL, "*/zero/*word_embeddings.weight/exp_avg.pt"), (TITAN, "*/*/__0_0.distcp"),
+     (BUCKETS, "iter*/mp_rank_01/distrib_optim.pt")],
 )  # fmt: skip
 def test_a_truncated_file_is_called_damaged(name, pattern, tmp_path, capsys):
     source = unpack(name, tmp_path)
@@ -90,7 +80,8 @@ def test_a_truncated_file_is_called_damaged(name, pattern, tmp_path, capsys):
      (ZERO_3, "*/*rank_1*optim_states.pt", "copy those of all ranks"),
      (UNIVERSAL, "*/mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt is missing"),
      (UNIVERSAL, "*/zero/*word_embeddings.weight/exp_avg.pt", "exp_avg.pt: missing"),
-     (UNIVERSAL, "*/zero/*layers.1.mlp.linear_fc2.bias", "missing: decoder.layers.1.mlp.linear_")],
+     (UNIVERSAL, "*/zero/*layers.1.mlp.linear_fc2.bias", "missing: decoder.layers.1.mlp.linear_"),
+     (BUCKETS, "iter*/mp_rank_01/distrib_optim.pt", "missing, with the state of the distributed")],
 )  # fmt: skip
 def test_missing_ranks_and_files_are_named(name, pattern, expected, tmp_path, capsys):
     source = unpack(name, tmp_path)
@@ -201,8 +192,7 @@ def test_random_bytes_in_a_common_state_are_errors_or_change_nothing(seed, tmp_p
         assert capsys.readouterr().err.startswith("error: ")
     else:
         weights = dict(open_model(tmp_path / "ours").tensors())
-        import_checkpoint(unpack(CORE_19, tmp_path / "again"), tmp_path / "expected")
-        expected = dict(open_model(tmp_path / "expected").tensors())
+        expected = weights_of(unpack(CORE_19, tmp_path / "again"), tmp_path / "expected")
         assert all(torch.equal(weights[name], each) for name, each in expected.items())
 
 
@@ -214,19 +204,20 @@ def test_a_flat_parameter_of_another_length(tmp_path, capsys):
     assert f"{path}: holds 767 numbers, but the parameter of shape [48, 16] has 768" in text
 
 
+def in_a_chain(metadata: Metadata) -> None:
+    old, new = "optimizer.state.exp_avg.", f"chained_0.optimizer.state.{MOMENTUM}."
+    kept, places = metadata.state_dict_metadata, metadata.storage_data
+    metadata.state_dict_metadata = {key.replace(old, new): kept[key] for key in kept}
+    metadata.storage_data = {
+        replace(key, fqn=key.fqn.replace(old, new)): places[key] for key in places
+    }
+
+
 def with_muons_state(name: str, folder: Path) -> Path:
     """A recorded checkpoint in which matrices have Muon's state, as the program saves it."""
     source = unpack(name, folder)
     if name == TORCH_DIST:  # a chain of Muon and Adam
-        (path,) = source.glob("iter*/.metadata")
-        metadata = load_metadata(path.parent)
-        old, new = "optimizer.state.exp_avg.", f"chained_0.optimizer.state.{MOMENTUM}."
-        kept, places = metadata.state_dict_metadata, metadata.storage_data
-        metadata.state_dict_metadata = {key.replace(old, new): kept[key] for key in kept}
-        metadata.storage_data = {
-            replace(key, fqn=key.fqn.replace(old, new)): places[key] for key in places
-        }
-        path.write_bytes(pickle.dumps(metadata))
+        change_metadata(source / "iter_0000003", in_a_chain)
     for path in source.glob("iter*/mp_rank*/*.pt") if name == LEGACY else ():
         content = load_pickle(path)
         adam = content["optimizer"]
@@ -261,8 +252,7 @@ def test_muons_state_is_left_out_by_name(name, tmp_path, capsys):
     assert main([*flags, str(tmp_path / "ours")]) == 0
     said = "it was not asked for" if name == ZERO_2 else NOT_TAKEN
     assert f"without Adam's state: {said}" in capsys.readouterr().out
-    import_checkpoint(unpack(name, tmp_path / "again"), tmp_path / "expected")
-    expected = dict(open_model(tmp_path / "expected").tensors())
+    expected = weights_of(unpack(name, tmp_path / "again"), tmp_path / "expected")
     weights = dict(open_model(tmp_path / "ours").tensors())
     assert all(torch.equal(weights[key], each) for key, each in expected.items())
 

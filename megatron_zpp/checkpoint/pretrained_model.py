@@ -5,10 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_model
-from megatron_zpp.interchange.gguf import SUFFIX
-from megatron_zpp.interchange.open_model import OpenedModel, open_model
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.lora import EXPERT_LAYERS, adapts_experts
+from megatron_zpp.checkpoint.open_model import OpenedModel, OpenModel
 from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
 from megatron_zpp.settings.gpt.experts import OF_TRAINING
 from zeropp import InputError
@@ -16,7 +13,7 @@ from zeropp import InputError
 log = logging.getLogger("megatron_zpp")
 
 
-def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
+def with_initial_model(config: Config, open_model: OpenModel) -> tuple[Config, OpenedModel | None]:
     """Return `config` with the shape of the model that its flags name, and that model if opened.
 
     `--use-checkpoint-args` takes the shape from `--load`; `--pretrained-checkpoint` opens a model,
@@ -30,7 +27,7 @@ def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
     folder = config.lora.pretrained_checkpoint
     if folder is None:
         return config, None
-    if Path(folder).suffix == SUFFIX:
+    if Path(folder).suffix == ".gguf":
         raise InputError(
             f"--pretrained-checkpoint {folder}: import it first, once for all ranks: "
             f"tools/convert_hf.py --from-hf {folder} --save FOLDER"
@@ -51,23 +48,6 @@ def with_initial_model(config: Config) -> tuple[Config, OpenedModel | None]:
     lora = replace(config.lora, pretrained_checkpoint=str(opened.path.resolve()))
     config = replace(config, model=model, tokenizer=opened.tokenizer_config, lora=lora)
     return config, opened
-
-
-def lora_summary(config: Config, model: GPT) -> list[tuple[str, str]]:
-    """Return a (name, text) row for the summary of a LoRA run; empty for any other run."""
-    lora = config.lora
-    if not lora.lora_rank:
-        return []
-    num_trained = model.num_parameters(trained_only=True)
-    text = (
-        f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are trained"
-    )
-    if config.model.has_experts and not adapts_experts(lora, config.model):
-        text += f"\nexperts have none: --lora-target-modules {' '.join(EXPERT_LAYERS)}"
-    if config.zero.stores_frozen:
-        bits = config.zero.zeropp.nontrainable_weight_bits
-        text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
-    return [("LoRA", text)]
 
 
 def _require_data(data: DataConfig, folder: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_zpp.interchange.adapters.merged_weights import CheckpointAdapters, MergedWeights
+from megatron_zpp.checkpoint.merged_weights import CheckpointAdapters, MergedWeights
 from megatron_zpp.settings.config import LoraConfig
 from tests.megatron_zpp.train.lora_checkpoint import InMemoryWeights
 from zeropp import InputError

@@ -1,1 +1,0 @@
-"""The families of dense models, in files of families that are much alike."""
