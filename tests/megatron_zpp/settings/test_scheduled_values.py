@@ -355,23 +355,3 @@ def test_a_schedule_may_skip_a_size_and_become_smaller():
     assert [size(consumed) for consumed in (0, 8, 16, 18, 20)] == [8, 8, 2, 2, 4]
     assert size.samples_after(4) == 8 + 8 + 2 + 2 and size.samples_after(5) == 24
     assert scheduled("0:8", "2:2", "3:4", seq_length=1).samples_after(2) == 12
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"step_batch_size_schedule": ("5:2",)}, "must begin with 0 and ascend"),
-        ({"step_batch_size_schedule": ("0:2", "8:4", "8:6")}, "must begin with 0 and ascend"),
-        ({"step_batch_size_schedule": ("0:2", "8Q:4")}, "8Q:4: expected TOKENS:SIZE"),
-        ({"step_batch_size_schedule": ("0:0",)}, "0:0: expected TOKENS:SIZE"),
-        ({"step_batch_size_schedule": ("0:2",), "global_batch_size": 4}, "is not the largest"),
-        (
-            {"step_batch_size_schedule": ("0:4",), "rampup_batch_size": (2, 2, 9),
-             "global_batch_size": 4},
-            "two ways to change the batch size",
-        ),
-    ],
-)  # fmt: skip
-def test_a_schedule_that_is_none(batch, message):
-    with pytest.raises(InputError, match=message):
-        BatchConfig(**batch).check()
