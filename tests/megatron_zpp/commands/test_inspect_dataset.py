@@ -78,20 +78,6 @@ def test_the_picture_has_a_bar_for_each_power_of_two(tmp_path: Path, capsys) -> 
     assert len(np.unique(np.diff(starts).round(-1))) == 2  # a gap where 1 would be
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "--input is missing: prefix of the dataset"),
-        (["--input", "nowhere"], "no dataset at nowhere"),
-        (["--input", "text", "--largest", "-1"], "--largest -1"),
-        (["--input", "text", "--histogramm", "x"], "did you mean --histogram?"),
-    ],
-)
-def test_bad_input_is_named(argv: list[str], message: str, capsys) -> None:
-    assert main(argv) == 1
-    assert message in capsys.readouterr().err
-
-
 def test_a_truncated_file_is_named(tmp_path: Path, capsys) -> None:
     prefix = write(tmp_path / "text", CLEAN)
     path = Path(f"{prefix}.bin")

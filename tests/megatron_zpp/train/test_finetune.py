@@ -16,7 +16,6 @@ from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
 from tests.megatron_zpp.interchange.foreign_models import llama
-from tests.megatron_zpp.train import finetuning
 from tests.megatron_zpp.train.finetuning import MIXZ, flags_for, folder_of
 from tests.megatron_zpp.train.training_runs import (
     TINY,
@@ -26,6 +25,7 @@ from tests.megatron_zpp.train.training_runs import (
     losses,
     require_equal,
     run,
+    with_json,
 )
 from tests.ranks import ranks
 from zeropp import InputError
@@ -40,14 +40,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return flags_for(even, tmp_path_factory.mktemp("llama"))
 
 
-def with_json(folder: Path, zero: dict, **more: object) -> str:
-    return finetuning.with_json(folder / f"{dist.get_rank()}.json", zero, **more)
+def of_node(zero: dict, **more: object) -> str:
+    return with_json(zero, ranks_per_node=2, more=more)
 
 
 @ranks(4, ranks_per_node=2, timeout=180)
 def test_adapters_learn_beside_weights_stored_as_codes(base, tmp_path):
     log = log_of(f"{base} --deepspeed_config {ROOT}/examples/ds_mixz_config.json")
-    exact = log_of(base + with_json(tmp_path, {"stage": 3}) + "--train-iters 1 ")
+    exact = log_of(base + of_node({"stage": 3}) + "--train-iters 1 ")
     if dist.get_rank() == 0:
         assert "frozen weights are stored and gathered as INT8 (MixZ++)" in log
         assert "parameters are trained" in log
@@ -70,7 +70,7 @@ def test_a_dry_run_says_what_is_trained_and_what_is_stored(base, capsys):
 def test_a_dry_run_forecasts_the_memory(base, zero, tmp_path):
     """To a tenth, as the document says: all tensors of the job, its samples too."""
     larger = base.replace("--micro-batch-size 1 --global-batch-size 4", "--micro-batch-size 8")
-    flags = larger + with_json(tmp_path, zero, bf16={"enabled": True}, train_batch_size=32)
+    flags = larger + of_node(zero, bf16={"enabled": True}, train_batch_size=32)
     flags += "--train-iters 2 "
     config, _ = with_initial_model(parse((TINY + flags).split(), 2))
     vocab_size = resolve_vocab_size(config.data, config.tokenizer)
@@ -83,7 +83,7 @@ def test_a_dry_run_forecasts_the_memory(base, zero, tmp_path):
 
 @ranks(2, timeout=180)
 def test_resuming_changes_no_digit_and_reads_the_frozen_weights_again(base, tmp_path):
-    flags = base + with_json(tmp_path, MIXZ) + "--train-iters 4 "
+    flags = base + of_node(MIXZ) + "--train-iters 4 "
     whole = losses(log_of(flags))
     first = losses(log_of(f"{flags} --save {tmp_path}/save --exit-interval 2"))
     assert first + losses(log_of(f"{flags} --load {tmp_path}/save")) == whole
@@ -91,7 +91,7 @@ def test_resuming_changes_no_digit_and_reads_the_frozen_weights_again(base, tmp_
 
 @ranks(1)
 def test_resumed_adapters_keep_their_scaling_and_base(base, tmp_path):
-    flags = base + with_json(tmp_path, MIXZ | {"zero_hpz_partition_size": 1})
+    flags = base + of_node(MIXZ | {"zero_hpz_partition_size": 1})
     log_of(f"{flags} --save {tmp_path}/save --lora-alpha 8 --train-iters 1")
     again = f"{flags} --load {tmp_path}/save "
     with pytest.raises(InputError, match="--lora-alpha 16: the adapters in .* trained with 8"):
@@ -105,7 +105,7 @@ def test_resumed_adapters_keep_their_scaling_and_base(base, tmp_path):
 
 @ranks(2)
 def test_only_adapters_are_trained_and_matrices_are_codes(base, tmp_path):
-    with built_run(base + with_json(tmp_path, MIXZ)) as run:
+    with built_run(base + of_node(MIXZ)) as run:
         for name, parameter in run.trainer.sharding.model.named_parameters():
             assert parameter.requires_grad == (".lora_" in name)
             assert is_quantized(parameter) == (parameter.ndim >= 2 and ".lora_" not in name)
@@ -116,7 +116,7 @@ def test_only_adapters_are_trained_and_matrices_are_codes(base, tmp_path):
 
 @ranks(2, timeout=120)
 def test_recomputation_changes_no_loss(base, tmp_path):
-    flags = base + with_json(tmp_path, MIXZ, bf16={"enabled": True})
+    flags = base + of_node(MIXZ, bf16={"enabled": True})
     assert losses(log_of(flags + "--recompute-granularity full")) == losses(log_of(flags))
 
 
@@ -156,7 +156,7 @@ def test_what_backward_does_not_reach_sends_nothing(base):
 @ranks(4, timeout=180)
 def test_parts_of_frozen_weights_are_stored_as_codes(base, tmp_path):
     sizes = "--tensor-model-parallel-size 2 --sequence-parallel "
-    log = log_of(base + sizes + with_json(tmp_path, MIXZ))
+    log = log_of(base + sizes + of_node(MIXZ))
     exact = log_of(base + sizes + "--train-iters 1 ")
     if dist.get_rank() == 0:
         assert "frozen weights are stored and gathered as INT8 (MixZ++)" in log
@@ -170,7 +170,7 @@ def test_parts_of_frozen_weights_are_stored_as_codes(base, tmp_path):
 def test_a_saved_run_opens_with_its_adapters_merged(base, stored, tmp_path):
     """Also where the base is itself tuned."""
     folder = folder_of(base)
-    flags = base + with_json(tmp_path, stored) + "--train-iters 2 "
+    flags = base + of_node(stored) + "--train-iters 2 "
     log_of(f"{flags} --save {tmp_path}/first")
     again = flags.replace(f"-checkpoint {folder}", f"-checkpoint {tmp_path}/first")
     log_of(f"{again} --save {tmp_path}/second")

@@ -1,8 +1,9 @@
 """Runs `pretrain` on the ranks of a test, in process, and reads its log."""
 
 import io
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -142,6 +143,12 @@ def shared_folder(own: str) -> Path:
     return Path(folders[0])
 
 
+def with_json(zero: Mapping | None = None, *, more: Mapping | None = None, **zeropp: object) -> str:
+    """The flag of a JSON with these sections, and `more` ones."""
+    sections = {"zero_optimization": dict(zero or {}), "zeropp": zeropp, **(more or {})}
+    return f" --deepspeed_config {json.dumps(sections, separators=(',', ':'))} "
+
+
 def losses(log: str) -> list[str]:
     """The printed training losses."""
     return re.findall(r"lm loss: (\S+) \|", log)
@@ -164,12 +171,26 @@ def require_equal(log: str, expected: str) -> None:
         assert numbers == pytest.approx(others, rel=RELATIVE), name
 
 
-def require_same_digits_after_a_stop(flags: str, folder: Path, stop: int) -> None:
-    """Require the losses of a run that ends after `stop` iterations and goes on to be those of one
-    that does not."""
-    straight = losses(log_of(flags))
-    first = losses(log_of(f"{flags} --save {folder} --exit-interval {stop}"))
-    assert first + losses(log_of(f"{flags} --load {folder}")) == straight
+def held_out(log: str) -> list[str]:
+    """The printed losses of evaluations."""
+    return re.findall(r"loss at .*? value: (\S+)", log)
+
+
+def require_same_digits_after_a_stop(
+    num_ranks: int, flags: str, folder: Path, stop: int = 2, rest: str = ""
+) -> tuple[str, str]:
+    """Require all digits of a run in one that goes on from its checkpoint after `stop` iterations.
+
+    `rest`: flags of what goes on. Returns the logs of both.
+    """
+    saved = folder / "saved"
+    straight = run(num_ranks, f"{flags} --save {saved} --save-interval {stop}", folder)
+    second = run(num_ranks, f"{flags} --load {saved} --ckpt-step {stop} {rest}", folder)
+    assert losses(second) == losses(straight)[stop:] != []
+    for name in ("grad norm", "learning rate", "loss scale", "consumed samples"):
+        assert field(second, name) == field(straight, name)[-len(field(second, name)) :], name
+    assert held_out(second) == held_out(straight)[len(held_out(straight)) - len(held_out(second)) :]
+    return straight, second
 
 
 @contextmanager
