@@ -158,7 +158,7 @@ def test_the_forecast_of_planned_ranks_is_that_of_the_ranks(flags: str) -> None:
     sizes = "--micro-batch-size 2 --global-batch-size 8 --zero-stage 3 --bf16 "
     with built_run(SIZES + flags + sizes + with_json(ZERO3, **OF_2)) as run:
         config, sharding, ranks = run.config, run.trainer.sharding, run.ranks
-        sent = Counter(run.trainer.communication.forecast)
+        sent = Counter(run.trainer.communication.forecast)  # of the rank's node
         vocab_size = run.tokenizer.vocab_size
     place = ranks.pipeline_place
     planned_run = plan_run(config, vocab_size, ranks.nodes, is_cpu=True, place=place)
@@ -169,7 +169,7 @@ def test_the_forecast_of_planned_ranks_is_that_of_the_ranks(flags: str) -> None:
     dist.all_gather_object(everywhere, sent)
     expected = mean_of_nodes(plan_places(config, vocab_size, ranks.nodes, is_cpu=True))
     for key, num_bytes in sum(everywhere, Counter()).items():
-        assert expected[key] == pytest.approx(num_bytes / 2), key
+        assert expected[key] == pytest.approx(num_bytes / 4), key
 
 
 def planned(plan: Plan) -> list[tuple]:

@@ -25,62 +25,25 @@ from zeropp.settings.zero_config import ZeroConfig
 
 VALUES = [tuple(row.values()) for row in rows("flag_values.tsv")]
 
-# A setting without effect beside the settings behind it, and beside others that give it one.
-PAIRS = """
---num-layers 3 | --pretrained-checkpoint m --data-path d | --data-path d
---hidden-dropout 0.3 | --pretrained-checkpoint m --data-path d | --data-path d
---rotary-base 500 | --pretrained-checkpoint m --data-path d | --use-rotary-position-embeddings
---lora-alpha 3 | | --lora-rank 4 --pretrained-checkpoint m --data-path d
---lora-dropout 0.5 | | --lora-rank 4 --pretrained-checkpoint m --data-path d
---save-interval 5 | | --save s
---no-save-optim | | --save s
---keep-checkpoints 2 | | --save s
---save-retain-interval 6 | | --save s
---async-save | | --save s
---finetune | | --load s
---no-verify-checkpoint | | --load s
---reset-iteration | | --load s
---override-opt_param-scheduler | | --load s
---fp32-residual-connection | | --bf16
---hysteresis 3 | | --fp16
---apply-wd-to-qk-layernorm | | --qk-layernorm
---loss-scale 8 | --bf16 | --fp16
---initial-loss-scale 16 | --fp16 --loss-scale 8 | --fp16
---lr-wsd-decay-iters 5 | | --lr-decay-style WSD
---min-lr 1e-06 | --lr-decay-style constant | --lr-decay-style cosine
---lr-decay-iters 5 | --lr-decay-tokens 9000 | --lr-decay-style cosine
---lr-decay-samples 5 | --lr-decay-tokens 9000 | --lr-decay-style cosine
---lr-warmup-init 1e-06 | | --lr-warmup-iters 3
---recompute-num-layers 2 | | --checkpoint-activations
---rotary-base 500 | | --use-rotary-position-embeddings
---use-rope-scaling | | --use-rotary-position-embeddings
---use-rope-scaling | --multi-latent-attention --rope-type yarn | --use-rotary-position-embeddings
---rope-scaling-factor 4 | | --use-rope-scaling --use-rotary-position-embeddings
---split 9,1,0 | --mock-data | --data-path d
---data-cache-path c | --mock-data | --data-path d
---data-cache-path c | --data-path d.jsonl | --data-path d
---fim-spm-rate 0.25 | | --fim-rate 0.5
---eval-interval 5 | --eval-iters 0 | --eval-iters 1
---sample-length 5 | | --sample-prompt def
---tensorboard-queue-size 5 | | --tensorboard-dir t
---log-timers-to-tensorboard | | --wandb-project p
---wandb-exp-name e | | --wandb-project p
-"""
+# Settings without effect beside others, and beside others that give them one.
+PAIRS = [tuple(row.values()) for row in rows("without_effect.tsv")]
 
 
-@pytest.mark.parametrize(("typed", "setting", "value"), VALUES)
-def test_a_flag_fills_its_setting_in_every_spelling(typed, setting, value):
+@pytest.mark.parametrize(("typed", "setting", "value", "file"), VALUES)
+def test_a_flag_fills_its_setting_in_every_spelling(typed, setting, value, file):
+    """Or a key of the JSON does."""
     words = typed.split()
     other = [w.replace("-", "_").replace("__", "--", 1) if w[:2] == "--" else w for w in words]
     dashes = [w.replace("_", "-") if w[:2] == "--" else w for w in words]
     num_ranks = 2 if {"--sequence-parallel", "--pipeline-model-parallel-size"} & {*words} else 1
+    beside = ["--deepspeed_config", file] if file else []
     for spelled in (words, other, dashes):
-        assert value_at(parse(spelled, num_ranks), setting) == json.loads(value), spelled
+        assert value_at(parse(spelled + beside, num_ranks), setting) == json.loads(value), spelled
 
 
 def test_every_flag_is_covered():
     """A field added to a section without a row in the table fails here."""
-    lines = [typed for typed, _, _ in VALUES] + PAIRS.splitlines()
+    lines = [typed for typed, *_ in VALUES] + [each for row in PAIRS for each in row]
     tried = {word.partition("=")[0].replace("_", "-") for line in lines for word in line.split()}
     ours = {"--eval-at-start", "--deepspeed-config", "--cpu-optimizer", "--no-position-embedding"}
     ours |= {"--dry-run", "--dry-run-ranks", "--remote-device", "--use-pin-memory"}
@@ -98,12 +61,11 @@ def notices(line: str, caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in messages if "has no effect here" in message]
 
 
-@pytest.mark.parametrize("pair", PAIRS.strip().splitlines())
-def test_it_says_so_where_it_has_no_effect(pair, caplog):
-    setting, without, with_effect = pair.split("|")
-    (message,) = notices(setting + without, caplog)
-    assert message.startswith(setting.strip())
-    assert notices(setting + with_effect, caplog) == []
+@pytest.mark.parametrize(("setting", "without", "with_effect"), PAIRS)
+def test_it_says_so_where_it_has_no_effect(setting, without, with_effect, caplog):
+    (message,) = notices(f"{setting} {without}", caplog)
+    assert message.startswith(setting)
+    assert notices(f"{setting} {with_effect}", caplog) == []
 
 
 def test_every_reason_reads_and_every_condition_takes_a_configuration():

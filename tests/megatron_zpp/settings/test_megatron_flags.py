@@ -1,15 +1,14 @@
 """The flags that Megatron's programs have, each given as its example scripts may give it.
 
 `tests/data/megatron_flags.tsv` lists the flags of Megatron-LM and Megatron-DeepSpeed: how often
-their example scripts use each, the type of its value, and whether only mixtures of experts have it.
+their example scripts use each, the type of its value, whether only mixtures of experts have it, a
+value, and what stands beside it.
 """
 
 import json
 import logging
 import re
-import shlex
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,74 +28,6 @@ from zeropp.settings.schema import settings_of
 PACKAGE = Path(__file__).parents[3] / "megatron_zpp"
 SWITCHES = ("flag", "StoreFalse", "BooleanOptional", "Help")
 OF_TYPE = {"int": "2", "float": "0.5", "bool": "true"}
-# Values that a script gives, where not any value of the type will do.
-VALUES = """
---hidden-size 512
---recompute-method block
---data-parallel-sharding-strategy optim_grads
---loss-scale-window 500
---warmup 0.01
---window-size 128,0
---window-attn-skip-freq 2
---no-rope-freq 2
---max-position-embeddings 512
---min-lr 1e-5
---num-workers 4
---train-samples 100
---train-tokens 1e6
---lr-warmup-init 1e-7
---initial-loss-scale 65536
---step-batch-size-schedule 0:8 1M:16
---rope-scaling-factor 4
---rotary-scaling-factor 4
---cp-comm-type allgather
---dist-ckpt-strictness log_all
---num-experts 4
---moe-expert-parallel-size 1
---moe-layer-freq 2
---moe-router-topk 3
---topk 3
---moe-router-score-function sigmoid
---moe-router-load-balancing-type seq_aux_loss
---mlp-type standard
-"""
-# What else stands in a script that gives the flag.
-BESIDE = """
---sequence-parallel --tensor-model-parallel-size 2
---recompute-method --recompute-granularity full
---use-checkpoint-args --load FOLDER
---exit-on-missing-checkpoint --load FOLDER
---rampup-batch-size --global-batch-size 8
---cpu-optimizer --zero-stage 1
---optimizer-cpu-offload --zero-stage 1
---remote-device --zero-stage 3 --cpu-optimizer
---no-position-embedding --use-rotary-position-embeddings
---profile --tensorboard-dir FOLDER
---decoder-first-pipeline-num-layers --pipeline-model-parallel-size 2
---decoder-last-pipeline-num-layers --pipeline-model-parallel-size 2
---num-layers-per-virtual-pipeline-stage --pipeline-model-parallel-size 2 --global-batch-size 8
---num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-size 2 --global-batch-size 8
---start-weight-decay --end-weight-decay 1 --weight-decay-incr-style linear
---end-weight-decay --start-weight-decay 0 --weight-decay-incr-style linear
---weight-decay-incr-style --start-weight-decay 0 --end-weight-decay 1
---torch-fsdp2-no-reshard-after-forward --use-torch-fsdp2
---grad-reduce-in-bf16 --zero-stage 1
---window-attn-skip-freq --window-size 128,0
---no-rope-freq --use-rotary-position-embeddings
---save-retain-interval --save FOLDER
---no-yarn-correction-range-round-to-int --use-rotary-position-embeddings --rope-type yarn
---apply-wd-to-qk-layernorm --qk-layernorm
---moe-router-enable-expert-bias --moe-router-score-function sigmoid
---moe-router-bias-update-rate --moe-router-score-function sigmoid --moe-router-enable-expert-bias
---moe-router-num-groups --moe-router-group-topk 1
---moe-router-group-topk --moe-router-num-groups 2
---moe-shared-expert-gate --moe-shared-expert-intermediate-size 8
---moe-eval-capacity-factor --moe-expert-capacity-factor 1
---moe-min-capacity --moe-expert-capacity-factor 1
---moe-token-drop-policy --moe-expert-capacity-factor 1
---moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1
---disable-moe-token-dropping --moe-expert-capacity-factor 1
-"""
 NO_BIAS = ["--disable-bias-linear"]
 EXPERTS = (["--num-experts", "4", *NO_BIAS], NO_BIAS)  # beside flags of experts
 # Spellings without the slip of Megatron's, and flags of its older versions.
@@ -117,18 +48,14 @@ class Use:
     count: int
     type: str
     of_experts: bool
-
-
-@cache
-def table(text: str) -> dict[str, list[str]]:
-    """The words behind each flag of a table above."""
-    return {words[0]: words[1:] for words in map(shlex.split, text.strip().splitlines())}
+    values: list[str]  # that a script gives, where not any value of the type will do
+    beside: str  # what else stands in a script that gives the flag
 
 
 USES = [
     Use(
         flag=row["flag"], count=int(row["uses"]), type=row["type"],
-        of_experts=row["experts"] == "yes",
+        of_experts=row["experts"] == "yes", values=row["value"].split(), beside=row["beside"],
     )
     for row in rows("megatron_flags.tsv")
 ]  # fmt: skip
@@ -142,7 +69,7 @@ def plain(flag: str) -> str:
 
 def words_of(use: Use, folder: Path) -> tuple[list[str], list[str]]:
     """The flag with a value, and what stands beside it."""
-    beside = [word.replace("FOLDER", str(folder)) for word in table(BESIDE).get(use.flag, [])]
+    beside = use.beside.replace("FOLDER", str(folder)).split()
     if use.of_experts:
         beside += EXPERTS[use.flag == "--num-experts"]
     if use.flag == "--deepspeed_config":
@@ -152,11 +79,11 @@ def words_of(use: Use, folder: Path) -> tuple[list[str], list[str]]:
     if use.type in SWITCHES:
         return [use.flag], beside
     meaning = KNOWN.get(plain(use.flag))
-    values = table(VALUES).get(use.flag)
-    if values is None and meaning is not None and meaning.flag.choices:
+    values = use.values
+    if not values and meaning is not None and meaning.flag.choices:
         others = [each for each in meaning.flag.choices if each != meaning.flag.default]
         values = [meaning.flag.text((others or meaning.flag.choices)[0])]
-    if values is None:
+    if not values:
         values = [OF_TYPE.get(use.type, "x")]
         if meaning is not None and isinstance(meaning.flag.count, int):
             values *= meaning.flag.count

@@ -36,34 +36,6 @@ def test_the_loss_scale_of_the_json_counts_and_a_line_says_so(
 
 
 @pytest.mark.parametrize(
-    ("file", "path", "value"),
-    [
-        ({"zero_optimization": {"stage": 2}}, "zero.stage", 2),
-        ({"bf16": {"enabled": True}}, "precision.format", "bfloat16"),
-        ({"fp16": {"enabled": True}}, "precision.initial_loss_scale", 2.0**16),
-        (
-            {"fp16": {"enabled": True, "initial_scale_power": 12}},
-            "precision.initial_loss_scale",
-            4096.0,
-        ),
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, "precision.loss_scale", None),
-        ({"fp16": {"enabled": True, "loss_scale": 64}}, "precision.loss_scale", 64.0),
-        ({"gradient_clipping": 0.25}, "optimizer.clip_grad", 0.25),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.002}}}, "schedule.lr", 0.002),
-        ({"optimizer": {"params": {"betas": [0.8, 0.95]}}}, "optimizer.adam_beta2", 0.95),
-        ({"optimizer": {"params": {"lr": "auto"}}}, "optimizer.lr", 3e-4),
-        ({"optimizer": {"params": {"torch_adam": True}}}, "optimizer.cpu_torch_adam", True),
-        ({"train_micro_batch_size_per_gpu": 3}, "batch.global_batch_size", 3),
-        ({"train_batch_size": 12, "gradient_accumulation_steps": 4}, "batch.micro_batch_size", 3),
-        ({"train_batch_size": 6}, "batch.micro_batch_size", 3),
-        ({"train_batch_size": 6}, "zero.gradient_accumulation_steps", 2),
-    ],
-)
-def test_what_only_the_json_gives_holds(file, path, value, tmp_path):
-    assert value_at(config_of("", 1, file, tmp_path), path) == value
-
-
-@pytest.mark.parametrize(
     ("line", "path", "value"),
     [
         ("--zero-stage 3", "zero.stage", 3),
@@ -100,20 +72,3 @@ def test_json_notices_are_passed_on(tmp_path, caplog):
     config_of("--eval-iters 0 --eval-interval 5", 1, {"steps_per_print": 10}, tmp_path)
     assert "no effect here: --eval-interval 5 (" in caplog.text
     assert "); steps_per_print (use --log-interval)" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("line", "stage"),
-    [
-        ("--use-megatron-fsdp", 3),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", 0),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", 1),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", 2),
-        ("--use-distributed-optimizer --use-megatron-fsdp", 3),
-        ("--use-torch-fsdp2", 3),
-        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 2),
-        ("--use-torch-fsdp2 --zero-stage 3", 3),
-    ],
-)
-def test_megatrons_flags_for_fsdp_are_zero_stages(line, stage):
-    assert config_of(line, 2).zero.stage == stage

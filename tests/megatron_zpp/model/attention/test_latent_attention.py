@@ -25,7 +25,6 @@ from megatron_zpp.model.flops import core_attention, latent_projections
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import LoraConfig, ModelConfig, RecomputeConfig
 from tests.megatron_zpp.model.small import LLAMA, build, rows
-from zeropp import InputError
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "kv_lora_rank": 8,
@@ -179,23 +178,6 @@ def test_flags_mean_what_megatron_means() -> None:
     assert model.rope_type == "yarn" and model.turned_scale == 1.0
     scale = Scores.of(model, 0).scale
     assert scale == pytest.approx(192**-0.5 * (1 + 0.1 * math.log(40)) ** 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--position-embedding-type none", "none with --multi-latent-attention.* rope"),
-        ("--num-query-groups 2", "attention and --num-query-groups 2 contradict"),
-        ("--group-query-attention", "attention and --num-query-groups 1 contradict"),
-        ("--qk-layernorm --qk-layernorm-across-heads --normalization RMSNorm", "latents are norm"),
-        ("--qk-pos-emb-head-dim 5", "5 channels x --rotary-percent 1 is odd"),
-        ("--kv-lora-rank 0", "--kv-lora-rank 0: expected"),
-        ("--tensor-model-parallel-size 8", "heads 4 cannot be split over --tensor-model"),
-    ],
-)
-def test_what_does_not_fit_is_named(flags: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        parse(f"{LATENT_FLAGS}{flags}".split(), 8)
 
 
 def test_the_architecture_of_other_models_is_as_before() -> None:
