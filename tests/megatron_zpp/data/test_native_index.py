@@ -69,24 +69,18 @@ def test_a_blend_is_pythons(loops, weights: list, size: int) -> None:
         loops.blend(shares, size), blend_in_python(shares, size), strict=True
     ):
         assert array.dtype == expected.dtype and (array == expected).all()
-
-
-def test_a_dataset_that_is_used_up_drops_out(loops: NativeIndex) -> None:
-    dataset, sample = loops.blend(np.array([0.5, 0.5]), 6, np.array([1, 5]))
+    dataset, sample = loops.blend(np.array([0.5, 0.5]), 6, np.array([1, 5]))  # one is used up
     assert dataset.tolist() == [0, 1, 1, 1, 1, 1] and sample.tolist() == [0, 0, 1, 2, 3, 4]
 
 
-def test_without_a_library_it_says_so_and_numpy_does_the_work(tmp_path, caplog, monkeypatch):
+def test_without_its_library_it_says_so_and_numpy_does_the_work(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "megatron_zpp")
     monkeypatch.setattr(module, "FOLDER", tmp_path)
-    with caplog.at_level(logging.INFO, "megatron_zpp"):
-        assert native_index.__wrapped__() is None
-    assert (
-        "sample indices are built by NumPy" in caplog.text and "csrc/ was not built" in caplog.text
-    )
-
-
-def test_a_library_of_other_sources_is_not_used(loops, monkeypatch, caplog) -> None:
+    assert native_index.__wrapped__() is None
+    monkeypatch.undo()
     monkeypatch.setattr(library, "expected_hash", lambda: "0" * 64)
-    with caplog.at_level(logging.INFO, "megatron_zpp"):
-        assert native_index.__wrapped__() is None
-    assert "was built from other sources; install again (make setup)" in caplog.text
+    assert native_index.__wrapped__() is None
+    for words in ("sample indices are built by NumPy", "csrc/ was not built"):
+        assert words in caplog.text
+    if native_index() is not None:
+        assert "was built from other sources; install again (make setup)" in caplog.text
