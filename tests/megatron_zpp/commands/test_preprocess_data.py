@@ -127,17 +127,6 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path, monkeypatch, capsys
     assert documents_of(tmp_path / "x_text_document") == [[97], [98]]
 
 
-def test_null_tokenizer_chooses_the_wide_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = lines_of(tmp_path / "a.jsonl", {"ids": "5 70000 3"})
-    null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 100_000, "--append-eod")
-    output = ("--output-prefix", tmp_path / "x", "--json_keys", "ids")
-    assert run_here(monkeypatch, "--input", source, *output, *null) == 0
-    assert IndexedDataset(tmp_path / "x_ids_document").dtype == np.int32
-    assert documents_of(tmp_path / "x_ids_document") == [[5, 70000, 3, 99999]]
-
-
 GOOD = b'{"text": "good"}\n'
 
 

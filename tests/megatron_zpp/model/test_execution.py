@@ -111,13 +111,6 @@ def test_less_is_saved() -> None:
     assert sizes[3] < sizes[0] / 2
 
 
-def test_default_changes_nothing() -> None:
-    model = build(FIVE)
-    block_numbers = count_forwards(model)
-    train(model, steps=1)
-    assert block_numbers == [0, 1, 2, 3, 4]
-
-
 @ranks(2)
 def test_sharded(plan: str) -> None:
     """With fully_shard on each block, gathered again for backward: bitwise equal too."""

@@ -140,20 +140,6 @@ def test_a_residual_cast_to_16_bit_raises() -> None:
         block(torch.zeros(1, 2, 32, dtype=torch.bfloat16))
 
 
-def test_dropout_follows_the_default_generator() -> None:
-    """Same seed, same loss; another seed, another loss; evaluation has none."""
-    model = build(GPT2)
-    data = rows()
-
-    def loss(seed: int) -> float:
-        torch.manual_seed(seed)
-        return model(data[:, :-1], labels=data[:, 1:]).item()
-
-    assert loss(1) == loss(1) != loss(2)
-    model.eval()
-    assert loss(1) == loss(2)
-
-
 def flops(model: GPT) -> float:
     """Operations of a step for one token."""
     return flops_per_token(model.config, RecomputeConfig(), model.vocab_size)

@@ -119,14 +119,6 @@ def test_tools_say_whose_weights_they_take_if_a_node_is_missing(
     assert "of one of 2 nodes that stepped alone, and its weights are taken alone" in caplog.text
 
 
-@ranks(1)
-def test_without_local_steps_a_run_goes_on_with_the_mean(saved: Path) -> None:
-    loading = f"{MODEL} --micro-batch-size 2 --load {saved / 'run'} --ckpt-step 6"
-    with built_run(loading) as built:
-        require_means(built, saved)
-        assert built.trainer.counters.iteration == 6
-
-
 def test_more_nodes_go_on_with_the_mean_and_fewer_with_theirs(saved: Path, tmp_path: Path) -> None:
     """Two nodes, then four, which end within an interval, then two."""
     longer = flags_of(micro=1) + "--train-iters 9 --exit-interval 7 "

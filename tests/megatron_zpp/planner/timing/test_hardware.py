@@ -59,22 +59,6 @@ def test_what_is_said_by_hand_replaces_the_table():
     assert by_hand.usable_bytes < by_hand.gpu.memory_bytes == 24 * GIB
 
 
-@pytest.mark.parametrize(
-    ("described", "message"),
-    [
-        ({"cluster": "dgx-a10"}, "did you mean dgx-a100 or dgx-a100-40gb"),
-        ({"gpus_per_node": 8, "link": "1gbit", "gpu": "a100"}, "a100-40gb or a100-80gb"),
-        ({"cluster": "dgx-h100", "gpu": "xyz"}, "known are v100"),
-        ({}, "give --cluster, one of dgx-2"),
-        ({"gpus_per_node": 2, "link": "1gbit", "gpu_tflops": 9.0}, "--gpu-bandwidth and --gpu-mem"),
-        ({"gpus_per_node": 2, "gpu": "h100", "num_nodes": 2}, "give --link RATE"),
-    ],
-)
-def test_mistakes_are_explained(described, message):
-    with pytest.raises(InputError, match=message):
-        find_cluster(Description(**described))
-
-
 @pytest.mark.parametrize("text", ["0gbit", "-1gbit", "fast", "10", "10gb", ""])
 def test_a_rate_that_is_none_is_refused(text):
     with pytest.raises(InputError, match="expected a rate above 0"):
