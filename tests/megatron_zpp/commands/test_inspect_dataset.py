@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 
 from megatron_zpp.commands.inspect_dataset import BAR, HEIGHT, WIDTH, draw, main
-from megatron_zpp.data.indexed_dataset import IndexedDataset
 from tests.indexed import write
 
 FILES = Path(__file__).parents[2] / "data"
@@ -51,13 +50,6 @@ def test_without_a_tokenizer_and_without_tokens(tmp_path: Path, capsys) -> None:
     assert "token ids: 1 to 99" in lines and lines[-1] == "no problem found"
     assert "largest: document 0, 4 tokens: [1, 2, 3, 99]" in lines
     assert not any("token ids" in line for line in report(capsys, prefix, "--skip-tokens"))
-
-
-def test_a_dataset_of_megatron(capsys) -> None:
-    prefix = FILES / "a_text_document"
-    lines = report(capsys, str(prefix), "--tokenizer-type", "NullTokenizer", "--vocab-size=50257")
-    tokens = int(IndexedDataset(prefix).lengths.sum())
-    assert f"tokens: {tokens:,}" in lines and lines[-1] == "no problem found"
 
 
 def test_modes_are_counted(tmp_path: Path, capsys) -> None:

@@ -101,23 +101,6 @@ def test_lines_become_documents_whatever_the_workers(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 9
 
 
-def test_text_files_are_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "texts"
-    (folder / "more").mkdir(parents=True)
-    (folder / "b.txt").write_text("second\nof two lines\n")
-    (folder / "a.txt").write_text("first")
-    (folder / "more" / "c.txt").write_text("third")
-    (folder / "more" / "image.png").write_bytes(b"\x89PNG")
-    for source, expected in (
-        (folder, ["first", "second\nof two lines\n", "third"]),
-        (folder / "a.txt", ["first"]),
-    ):
-        prefix = tmp_path / "new" / "folder" / "x"
-        assert run_here(monkeypatch, "--input", source, "--output-prefix", prefix, *BYTES) == 0
-        documents = documents_of(Path(f"{prefix}_text_document"))
-        assert [bytes(ids).decode() for ids in documents] == expected
-
-
 def test_blank_lines_are_skipped_and_counted(tmp_path: Path, monkeypatch, capsys) -> None:
     source = tmp_path / "a.json"
     source.write_text('{"text": "a"}\r\n\n  \n{"text": "b"}')

@@ -17,7 +17,6 @@ from tests.megatron_zpp.parallel.flags import CP2, EP2, PP2
 from tests.megatron_zpp.train.training_runs import TINY, built_run, shared_folder, with_json
 from tests.ranks import ranks
 from tests.worlds import worlds
-from zeropp import InputError
 from zeropp.wire.route import Nodes
 
 BATCH = "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
@@ -115,24 +114,21 @@ def test_exchanges_beside_steps_have_their_buffers_in_steps(tmp_path: Path) -> N
     assert found == [0, whole * 2 // 4, whole * 3 // 4]
 
 
-def test_the_dry_run_of_nodes_that_come_and_go_is_of_one_launch(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    own = {"sync_every": 4, "sync_store": "10.0.0.1:29400", "sync_nodes": 3}
-    flags = flags_of(3, **own).replace("--global-batch-size 4", "--global-batch-size 12")
-    assert main(f"{TINY} --mock-data --dry-run --dry-run-ranks 4 {flags}".split()) == 0
+@pytest.mark.parametrize(
+    ("own", "num_ranks", "lines"),
+    [
+        ({"sync_every": 4, "sync_store": "10.0.0.1:29400", "sync_nodes": 3}, 4,
+         ["3 that step alone, exchange every 4 steps in 4 bits",
+          "1 micro-batches of 1 samples of 16 tokens on each of 4 ranks"]),
+        ({}, 6, ["exchange every step, every 4 steps after step 9 in 4 bits",
+                 "2 micro-batches of 1 samples of 16 tokens on each of 2 ranks"]),
+    ],
+)  # fmt: skip
+def test_the_dry_run_is_of_one_node_or_launch(own, num_ranks, lines, capsys) -> None:
+    flags = flags_of(3, **own) + f"--global-batch-size 12 --dry-run --dry-run-ranks {num_ranks}"
+    assert main(f"{TINY} --mock-data {flags}".split()) == 0
     text = capsys.readouterr().out
-    assert "3 that step alone, exchange every 4 steps in 4 bits" in text
-    assert "1 micro-batches of 1 samples of 16 tokens on each of 4 ranks" in text
-
-
-def test_the_dry_run_is_of_one_node(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    flags = f"{TINY} --mock-data --dry-run --dry-run-ranks 6 {flags_of(3)}"
-    assert main(flags.replace("--global-batch-size 4", "--global-batch-size 12").split()) == 0
-    text = capsys.readouterr().out
-    assert "3 that step alone, exchange every step, every 4 steps after step 9 in 4 bits" in text
-    assert "2 micro-batches of 1 samples of 16 tokens on each of 2 ranks" in text
-    assert AGREED in text and OUTER_STATE in text
+    assert all(words in text for words in (*lines, "3 that step alone", AGREED, OUTER_STATE))
 
 
 @pytest.mark.parametrize(("bits", "nodes"), [(4, 2), (32, 2), (4, 4), (2, 2)])
@@ -179,9 +175,3 @@ def at_once(work: Callable) -> Future:
     done: Future = Future()
     done.set_result(work())
     return done
-
-
-def test_a_single_node_is_refused(tmp_path: Path) -> None:
-    config = parse(f"{TINY} --mock-data {flags_of(1)}".split(), 2)
-    with pytest.raises(InputError, match="here of 2 ranks, and 2 ranks are not several of them"):
-        PlannedLocalSteps.of(config, Nodes.of(range(2), 2))

@@ -14,7 +14,7 @@ from megatron_zpp.settings.config import (
     ModelConfig,
     PrecisionConfig,
 )
-from megatron_zpp.settings.flag import Flag, Section, flag
+from megatron_zpp.settings.flag import flag
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.run_help import FIRST, TOPICS
 from tests.megatron_zpp.settings.command_lines import config_of, value_at
@@ -116,56 +116,6 @@ def test_a_name_belongs_to_one_setting():
         for described in settings_of(section):
             for name in [*described.names, *described.shorthands]:
                 assert owners.setdefault(name, described.name) == described.name, name
-
-
-def test_sections_are_frozen_and_built_by_keyword():
-    for section in SECTIONS.values():
-        instance = section()
-        name = dataclasses.fields(section)[0].name
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(instance, name, None)
-        with pytest.raises(TypeError):
-            section(1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample(Section):
-    size: int = flag(1, "a size", minimum=1, maximum=8)
-    share: float = flag(0.5, "a share", above=0)
-    colour: str = flag("red", "a colour", choices=("red", "blue"))
-    fast: bool = flag(True, "slow", shorthands={"no-fast": False})
-    triple: tuple[int, int, int] | None = flag(None, "three", minimum=0)
-
-
-def test_flags_describe_fields():
-    described = {item.name: item for item in settings_of(Sample)}
-    assert described["size"] == Flag(
-        name="size", section=Sample, type=int, count=None, optional=False, default=1,
-        help="a size", minimum=1, maximum=8,
-    )  # fmt: skip
-    assert described["size"].names == ("size",)
-    assert (described["triple"].count, described["triple"].optional) == (3, True)
-    assert described["fast"].names == () and described["fast"].shown == "--no-fast"
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"size": 0}, "--size 0: expected at least 1"),
-        ({"size": 9}, "--size 9: expected at most 8"),
-        ({"share": 0.0}, "--share 0: expected more than 0"),
-        ({"share": float("nan")}, "--share nan: expected a finite number"),
-        ({"share": float("inf")}, "--share inf: expected a finite number"),
-        ({"size": "two"}, "--size two: expected a whole number from 1 to 8"),
-        ({"size": True}, "--size True: expected a whole number from 1 to 8"),
-        ({"colour": "green"}, "--colour green: expected one of red, blue"),
-        ({"triple": (1, -2, 3)}, "--triple -2: expected at least 0"),
-    ],
-)
-def test_values_out_of_range_are_named(values, message):
-    with pytest.raises(InputError, match=f"^{message}$"):
-        Sample(**values).check()
-    Sample().check()
 
 
 def test_derived_sizes_of_the_model():

@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.inputs import TRAIN
 from megatron_zpp.train.run import Run
 from tests.megatron_zpp.interchange.foreign_models import llama
 from tests.megatron_zpp.train.finetuning import flags_for
 from tests.megatron_zpp.train.training_runs import (
-    TINY,
     built_run,
     log_of,
     losses,
@@ -91,12 +89,6 @@ def test_settings_for_messages_between_nodes_are_one_line(tmp_path: Path) -> Non
         "zeropp.weight_steps without effect; zero_quantized_weights, zero_quantized_gradients only "
         "between the ranks of a node"
     ) in " ".join(log.split())
-
-
-def test_more_nodes_than_can_share_a_batch_are_refused(tmp_path: Path) -> None:
-    flags = f"{TINY} --mock-data {BATCH} {flags_of()}"
-    with pytest.raises(InputError, match="2 is not divisible by .* 4"):
-        parse(flags.split(), 4)
 
 
 @ranks(2)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.train.inputs import TRAIN
@@ -117,13 +116,3 @@ def test_an_evaluation_without_any_token_reports_no_loss(tmp_path):
     prefix = tmp_path / "ends"
     write_dataset(prefix, VOCAB, [[np.full(50, EOD)]] * 10)
     evaluate_masked(prefix=prefix)
-
-
-@ranks(1, timeout=120)
-def run_twice(flags: str) -> None:
-    assert loss_values(log_of(flags)) == loss_values(log_of(flags + "--calculate-per-token-loss"))
-    assert dist.get_world_size() == 1
-
-
-def test_where_every_token_has_a_loss_nothing_changes():
-    run_twice(flags="--mock-data --micro-batch-size 1 --global-batch-size 4 --train-iters 2 ")
