@@ -1,37 +1,32 @@
 """What the planner says of Muon: the bytes are the ledger's, the peak is that of real steps."""
 
-import json
 from collections import Counter
 
 import pytest
 
 from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.parts.planned_muon import Turn
-from megatron_zpp.planner.search import Search
-from megatron_zpp.planner.timing.hardware import Description, Protocol, Rates, find_cluster
+from megatron_zpp.planner.timing.hardware import Protocol, Rates
 from megatron_zpp.planner.timing.muon_time import seconds_of_turns
-from megatron_zpp.settings.arguments import parse
+from tests.megatron_zpp.planner.searches import search_for
+from tests.megatron_zpp.train.training_runs import with_json
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --swiglu "
     "--disable-bias-linear --micro-batch-size 1 --optimizer muon --train-iters 4 "
-    "--hidden-dropout 0 --attention-dropout 0 "
 )
 ZERO3 = {"stage": 3}
 
 
 def test_the_plan_adds_what_muon_takes_to_the_time_of_adam() -> None:
     """Blocks of nodes send nothing across; whole matrices wait for the slow link."""
-    cluster = find_cluster(Description(cluster="dgx-a100", num_nodes=2, link="1gbit"))
-    flags = f"{MODEL} --bf16 --tokenizer-type NullTokenizer --vocab-size 511 --seq-length 128 "
+    flags = f"{MODEL} --vocab-size 511 --seq-length 128 --global-batch-size 16 "
     rows = {}
     for name in ("adam", "node", "whole"):
-        settings = {"zero_optimization": ZERO3, "zeropp": {"muon_blocks": name}}
-        chosen = f"--deepspeed-config {json.dumps(settings, separators=(',', ':'))}"
+        chosen = with_json(ZERO3, muon_blocks=name)
         if name == "adam":
             chosen = "--optimizer adam --zero-stage 3"
-        words = f"{flags} --global-batch-size 16 {chosen}".split()
-        searched = Search(parse(words, cluster.num_ranks), 512, cluster)
+        searched = search_for(flags + chosen, 512, link="1gbit")
         rows[name] = searched.row(given_candidate(searched.base))
     adam, node, whole = (rows[name] for name in ("adam", "node", "whole"))
     for row in (node, whole):

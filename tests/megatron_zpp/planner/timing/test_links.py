@@ -1,6 +1,5 @@
 """Messages take the fastest protocol's start, hops and bytes."""
 
-
 import pytest
 
 from megatron_zpp.planner.timing.hardware import Protocol, Rates
