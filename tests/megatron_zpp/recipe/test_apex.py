@@ -175,11 +175,6 @@ def compare_to_torch(models: list[GPT]) -> None:
     assert train(models[1], resumed, range(4, 7)) == pytest.approx(expected, rel=1e-5)
 
 
-def test_adam(tmp_path: Path) -> None:
-    install(tmp_path, NVIDIA)
-    compare_to_torch([build(GPT2), build(GPT2)])
-
-
 @ranks(3)
 def test_adam_on_shards(tmp_path: Path) -> None:
     """Apex gets plain local parts, also where a rank has no row of a parameter."""

@@ -13,7 +13,7 @@ from tests.documents import ROOT
 from tests.megatron_zpp.train.training_runs import losses, require_equal, run, run_alone, with_json
 from zeropp import ZeroConfig
 
-RUNS = int(os.environ.get("RANDOM_LOCAL_STEPS", "4"))
+RUNS = int(os.environ.get("RANDOM_LOCAL_STEPS", "3"))
 SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
 
 

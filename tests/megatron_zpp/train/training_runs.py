@@ -3,7 +3,7 @@
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,51 +80,38 @@ def write_log(flags: str, path: Path) -> None:
 def run(num_ranks: int, flags: str, folder: Path) -> str:
     """The log of a run on `num_ranks` ranks: 1, 2, 4 or 8."""
     path = folder / "log.txt"
-    {1: on_1, 2: on_2, 4: on_4, 8: on_8}[num_ranks](flags=flags, path=path)
+    ON_RANKS[num_ranks](write=write_log, arguments=(flags, path))
     return path.read_text()
-
-
-@ranks(1, timeout=120)
-def on_1(flags: str, path: Path) -> None:
-    """Run on one rank, and leave its log at `path`."""
-    write_log(flags, path)
-
-
-@ranks(2, timeout=120)
-def on_2(flags: str, path: Path) -> None:
-    """Run on two ranks."""
-    write_log(flags, path)
-
-
-@ranks(4, timeout=120)
-def on_4(flags: str, path: Path) -> None:
-    """Run on four ranks."""
-    write_log(flags, path)
-
-
-@ranks(8, timeout=240)
-def on_8(flags: str, path: Path) -> None:
-    """Run on eight ranks."""
-    write_log(flags, path)
 
 
 def run_alone(num_ranks: int, world: int, flags: str, folder: Path) -> str:
     """The log of a run on 2 or 4 ranks, of which `world` to a node step alone."""
     path = folder / "log.txt"
-    {2: worlds_on_2, 4: worlds_on_4}[num_ranks](world=world, flags=flags, path=path)
+    ON_RANKS[num_ranks](write=write_log_alone, arguments=(world, flags, path))
     return path.read_text()
 
 
+@ranks(1, timeout=120)
+def on_1(write: Callable, arguments: tuple) -> None:
+    write(*arguments)
+
+
 @ranks(2, timeout=120)
-def worlds_on_2(world: int, flags: str, path: Path) -> None:
-    """Run on two ranks, of which `world` to a node step alone."""
-    write_log_alone(world, flags, path)
+def on_2(write: Callable, arguments: tuple) -> None:
+    write(*arguments)
 
 
 @ranks(4, timeout=120)
-def worlds_on_4(world: int, flags: str, path: Path) -> None:
-    """Run on four ranks, of which `world` to a node step alone."""
-    write_log_alone(world, flags, path)
+def on_4(write: Callable, arguments: tuple) -> None:
+    write(*arguments)
+
+
+@ranks(8, timeout=240)
+def on_8(write: Callable, arguments: tuple) -> None:
+    write(*arguments)
+
+
+ON_RANKS = {1: on_1, 2: on_2, 4: on_4, 8: on_8}
 
 
 def write_log_alone(world: int, flags: str, path: Path) -> None:
