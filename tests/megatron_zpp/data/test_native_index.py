@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.data import native_index as module
-from megatron_zpp.data.blend import blend_in_python
 from megatron_zpp.data.native_index import NativeIndex, native_index
 from megatron_zpp.data.sample_index import sample_starts
-from megatron_zpp.data.split import normalize
 from zeropp.native import library
 
 
@@ -59,18 +57,6 @@ def test_places_are_numpys(loops, lengths: list, seq_length: int, epochs: int, k
     loops.sample_starts(unaligned, document.astype(np.int32), seq_length, starts)
     sample_starts(lengths, document, seq_length, expected)
     assert (starts == expected).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(weights=st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=9), size=st.integers(0, 700))
-def test_a_blend_is_pythons(loops, weights: list, size: int) -> None:
-    shares = np.array(normalize(weights))
-    for array, expected in zip(
-        loops.blend(shares, size), blend_in_python(shares, size), strict=True
-    ):
-        assert array.dtype == expected.dtype and (array == expected).all()
-    dataset, sample = loops.blend(np.array([0.5, 0.5]), 6, np.array([1, 5]))  # one is used up
-    assert dataset.tolist() == [0, 1, 1, 1, 1, 1] and sample.tolist() == [0, 0, 1, 2, 3, 4]
 
 
 def test_without_its_library_it_says_so_and_numpy_does_the_work(tmp_path, caplog, monkeypatch):

@@ -81,33 +81,6 @@ def test_blocks_that_run_twice(plan: str, expected: list[int]) -> None:
     assert block_numbers == expected
 
 
-def saved_bytes(plan: RecomputeConfig, config: ModelConfig = FIVE) -> int:
-    """Return the bytes that the forward pass saves for backward, without the weights."""
-    model = build(config, execution=Execution(plan))
-    weights = {parameter.data_ptr() for parameter in model.parameters()}
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in weights:
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    data = rows()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(data[:, :-1], labels=data[:, 1:])
-    assert loss.requires_grad
-    return sum(sizes.values())
-
-
-def test_less_is_saved() -> None:
-    """Saved: everything, all but core attention, inputs of 2 blocks, of all blocks, of groups."""
-    plans = [RecomputeConfig(), *(PLANS[p] for p in ("selective", "first 2", "full", "one group"))]
-    sizes = [saved_bytes(plan) for plan in plans]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
-    assert sizes[3] < sizes[0] / 2
-
-
 def compiled_pair(execution: Execution, config: ModelConfig) -> None:
     """Compiled training follows the eager one to round-off, dropout off."""
     config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)

@@ -8,7 +8,7 @@ import torch
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
-from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build, rows
+from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 
 VARIANTS = {
     "gpt2": GPT2,
@@ -48,19 +48,6 @@ def test_variant_learns_a_batch(config: ModelConfig) -> None:
     assert losses[0] == pytest.approx(torch.tensor(64.0).log().item(), abs=0.1)
     assert losses[-1] < losses[0] - 1
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-
-
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
-@torch.no_grad()
-def test_variant_is_causal(config: ModelConfig) -> None:
-    """Changing a token changes its own logits and those after it, none before."""
-    model = build(replace(config, init_method_std=0.2)).eval()
-    tokens = rows()[:, :-1]
-    changed = tokens.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % VOCABULARY
-    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
-    assert difference[:9].max() == 0
-    assert difference[9:].min() > 1e-3
 
 
 def test_more_tokens_than_positions() -> None:

@@ -196,26 +196,6 @@ def test_flags_left_out_write_nothing_of_theirs(tmp_path):
     assert not list(tmp_path.glob("vs_*"))
 
 
-def test_a_resumed_run_shows_one_curve_on_every_axis(tmp_path):
-    first = opened(tmp_path, ALL_AXES)
-    write(first, range(1, 9))
-    validate(first, 5, 2.0)
-    validate(first, 8, 1.5)
-    close(first)
-    again = opened(tmp_path, ALL_AXES, at=iteration(5))
-    write(again, range(6, 8), loss=0.5)
-    close(again)
-    read = curves(tmp_path)
-    for axis, width in zip(THREE_AXES, (1, BATCH, BATCH * LENGTH), strict=True):
-        points = read["lm-loss-training/lm loss" + axis]
-        assert [step for step, _ in points] == [width * number for number in range(1, 8)]
-        assert [value for _, value in points[5:]] == [0.5, 0.5]
-        held_out = read["lm-loss-validation/lm loss validation" + axis]
-        assert held_out == [(5 * width, 2.0)]
-    steps = read["steps-vs-samples/y=steps,x=samples"]
-    assert steps == [(BATCH * number, number) for number in range(1, 8)]
-
-
 @pytest.mark.parametrize("damage", [lambda all: all[:-3], lambda all: all[:-60] + b"\xff" * 60])
 def test_a_record_that_a_kill_damaged_does_not_hide_the_resumed_run(tmp_path, damage):
     first = opened(tmp_path)
