@@ -26,8 +26,11 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return printed.getvalue(), folder
 
 
-def test_one_command_answers(answer):
-    text, _ = answer
+def test_one_command_answers_in_tables_of_100_columns_and_a_picture(answer):
+    text, folder = answer
+    tables, _, _ = text.partition("places: ")
+    assert "Where the time of a step goes" in tables and max(map(len, tables.splitlines())) <= 100
+    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
     for words in (
         "2 nodes of 8 a100-80gb, 1 Gbit/s a node", "64 sequences, 4,096 tokens a step",
         "table only", "GiB a GPU", "HFU", "more: --top", "use stage", "flags: --micro-batch-size",
@@ -58,17 +61,6 @@ def test_json_holds_every_row_and_can_be_read_back_by_the_trainer(answer, capsys
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         assert row["step_s"] == pytest.approx(best["step_s"], rel=1e-12)
         assert row["memory_bytes"] == best["memory_bytes"] and row["key"] == best["key"]
-
-
-def test_the_tables_fit_100_columns(answer):
-    text, _ = answer
-    tables, _, _ = text.partition("places: ")
-    assert "Where the time of a step goes" in tables and max(map(len, tables.splitlines())) <= 100
-
-
-def test_a_picture_is_written(answer):
-    _, folder = answer
-    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_that_fits_nowhere_is_status_1(capsys):
