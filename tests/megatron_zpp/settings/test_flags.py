@@ -14,7 +14,6 @@ from megatron_zpp.settings.config import (
     ModelConfig,
     PrecisionConfig,
 )
-from megatron_zpp.settings.flag import flag
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.run_help import FIRST, TOPICS
 from tests.megatron_zpp.settings.command_lines import config_of, value_at
@@ -72,10 +71,10 @@ def test_every_reason_reads_and_every_condition_takes_a_configuration():
     conditions = 0
     for each in FLAGS:
         for reason in each.no_effect:
-            assert len(reason.why) > 10 and reason.why[-1] != ".", flag.name
+            assert len(reason.why) > 10 and reason.why[-1] != ".", each.name
             if reason.when is not None:
                 conditions += 1
-                assert reason.when(Config()) in (True, False), flag.name
+                assert reason.when(Config()) in (True, False), each.name
     assert conditions > 50
 
 

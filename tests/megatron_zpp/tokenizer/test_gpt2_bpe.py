@@ -1,6 +1,7 @@
 """GPT2BPETokenizer: the ids of the published algorithm, and files that do not fit."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -110,27 +111,30 @@ def test_blanks_are_those_of_the_pattern() -> None:
     assert r"\s" in WORDS
 
 
-def token_of_line(lines: list[str]) -> str:
-    return "".join(lines[1].split())
+def without(token: str) -> Callable:
+    return lambda vocab, lines: ({name: vocab[name] for name in vocab if name != token}, lines)
 
 
-# What changes the vocabulary and the lines of merges.txt, and the error.
+def with_line(number: int, line: str) -> Callable:
+    return lambda vocab, lines: (vocab, [*lines[:number], line, *lines[number + 1 :]])
+
+
+# What becomes of the vocabulary and of the lines of merges.txt, the first a title; and the error.
 BROKEN = [
-    (lambda vocab, lines: vocab.pop(END_OF_DOCUMENT), r"vocab\.json: has no token <\|endoftext\|>"),
-    (lambda vocab, lines: vocab.update(a=vocab["b"]), r"vocab\.json: two tokens have the same id"),
-    (lambda vocab, lines: vocab.update(a="7"), r"vocab\.json: id of 'a' is '7'"),
-    (lambda vocab, lines: vocab.pop("Ċ"),
-     r"vocab\.json: has no token for 1 of the 256 bytes \(0x0a"),
-    (lambda vocab, lines: vocab.pop(token_of_line(lines)),
+    (without(END_OF_DOCUMENT), r"vocab\.json: has no token <\|endoftext\|>"),
+    (without("Ċ"), r"vocab\.json: has no token for 1 of the 256 bytes \(0x0a"),
+    (lambda vocab, lines: without("".join(lines[1].split()))(vocab, lines),
      r"merges\.txt, line 2: .* is not in --vocab-file .*vocab\.json"),
-    (lambda vocab, lines: lines.__delitem__(slice(len(lines) // 2, None)),
+    (lambda vocab, lines: (vocab | {"a": vocab["b"]}, lines),
+     r"vocab\.json: two tokens have the same id"),
+    (lambda vocab, lines: (vocab | {"a": "7"}, lines), r"vocab\.json: id of 'a' is '7'"),
+    (lambda vocab, lines: (vocab, lines[: len(lines) // 2]),
      r"vocab\.json: \d+ tokens .* made by no line of .*merges\.txt"),
-    (lambda vocab, lines: lines.__setitem__(slice(1, None), lines[:0:-1]),
+    (lambda vocab, lines: (vocab, [lines[0], *lines[:0:-1]]),
      r"merges\.txt, line \d+: .* is neither a byte nor made"),
-    (lambda vocab, lines: lines.insert(2, lines[1]),
+    (lambda vocab, lines: with_line(2, lines[1])(vocab, lines),
      r"merges\.txt, line 3: makes .* again, after line 2"),
-    (lambda vocab, lines: lines.__setitem__(3, lines[3] + " x"),
-     r"merges\.txt, line 4: expected two tokens"),
+    (with_line(3, "a b x"), r"merges\.txt, line 4: expected two tokens"),
 ]  # fmt: skip
 
 
@@ -138,7 +142,7 @@ BROKEN = [
 def test_gpt2_files_that_are_no_good(change, message: str, bpe: Path, tmp_path: Path) -> None:
     vocab = json.loads((bpe / "vocab.json").read_text())
     lines = (bpe / "merges.txt").read_text().split("\n")
-    change(vocab, lines)
+    vocab, lines = change(vocab, lines)
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("\n".join(lines))
     with pytest.raises(InputError, match=message):
