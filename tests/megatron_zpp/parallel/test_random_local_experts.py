@@ -11,13 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_name, folder_of_node
 from megatron_zpp.train.inputs import TRAIN
 from megatron_zpp.train.loop import train
-from megatron_zpp.train.run import Run
 from tests.megatron_zpp.parallel.test_random_experts import RUNS, Drawn
 from tests.megatron_zpp.train.stopped_runs import require_same_buffers
 from tests.megatron_zpp.train.training_runs import (
@@ -27,6 +25,7 @@ from tests.megatron_zpp.train.training_runs import (
     run,
     run_alone,
     shared_folder,
+    tensors_of,
     with_json,
 )
 from tests.ranks import ranks
@@ -166,15 +165,6 @@ def read(checkpoint: Path) -> dict[str, Tensor]:
     }
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     return {name.removeprefix("model."): each for name, each in tensors.items()}
-
-
-def tensors_of(run: Run) -> dict[str, Tensor]:
-    """Return copies of a node's weights and buffers."""
-    model = run.trainer.sharding.model
-    return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
-        for name, each in (*model.named_parameters(), *model.named_buffers())
-    }
 
 
 @pytest.mark.parametrize("seed", range(max(1, RUNS // 2)))

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights
 from megatron_zpp.checkpoint.iteration_folders import POINTER, complete_iterations
@@ -25,6 +24,7 @@ from tests.megatron_zpp.train.training_runs import (
     run,
     run_alone,
     shared_folder,
+    tensors_of,
     with_json,
 )
 from tests.ranks import ranks
@@ -66,19 +66,10 @@ def means(folder: Path, name: str) -> dict[str, Tensor]:
     return {each: mean.read(each) for each in mean.facts()}
 
 
-def weights_of(run: Run) -> Mapping[str, Tensor]:
-    """The whole weights and the buffers of a node."""
-    model = run.trainer.sharding.model
-    return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach()
-        for name, each in (*model.named_parameters(), *model.named_buffers())
-    }
-
-
 def require_means(run: Run, folder: Path, name: str = MIDDLE) -> None:
     """Require weights that are the means of those of iteration 6, or of another one."""
     expected = means(folder / "run", name)
-    for name, weight in weights_of(run).items():
+    for name, weight in tensors_of(run).items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=0)
 
 
@@ -164,7 +155,7 @@ def test_nodes_that_come_and_go_begin_alike_without_moments(
     iteration = 0 if flag == "--finetune" else 6
     with elastic_nodes(folder, iteration) as outer, built_run(flags, outer) as built:
         assert built.trainer.counters.iteration == iteration
-        steps, weights = built.trainer.local_steps, weights_of(built)
+        steps, weights = built.trainer.local_steps, tensors_of(built)
         values = [each.sum().item() for each in weights.values()]
         assert steps.sum(lambda place, size: values) == [2 * each for each in values]
         if flag == "--finetune":
@@ -283,5 +274,5 @@ def require_same_beginning(folder: Path) -> None:
         for more, iteration in ((" --ckpt-step 3", 3), (" --finetune", 0)):
             with built_run(flags + more, outer) as built:
                 assert built.trainer.counters.iteration == iteration
-                values = outer.gather([each.sum().item() for each in weights_of(built).values()])
+                values = outer.gather([each.sum().item() for each in tensors_of(built).values()])
                 assert values[0] == values[1]

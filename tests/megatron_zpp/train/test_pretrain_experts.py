@@ -1,7 +1,6 @@
 """Whole runs of mixtures of experts: other programs' arguments, and their curves."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from tests.megatron_zpp.settings.tables import launch_scripts
 from tests.megatron_zpp.train.training_runs import (
     field,
+    held_out,
     log_of,
     loss_values,
     run,
@@ -55,8 +55,8 @@ def test_it_learns_evaluates_samples_and_writes_curves(tmp_path: Path) -> None:
         return
     losses = loss_values(log)
     assert losses[-1] < losses[0]
-    held_out = [float(loss) for loss in re.findall(r"lm loss value: (\S+)", log)]
-    assert len(held_out) >= 2 and held_out[1] < held_out[0]
+    first, second, *_ = map(float, held_out(log))
+    assert second < first
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "load_balancing_loss" in line]
     assert len(steps) == 10

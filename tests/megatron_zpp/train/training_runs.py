@@ -11,6 +11,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.parallel.mesh import Ranks, build_mesh
@@ -134,6 +136,15 @@ def with_json(zero: Mapping | None = None, *, more: Mapping | None = None, **zer
     """The flag of a JSON with these sections, and `more` ones."""
     sections = {"zero_optimization": dict(zero or {}), "zeropp": zeropp, **(more or {})}
     return f" --deepspeed_config {json.dumps(sections, separators=(',', ':'))} "
+
+
+def tensors_of(run: Run) -> dict[str, Tensor]:
+    """Copies of the whole weights and of the buffers of a run."""
+    model = run.trainer.sharding.model
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+        for name, each in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 def losses(log: str) -> list[str]:
