@@ -22,6 +22,7 @@ from tests.megatron_zpp.small_net import (
     state_at,
     train,
 )
+from tests.megatron_zpp.train.training_runs import shared_folder
 from tests.ranks import ranks
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.errors import InputError
@@ -90,8 +91,9 @@ def test_asynchronous_saves_are_the_same_to_the_last_byte(stage: int, tmp_path: 
 
 
 @ranks(2)
-def compare_updates(folder: Path) -> None:
+def test_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
     """Four steps in one go, and two, saved, loaded elsewhere, two more, are the same."""
+    folder = shared_folder(str(tmp_path))
     model, optimizer = build(3, seed=1)
     train(model, optimizer, 2)
     checkpoint.save(folder, model, optimizer, state_at(2))
@@ -102,34 +104,24 @@ def compare_updates(folder: Path) -> None:
     assert equal(contents(model, optimizer), contents(again, optimizer_again))
 
 
-def test_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
-    compare_updates(folder=tmp_path)
-
-
-def test_state_survives_as_it_was(tmp_path: Path) -> None:
+def test_state_survives_as_it_was_and_settings_are_not_state(tmp_path: Path) -> None:
     model, optimizer = build(0, seed=1)
+    for folder in (tmp_path / "nowhere", tmp_path):
+        assert checkpoint.load(folder, model, optimizer) is None
+    checkpoint.save(tmp_path / "new", model, optimizer, state_at(0))  # before the first update
     train(model, optimizer, 1)
     written = state_at(1, loss_scaler={"words": [2**63, 1]}, schedule={"lr": 1e-5 / 3})
     path = checkpoint.save(tmp_path, model, optimizer, written)
-    assert checkpoint.load(tmp_path, model, optimizer) == written == read_state(path)
-    assert (tmp_path / POINTER).read_text() == "1\n"
-    assert path == tmp_path / "iter_0000001"
-
-
-def test_settings_are_not_state(tmp_path: Path) -> None:
-    model, optimizer = build(0, seed=1)
-    train(model, optimizer, 1)
-    checkpoint.save(tmp_path, model, optimizer, state_at(1))
     optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
-    checkpoint.load(tmp_path, model, optimizer)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert optimizer.param_groups[0]["weight_decay"] == 0.25
-
-
-def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    model, optimizer = build(0, seed=1)
-    assert checkpoint.load(tmp_path / "nowhere", model, optimizer) is None
-    assert checkpoint.load(tmp_path, model, optimizer) is None
+    assert checkpoint.load(tmp_path, model, optimizer) == written == read_state(path)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    assert (tmp_path / POINTER).read_text() == "1\n" and path == tmp_path / "iter_0000001"
+    wrapped, fresh = build(0, seed=2)
+    wrapped.blocks[0] = torch.compile(wrapped.blocks[0], backend="eager")  # leaves no trace
+    checkpoint.load(tmp_path, wrapped, None)
+    assert torch.equal(wrapped.blocks[0].up.weight, model.blocks[0].up.weight)
+    assert checkpoint.load(tmp_path / "new", wrapped, fresh).iteration == 0 and not fresh.state
 
 
 def test_optimizer_can_be_left_out(tmp_path: Path) -> None:
@@ -144,33 +136,10 @@ def test_optimizer_can_be_left_out(tmp_path: Path) -> None:
     assert torch.equal(other.head.weight, model.head.weight)
 
 
-def test_saved_before_the_first_update(tmp_path: Path) -> None:
-    model, optimizer = build(0, seed=1)
-    checkpoint.save(tmp_path, model, optimizer, state_at(0))
-    other, fresh = build(0, seed=2)
-    assert checkpoint.load(tmp_path, other, fresh).iteration == 0
-    assert not fresh.state and torch.equal(other.head.weight, model.head.weight)
-
-
-def test_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:
-    model, optimizer = build(0, seed=1)
-    train(model, optimizer, 1)
-    checkpoint.save(tmp_path, model, optimizer, state_at(1))
-    wrapped, _ = build(0, seed=2)
-    wrapped.blocks[0] = torch.compile(wrapped.blocks[0], backend="eager")
-    checkpoint.load(tmp_path, wrapped, None)
-    assert torch.equal(wrapped.blocks[0].up.weight, model.blocks[0].up.weight)
-
-
-def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
-    save_on_four(folder=tmp_path, stage=3, iterations=(1, 2, 3), keep=2)
-    assert names(tmp_path) == ["iter_0000002", "iter_0000003"]
-
-
 def test_pruning_spares_what_is_not_ours_or_newer(tmp_path: Path) -> None:
     model, optimizer = build(0, seed=1)
     (tmp_path / "iter_0000001").mkdir()
-    for iteration in (2, 3, 9, 4):
+    for iteration in (2, 3, 9, 4):  # of which the newest one is kept
         checkpoint.save(tmp_path, model, optimizer, state_at(iteration), keep=Retention(newest=1))
     assert names(tmp_path) == ["iter_0000001", "iter_0000004", "iter_0000009"]
     assert checkpoint.load(tmp_path, model, optimizer).iteration == 4  # the one pointed to
@@ -197,30 +166,31 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @ranks(2)
-def expect_other_architecture(folder: Path) -> None:
+def test_another_architecture_is_refused_with_each_difference(two_checkpoints: Path) -> None:
     model, optimizer = build(3, seed=2, size=8, num_layers=3)
     before = contents(model, optimizer)
+    shape = {"hidden_size": 8, "num_layers": 3}
     with pytest.raises(InputError) as error:
-        checkpoint.load(folder, model, optimizer, architecture={"hidden_size": 8, "num_layers": 3})
+        checkpoint.load(two_checkpoints, model, optimizer, architecture=shape)
     text = str(error.value)
-    assert "hidden_size is 7 in the checkpoint, 8 in the model" in text
-    assert "num_layers is 2 in the checkpoint, 3 in the model" in text
-    assert "embedding.weight has shape [7, 7] in the checkpoint, [8, 8] in the model" in text
-    assert "blocks.1.up.weight has shape [5, 7] in the checkpoint, [5, 8] in the model" in text
+    for words in (
+        "hidden_size is 7 in the checkpoint, 8 in the model",
+        "num_layers is 2 in the checkpoint, 3 in the model",
+        "embedding.weight has shape [7, 7] in the checkpoint, [8, 8] in the model",
+        "blocks.1.up.weight has shape [5, 7] in the checkpoint, [5, 8] in the model",
+        "only in the model: blocks.2.norm.weight",
+    ):
+        assert words in text
     assert "blocks.0.up.bias" not in text  # equal
-    assert "only in the model: blocks.2.norm.weight" in text
     assert equal(contents(model, optimizer), before)
 
 
-def test_other_architecture_names_each_difference(two_checkpoints: Path) -> None:
-    expect_other_architecture(folder=two_checkpoints)
-
-
-def test_smaller_model_names_what_is_left_over(two_checkpoints: Path) -> None:
-    model, _ = build(0, seed=2, num_layers=1)
+def test_a_smaller_model_and_another_tokenizer_are_refused(two_checkpoints: Path) -> None:
     names_of_one = r"only in the checkpoint: blocks\.1\.norm\.w.*down\.bias\n"
     with pytest.raises(InputError, match=names_of_one):
-        checkpoint.load(two_checkpoints, model, None)
+        checkpoint.load(two_checkpoints, build(0, seed=2, num_layers=1)[0], None)
+    with pytest.raises(InputError, match="another tokenizer"):
+        checkpoint.load(two_checkpoints, build(0, seed=2)[0], None, tokenizer="xyz")
 
 
 def test_equal_shapes_with_other_settings_are_refused_or_fine_tuned(
@@ -251,9 +221,3 @@ def test_settings_that_a_checkpoint_is_too_old_for_have_their_defaults(
     with pytest.raises(InputError, match="add_qkv_bias is False in the checkpoint, True in"):
         other = newer | {"add_qkv_bias": True}
         checkpoint.load(two_checkpoints, model, None, architecture=other)
-
-
-def test_other_tokenizer_is_refused(two_checkpoints: Path) -> None:
-    model, _ = build(0, seed=2)
-    with pytest.raises(InputError, match="another tokenizer"):
-        checkpoint.load(two_checkpoints, model, None, tokenizer="xyz")

@@ -23,6 +23,7 @@ from tests.megatron_zpp.small_net import (
     state_at,
     train,
 )
+from tests.megatron_zpp.train.training_runs import shared_folder
 from tests.ranks import ranks
 from zeropp.errors import InputError
 
@@ -96,45 +97,39 @@ def test_without_verifying_only_the_sizes_are_compared(
     assert checkpoint.choose(folder, verify=False) == folder / "iter_0000001"
 
 
-@ranks(2)
-def expect_none_complete(folder: Path) -> None:
-    model, optimizer = build(3, seed=2)
-    with pytest.raises(InputError) as error:
-        checkpoint.load(folder, model, optimizer)
-    assert "iter_0000001: the content of __1_0.distcp changed" in str(error.value)
-    assert "iter_0000002: __3_0.distcp is missing" in str(error.value)
-
-
-def test_none_complete_is_an_error_that_names_each(two_checkpoints: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(two_checkpoints, tmp_path / "copy")
-    flip(folder / "iter_0000001")
-    lose_shard(folder / "iter_0000002")
-    expect_none_complete(folder=folder)
-
-
-@pytest.mark.parametrize("text", ["", "soon", None])
-def test_newest_is_used_without_a_pointer(text: str, two_checkpoints: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "iteration"), [("", 2), ("soon", 2), (None, 2), ("1\n", 1)])
+def test_the_newest_is_used_unless_the_pointer_names_another(
+    text: str | None, iteration: int, two_checkpoints: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(two_checkpoints, tmp_path / "copy")
     pointer = folder / POINTER
     pointer.unlink() if text is None else pointer.write_text(text)
-    assert checkpoint.choose(folder) == folder / "iter_0000002"
-
-
-def test_pointer_can_be_set_back(two_checkpoints: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(two_checkpoints, tmp_path / "copy")
-    (folder / POINTER).write_text("1\n")
-    assert checkpoint.choose(folder) == folder / "iter_0000001"
+    assert checkpoint.choose(folder).name == f"iter_000000{iteration}"
 
 
 @ranks(2)
-def save_with_a_limit_on_rank_one(folder: Path) -> None:
+def test_what_fails_on_one_rank_fails_on_all(two_checkpoints: Path, tmp_path: Path) -> None:
+    """A damaged checkpoint, a folder that is a file, a full disk, and a mistake of ours."""
     model, optimizer = build(3, seed=1)
+    is_second, shared = dist.get_rank() == 1, shared_folder(str(tmp_path))
+    damaged, folder = shared / "copy", shared / "save"
+    if is_second:
+        shutil.copytree(two_checkpoints, damaged)
+        flip(damaged / "iter_0000001")
+        lose_shard(damaged / "iter_0000002")
+        (shared / "file").write_text("in the way")
+    dist.barrier()
+    with pytest.raises(InputError) as error:
+        checkpoint.load(damaged, model, optimizer)
+    assert "iter_0000001: the content of __1_0.distcp changed" in str(error.value)
+    assert "iter_0000002: __3_0.distcp is missing" in str(error.value)
+    with pytest.raises(InputError, match="cannot save in .*file"):
+        checkpoint.save(shared / "file" / "save", model, optimizer, state_at(1))
     train(model, optimizer, 1)
     checkpoint.save(folder, model, optimizer, state_at(1))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     dist.barrier()
-    disk = full_disk(4000) if dist.get_rank() == 1 else nullcontext()
-    with disk, pytest.raises(InputError) as error:
+    with full_disk(4000) if is_second else nullcontext(), pytest.raises(InputError) as error:
         checkpoint.save(folder, model, optimizer, state_at(2))
     assert f"cannot save in {folder} (rank 1): File too large" in str(error.value)
     assert "needs" in str(error.value) and "are free" in str(error.value)
@@ -142,10 +137,10 @@ def save_with_a_limit_on_rank_one(folder: Path) -> None:
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     checkpoint.save(folder, model, optimizer, state_at(2))  # and the ranks still work together
     assert checkpoint.choose(folder).name == "iter_0000002"
-
-
-def test_full_disk_on_one_rank_fails_on_all(tmp_path: Path) -> None:
-    save_with_a_limit_on_rank_one(folder=tmp_path)
+    if is_second:
+        model.state_dict = None
+    with pytest.raises((TypeError, RuntimeError), match="'NoneType' object is not callable"):
+        checkpoint.save(folder, model, optimizer, state_at(1))
 
 
 @pytest.fixture
@@ -162,6 +157,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @ranks(2)
 def fill_the_disk(folder: Path) -> None:
+    large = nn.Linear(300, 300)  # 360 kB: the space is checked before writing
+    with pytest.raises(InputError) as error:
+        checkpoint.save(folder / "large", large, None, state_at(1))
+    assert "too little space left" in str(error.value) and "361,200 bytes" in str(error.value)
+    assert names(folder / "large") == []
     model, optimizer = build(3, seed=1)
     with pytest.raises(InputError, match="cannot save.*: No space left on device. The checkpoint"):
         for iteration in range(1, 100):
@@ -172,38 +172,5 @@ def fill_the_disk(folder: Path) -> None:
     assert names(folder) == [f"iter_{number:07d}" for number in range(1, iteration)]
 
 
-def test_disk_that_fills_up_while_writing(small_disk: Path) -> None:
+def test_disk_that_is_too_small_or_fills_up_while_writing(small_disk: Path) -> None:
     fill_the_disk(folder=small_disk)
-
-
-@ranks(2)
-def save_something_large(folder: Path) -> None:
-    model = nn.Linear(300, 300)  # 360 kB
-    with pytest.raises(InputError) as error:
-        checkpoint.save(folder, model, None, state_at(1))
-    assert "too little space left" in str(error.value) and "361,200 bytes" in str(error.value)
-    assert names(folder) == []
-
-
-def test_space_is_checked_before_writing(small_disk: Path) -> None:
-    save_something_large(folder=small_disk)
-
-
-def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    model, optimizer = build(0, seed=1)
-    with pytest.raises(InputError, match="cannot save in .*file"):
-        checkpoint.save(tmp_path / "file" / "save", model, optimizer, state_at(1))
-
-
-@ranks(2)
-def fail_on_rank_one(folder: Path) -> None:
-    model, optimizer = build(3, seed=1)
-    if dist.get_rank() == 1:
-        model.state_dict = None  # a mistake of ours, on one rank only
-    with pytest.raises((TypeError, RuntimeError), match="'NoneType' object is not callable"):
-        checkpoint.save(folder, model, optimizer, state_at(1))
-
-
-def test_error_on_one_rank_reaches_all(tmp_path: Path) -> None:
-    fail_on_rank_one(folder=tmp_path)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.interchange.open_model import load_model, open_model
-from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
+from megatron_zpp.settings.config import ModelConfig
 from tests.launched import call
 from tests.megatron_zpp.interchange.foreign_models import (
     MIXTURES,
@@ -28,7 +28,6 @@ from tests.megatron_zpp.interchange.foreign_models import (
     tensors_in,
     tiny,
 )
-from tests.megatron_zpp.tokenizer.vocabularies import train_bpe
 
 # Two fp32 forward passes differ by rounding: 2^-24 of the largest of the sums, a few hundred terms
 # of size 1, in each of a dozen operations one after another.
@@ -178,34 +177,6 @@ def test_a_model_trained_further_and_saved_elsewhere(tmp_path: Path) -> None:
     tuned, _ = save_own(other, tmp_path / "other", opened.tokenizer_config)
     written = json.loads((to_folder(tuned, tmp_path / "new") / "config.json").read_text())
     assert written["rms_norm_eps"] == 1e-3 and written["vocab_size"] == 12
-
-
-TEXT = "The widths of the areas, returned: 12345. Höhe × Breite"
-
-
-@pytest.mark.parametrize("kind", ["vocab.json", "tokenizer.json"])
-def test_tokenizers_of_models_of_our_own(kind: str, tmp_path: Path) -> None:
-    """Whether the files are GPT-2's two, without a type, or a tokenizer.json, ids are the same."""
-    train_bpe(tmp_path)
-    flags = {
-        "vocab.json": dict(
-            vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")
-        ),
-        "tokenizer.json": dict(
-            tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json")
-        ),
-    }  # fmt: skip
-    save, tokenizer = save_own(
-        ModelConfig(num_layers=1, hidden_size=32), tmp_path / "save", TokenizerConfig(**flags[kind])
-    )
-    back = to_folder(save, tmp_path / "back")
-    theirs = AutoTokenizer.from_pretrained(back)
-    assert theirs(TEXT)["input_ids"] == tokenizer.encode(TEXT)
-    assert theirs.eos_token_id == tokenizer.eod
-    again = open_model(back)
-    assert again.tokenizer.encode(TEXT) == tokenizer.encode(TEXT)
-    assert again.tokenizer.eod == tokenizer.eod
-    assert again.config.num_positions == 256
 
 
 # Memory: tensors of 4 MiB, 40 of them.

@@ -312,17 +312,3 @@ def test_circular_bases(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (tmp_path / name / CONFIG).write_text(json.dumps(content))
     message = error(capsys, "--load", tmp_path / "a", "--to-hf", tmp_path / "merged")
     assert "leads back to it" in message
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--load a --to-hf b --to-peft c", "or --load and --to-peft"),
-        ("--from-hf a --save b --base c", "--base is for --load: leave it out"),
-        ("--load a --to-hf b --base-name c", "--base-name is for --to-peft: leave it out"),
-    ],
-)
-def test_flags_that_do_not_go_together(
-    flags: str, named: str, capsys: pytest.CaptureFixture
-) -> None:
-    assert named in error(capsys, *flags.split())

@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 
 from megatron_zpp.commands.inspect_dataset import BAR, HEIGHT, WIDTH, draw, main
-from megatron_zpp.data.indexed_dataset import IndexedDataset
 from tests.indexed import write
 
 FILES = Path(__file__).parents[2] / "data"
@@ -53,13 +52,6 @@ def test_without_a_tokenizer_and_without_tokens(tmp_path: Path, capsys) -> None:
     assert not any("token ids" in line for line in report(capsys, prefix, "--skip-tokens"))
 
 
-def test_a_dataset_of_megatron(capsys) -> None:
-    prefix = FILES / "a_text_document"
-    lines = report(capsys, str(prefix), "--tokenizer-type", "NullTokenizer", "--vocab-size=50257")
-    tokens = int(IndexedDataset(prefix).lengths.sum())
-    assert f"tokens: {tokens:,}" in lines and lines[-1] == "no problem found"
-
-
 def test_modes_are_counted(tmp_path: Path, capsys) -> None:
     prefix = write(tmp_path / "text", CLEAN)
     with open(f"{prefix}.idx", "ab") as file:
@@ -76,20 +68,6 @@ def test_the_picture_has_a_bar_for_each_power_of_two(tmp_path: Path, capsys) -> 
     starts = np.flatnonzero(np.diff(blue.astype(int)) == 1)
     assert len(starts) == 4  # 0; 2 to 3; 4 to 7; 8 to 15; nothing of 1
     assert len(np.unique(np.diff(starts).round(-1))) == 2  # a gap where 1 would be
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "--input is missing: prefix of the dataset"),
-        (["--input", "nowhere"], "no dataset at nowhere"),
-        (["--input", "text", "--largest", "-1"], "--largest -1"),
-        (["--input", "text", "--histogramm", "x"], "did you mean --histogram?"),
-    ],
-)
-def test_bad_input_is_named(argv: list[str], message: str, capsys) -> None:
-    assert main(argv) == 1
-    assert message in capsys.readouterr().err
 
 
 def test_a_truncated_file_is_named(tmp_path: Path, capsys) -> None:

@@ -51,17 +51,6 @@ def test_listed_prefixes_keep_their_order(parts: Path, tmp_path: Path) -> None:
     assert content(tmp_path / "all") == content(whole)
 
 
-def test_datasets_of_megatron(tmp_path: Path) -> None:
-    sources = [IndexedDataset(FILES / f"{name}_text_document") for name in "ab"]
-    output = tmp_path / "all"
-    inputs = [source.prefix for source in sources]
-    assert main(["--input", *inputs, "--output-prefix", str(output)]) == 0
-    merged = IndexedDataset(output)
-    texts = [source.get(number) for source in sources for number in range(len(source))]
-    assert len(merged) == len(texts)
-    assert all((merged.get(number) == text).all() for number, text in enumerate(texts))
-
-
 def test_modes_are_kept(parts: Path, tmp_path: Path) -> None:
     first, second = with_modes(str(parts / "a"), [1, 0, 2]), with_modes(str(parts / "c"), [3])
     assert main(["--input", first, second, "--output-prefix", str(tmp_path / "all")]) == 0

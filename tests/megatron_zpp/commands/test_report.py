@@ -22,11 +22,9 @@ def test_the_folder_above_the_curves_will_do(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{}/none"], "{}/none: there is no such folder"),
         (["{}"], "{} has several runs: name one of {}/a, {}/b"),
         (["{}/a", "--output", "{}"], "--output {}: is a folder; name a file"),
         (["{}/empty"], "{}/empty has no metrics.jsonl with log lines"),
-        ([], "--input"),
     ],
 )
 def test_what_is_no_run_is_said(tmp_path: Path, words: list, message: str, capsys) -> None:

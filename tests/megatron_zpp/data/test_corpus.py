@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.data import corpus as module
-from megatron_zpp.data.corpus import Corpus, load_standard_library, train_tokenizer
+from megatron_zpp.data.corpus import Corpus, load_standard_library
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.text_source import resolve_data, resolve_vocab_size
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
@@ -118,13 +118,6 @@ def test_vocab_size_without_data_is_that_of_its_tokenizer(
         resolve_vocab_size(data, TokenizerConfig(vocab_size=256))
 
 
-def test_second_call_finds_it(corpus: Corpus, library: Path) -> None:
-    folder = corpus.prefix.parent
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert build(folder.parent, library) == corpus
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-
-
 def test_same_files_on_another_machine(corpus: Corpus, tmp_path: Path) -> None:
     """Another folder, files corpora in another order, line ends of Windows: the same bytes."""
     library = make_library(tmp_path / "library", list(reversed(range(NUM_FILES))))
@@ -133,11 +126,6 @@ def test_same_files_on_another_machine(corpus: Corpus, tmp_path: Path) -> None:
     other = build(tmp_path / "cache", library)
     assert other.prefix.parent.name == corpus.prefix.parent.name
     assert files_of(other) == files_of(corpus)
-
-
-def test_training_twice_gives_the_same_tokenizer() -> None:
-    trained = [train_tokenizer(map(content, range(NUM_FILES)), VOCAB_SIZE) for _ in range(2)]
-    assert trained[0].to_str() == trained[1].to_str()
 
 
 def test_other_text_or_seed_is_another_folder(
@@ -174,26 +162,7 @@ def test_a_build_that_fails_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_changed_cache_is_noticed(library: Path, tmp_path: Path) -> None:
-    corpus = build(tmp_path, library)
-    path = corpus.prefix.with_suffix(".bin")
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(InputError, match=f"{path.parent} was changed .*delete that folder"):
-        build(tmp_path, library)
-
-
-def test_a_cache_that_is_a_file(library: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("")
-    with pytest.raises(InputError, match=r"cache: .*--data-cache-path"):
-        build(tmp_path / "cache", library)
-
-
-def test_a_library_without_sources(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"0 Python sources in {tmp_path}; .*--data-path"):
-        build(tmp_path / "cache", tmp_path)
-
-
-def test_it_says_what_it_does(
+def test_it_says_what_it_does_and_what_cannot_be_done(
     library: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="megatron_zpp")
@@ -205,6 +174,18 @@ def test_it_says_what_it_does(
         "built in ",
     ):
         assert line in caplog.text
+    path = corpus.prefix.with_suffix(".bin")
+    written = path.stat().st_mtime_ns
+    assert build(tmp_path, library) == corpus and path.stat().st_mtime_ns == written
+    path.write_bytes(path.read_bytes()[:-2])
+    (tmp_path / "cache").write_text("")
+    for cache, source, message in (
+        (tmp_path, library, f"{path.parent} was changed .*delete that folder"),
+        (tmp_path / "cache", library, "cache: .*--data-cache-path"),
+        (tmp_path / "other", tmp_path, f"0 Python sources in {tmp_path}; .*--data-path"),
+    ):
+        with pytest.raises(InputError, match=message):
+            build(cache, source)
 
 
 def test_the_real_library() -> None:

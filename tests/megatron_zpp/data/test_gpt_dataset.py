@@ -174,12 +174,6 @@ def test_a_dataset_shorter_than_a_sample(tmp_path: Path, caplog) -> None:
         build(blend)
 
 
-def test_weights_need_a_size(tmp_path: Path) -> None:
-    data = DataConfig(data_path=("1", text(tmp_path, "text", 4, 9)), split="1")
-    with pytest.raises(InputError, match="train: datasets with weights need a number of samples"):
-        build(data, sizes=(None, 0, 0))
-
-
 def test_tokens_that_are_no_whole_numbers_are_named(tmp_path: Path) -> None:
     prefix = text(tmp_path, "text", 4, 10)
     idx, bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
@@ -251,16 +245,6 @@ def test_a_token_out_of_the_vocabulary_is_named(tmp_path: Path) -> None:
     assert max(train[i]["tokens"].max() for i in range(len(train))) == 40
 
 
-NO_SPLIT = ("", " ", "a,b", "-1,2", "1,2,3,4", "0,0,0", "1.2.3", ".", "nan,1", "1e3,1", "9" * 400)
-
-
-@pytest.mark.parametrize("split", NO_SPLIT)
-def test_a_split_that_is_none_is_named(split: str, tmp_path: Path) -> None:
-    data = DataConfig(data_path=(text(tmp_path, "text", 3, 40),), split=split)
-    with pytest.raises(InputError, match="--split"):
-        build(data)
-
-
 @pytest.mark.parametrize(
     "split",
     ["96,3,1", "96/3/1", " 96; 3;1 ", "96%,3%,1%", "(96, 3, 1)", "0.96 .03 .01", "96.,3.,1."],
@@ -270,29 +254,33 @@ def test_megatrons_spellings_of_a_split(split: str) -> None:
     assert [pytest.approx(pair) for pair in bounds] == list(parse_split(split))
 
 
-def test_a_split_of_datasets_that_are_taken_whole_is_refused(tmp_path: Path) -> None:
+NO_SPLIT = ("", " ", "a,b", "-1,2", "1,2,3,4", "0,0,0", "1.2.3", ".", "nan,1", "1e3,1", "9" * 400)
+REFUSED = [
+    *(({"split": split}, 5, "--split") for split in NO_SPLIT),
+    ({"data_path": ("1", "{}"), "split": "1"}, None, "train: datasets with weights need a number"),
+    ({"data_path": None, "train_data_path": ("{}",), "split": "9,1"}, 5,
+     "--split '9,1' divides --data-path; .*leave --split out"),
+    ({"data_path": ("nowhere/text",)}, 5, "no dataset at nowhere/text"),
+    ({"data_path": None}, 5, "--data-path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "size", "message"), REFUSED)
+def test_what_is_no_data_is_named(changes: dict, size, message: str, tmp_path: Path) -> None:
     prefix = text(tmp_path, "text", 3, 40)
-    with pytest.raises(InputError, match="--split '9,1' divides --data-path; .*leave --split out"):
-        build(DataConfig(train_data_path=(prefix,), split="9,1"))
-
-
-def test_missing_data_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no dataset at nowhere/text"):
-        build(DataConfig(data_path=("nowhere/text",)))
-    with pytest.raises(InputError, match="--data-path"):
-        build(DataConfig())
-
-
-def test_the_indices_lie_in_megatrons_place(tmp_path: Path) -> None:
-    prefix = text(tmp_path, "text", 3, 40)
-    build(DataConfig(data_path=(prefix,), split="1"))
-    names = sorted(path.name for path in Path(prefix, "cache", "GPTDataset_indices").iterdir())
-    assert len(names) == 4 and all("-GPTDataset-train-" in name for name in names)
+    fields = {
+        name: tuple(each.format(prefix) for each in value) if isinstance(value, tuple) else value
+        for name, value in ({"data_path": (prefix,)} | changes).items()
+    }
+    with pytest.raises(InputError, match=message):
+        build(DataConfig(**fields), sizes=(size, 0, 0))
 
 
 def test_a_blend_is_kept_beside_its_first_dataset(tmp_path: Path) -> None:
     one, two = (text(tmp_path, name, 3, 40) for name in ("one", "two"))
     build(DataConfig(data_path=("1", one, "3", two), split="1"), sizes=(20, 0, 0))
+    own = [path.name for path in Path(one, "cache", "GPTDataset_indices").iterdir()]
+    assert len(own) == 4 and all("-GPTDataset-train-" in name for name in own)
     names = sorted(path.name for path in Path(one, "cache", "BlendedDataset_indices").iterdir())
     assert [name.split("-", 1)[1] for name in names] == [
         "BlendedDataset-train-dataset_index.npy",

@@ -45,26 +45,24 @@ def test_the_cache_gives_the_same_arrays_without_building(tmp_path: Path) -> Non
     assert (loaded.sample == built.sample).all() and (loaded.shuffle == built.shuffle).all()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 4},
-        {"num_samples": 21},
-        {"seq_length": 5},
-        {"sequences": range(0, 8)},
-        {"sequences": range(1, 7)},
-    ],
-)
-def test_another_request_is_another_entry(change: dict, tmp_path: Path) -> None:
-    build_cached(tmp_path)
-    build_cached(tmp_path, SampleRequest(**{**vars(REQUEST), **change}))
-    assert len(list(tmp_path.iterdir())) == 8
+OTHERS = ({"seed": 4}, {"num_samples": 21}, {"seq_length": 5}, {"sequences": range(0, 8)},
+          {"sequences": range(1, 7)})  # fmt: skip
+BLENDS = ([0.3, 0.7], 51), ([0.7, 0.3], 50), ([3, 7], None)
 
 
-def test_other_documents_are_another_entry(tmp_path: Path) -> None:
-    build_cached(tmp_path)
+def test_what_is_asked_for_otherwise_is_another_entry(tmp_path: Path, monkeypatch) -> None:
+    """Other documents, or another version of the format, too."""
+    requests = [SampleRequest(**{**vars(REQUEST), **change}) for change in ({}, *OTHERS)]
+    for count, request in enumerate(requests, 1):
+        build_cached(tmp_path, request)
+        assert len(list(tmp_path.iterdir())) == 4 * count
     build_cached(tmp_path, lengths=LENGTHS[::-1].copy())
-    assert len(list(tmp_path.iterdir())) == 8
+    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
+    build_cached(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4 * (count + 2)
+    for count, request in enumerate([([0.3, 0.7], 50), *BLENDS], 1):
+        IndexCache(tmp_path / "blends").blend_index(*request, "text", "train")
+        assert len(list((tmp_path / "blends").iterdir())) == 3 * count
 
 
 def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
@@ -106,20 +104,6 @@ def test_a_blend_is_built_once_and_found_again(tmp_path: Path, monkeypatch) -> N
         assert isinstance(cached, np.memmap) and cached.dtype == array.dtype
         assert (cached == array).all()
     assert len(list(tmp_path.iterdir())) == 6
-
-
-@pytest.mark.parametrize(("weights", "size"), [([0.3, 0.7], 51), ([0.7, 0.3], 50), ([3, 7], None)])
-def test_another_blend_is_another_entry(weights: list, size: int | None, tmp_path: Path) -> None:
-    for request in (([0.3, 0.7], 50), (weights, size)):
-        IndexCache(tmp_path).blend_index(*request, "text", "train")
-    assert len(list(tmp_path.iterdir())) == 6
-
-
-def test_another_version_builds_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build_cached(tmp_path)
-    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
-    build_cached(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 8
 
 
 def test_those_who_come_while_it_is_built_wait_and_say_so(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.indexed_dataset import IndexedDataset, token_dtype, write_dataset
+from megatron_zpp.data.indexed_dataset import IndexedDataset, write_dataset
 from tests import indexed
 from zeropp.errors import InputError
 
@@ -88,10 +88,6 @@ def test_an_unfinished_rewrite_leaves_the_old_pair(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_dtype_follows_megatron() -> None:
-    assert [token_dtype(n).name for n in (2, 65499, 65500)] == ["uint16", "uint16", "int32"]
-
-
 def cut_bin(prefix: Path) -> None:
     path = prefix.with_suffix(".bin")
     path.write_bytes(path.read_bytes()[:-2])
@@ -157,20 +153,16 @@ def test_damage_is_named(damage: str, tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "text")
 
 
-def test_a_missing_dataset_names_both_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"expected .*none\.idx and .*none\.bin"):
-        IndexedDataset(tmp_path / "none")
-    write(tmp_path / "text", [[[1]]])
-    with pytest.raises(InputError, match=r"without its ending, .*/text$"):
-        IndexedDataset(f"{tmp_path}/text.bin")
-
-
-def test_a_missing_dataset_is_found_under_the_name_that_the_preprocessor_gave_it(
-    tmp_path: Path,
-) -> None:
-    write(tmp_path / "corpus_text_document", [[[1]]])
+def test_a_missing_dataset_is_named_with_what_may_be_meant(tmp_path: Path) -> None:
+    """Also by the name that the preprocessor gave it."""
+    for name in ("text", "corpus_text_document"):
+        write(tmp_path / name, [[[1]]])
     (tmp_path / "corpus_half.idx").touch()
-    with pytest.raises(InputError, match=rf"did you mean {tmp_path}/corpus_text_document\?$"):
-        IndexedDataset(tmp_path / "corpus")
-    with pytest.raises(InputError, match="preprocess the text first"):
-        IndexedDataset(tmp_path / "corp")
+    for name, message in (
+        ("none", r"expected .*none\.idx and .*none\.bin"),
+        ("text.bin", r"without its ending, .*/text$"),
+        ("corpus", rf"did you mean {tmp_path}/corpus_text_document\?$"),
+        ("corp", "preprocess the text first"),
+    ):
+        with pytest.raises(InputError, match=message):
+            IndexedDataset(tmp_path / name)

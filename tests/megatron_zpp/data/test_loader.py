@@ -3,7 +3,6 @@
 import multiprocessing.connection
 import os
 import signal
-import time
 from itertools import islice
 
 import numpy as np
@@ -43,19 +42,6 @@ class Signalled:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
-        return {"tokens": index + np.arange(4)}
-
-
-class Slow:
-    """Each sample takes a while."""
-
-    SECONDS = 0.05
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        time.sleep(self.SECONDS)
         return {"tokens": index + np.arange(4)}
 
 
@@ -124,15 +110,11 @@ def test_cyclic_order_knows_no_ranks_and_no_restart(size, consumed, shape) -> No
 
 
 def test_each_cyclic_epoch_has_its_own_order() -> None:
+    assert order(100, 13, 3, 2, 2, "single") == list(range(13, 25))  # the dataset's own order
     whole = order(50, 0, 1, 1, 150, "cyclic")
     assert len({tuple(whole[i : i + 50]) for i in (0, 50, 100)}) == 3
     expected = torch.randperm(50, generator=torch.Generator().manual_seed(1)).tolist()
     assert whole[50:100] == expected
-
-
-@pytest.mark.parametrize(("micro", "world"), [(1, 1), (1, 4), (3, 2), (12, 1)])
-def test_single_order_is_that_of_the_dataset(micro: int, world: int) -> None:
-    assert order(100, 13, micro, world, 12 // (micro * world), "single") == list(range(13, 25))
 
 
 def test_each_rank_takes_its_slice() -> None:
@@ -143,25 +125,22 @@ def test_each_rank_takes_its_slice() -> None:
     assert slices == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-def test_labels_are_the_next_tokens_and_all_count() -> None:
-    batch = next(load(Fixed([1, EOD, 3, 4], [5, 6, 7, 8])))
-    assert batch.tokens.tolist() == [[1, EOD, 3], [5, 6, 7]]
-    assert batch.labels.tolist() == [[EOD, 3, 4], [6, 7, 8]]
-    assert batch.loss_mask.tolist() == [[1.0] * 3] * 2
-    assert batch.position_ids.tolist() == [[0, 1, 2]] * 2
+def test_labels_masks_positions_and_edges_of_documents() -> None:
+    samples = Fixed([1, 2, EOD, 4, 5, EOD, EOD, 1, 2], [EOD, 1, 2, 3, 4, 5, 6, EOD, 1])
+    batch = next(load(samples))
+    assert batch.tokens.tolist() == [sample[:-1] for sample in samples.samples]
+    assert batch.labels.tolist() == [sample[1:] for sample in samples.samples]
+    assert batch.loss_mask.tolist() == [[1.0] * 8] * 2 and batch.edges is None
+    assert batch.position_ids.tolist() == [[*range(8)]] * 2
     kinds = [batch.tokens, batch.labels, batch.loss_mask, batch.position_ids]
     assert [tensor.dtype for tensor in kinds] == [torch.int64] * 2 + [torch.float32, torch.int64]
-
-
-def test_no_loss_where_the_input_ends_a_document() -> None:
-    batch = next(load(Fixed([1, EOD, EOD, 4, EOD], [EOD, 1, 2, 3, 4]), eod_mask_loss=True))
-    assert batch.loss_mask.tolist() == [[1, 0, 0, 1], [0, 1, 1, 1]]
-
-
-def test_positions_restart_after_each_document() -> None:
-    samples = Fixed([1, 2, EOD, 4, 5, EOD, EOD, 1, 2], [EOD, 1, 2, 3, 4, 5, 6, EOD, 1])
-    batch = next(load(samples, reset_position_ids=True))
+    apart = {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True}
+    batch = next(load(samples, **apart))
+    # No loss where the input ends a document; what follows begins another one.
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 1, 0, 0, 1], [0, 1, 1, 1, 1, 1, 1, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert batch.edges.tolist() == [0, 3, 6, 7, 8, 9, 16] and batch.edges.dtype == torch.int32
+    assert batch.inputs()[4] is batch.edges
 
 
 def test_the_position_is_counted_and_the_end_is_named() -> None:
@@ -190,9 +169,11 @@ def test_workers_keep_the_order_and_torchs_random_state() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_workers_leave_signals_to_the_rank():
+def test_workers_leave_signals_to_the_rank_whose_wait_is_counted():
     loader = load(Signalled(), num_workers=2)
+    assert loader.waited == 0
     assert [next(loader).tokens[0, 0].item() for _ in range(3)] == [0, 2, 4]
+    assert loader.waited > 0
     loader.close()
 
 
@@ -231,18 +212,3 @@ def test_an_error_of_the_rank_leaves_no_worker() -> None:
             next(batches)
             raise ZeroDivisionError
     assert caught.value and not workers()
-
-
-def test_the_wait_is_counted() -> None:
-    loader = load(Slow())
-    assert loader.waited == 0
-    next(loader)
-    assert loader.waited >= 2 * Slow.SECONDS
-
-
-def test_edges_of_documents_are_there_if_attention_is_to_stop() -> None:
-    samples = Fixed([1, EOD, 2, 3], [EOD, 4, 5, EOD])
-    assert next(load(samples)).edges is None
-    batch = next(load(samples, reset_attention_mask=True))
-    assert batch.edges.tolist() == [0, 2, 3, 4, 6] and batch.edges.dtype == torch.int32
-    assert batch.inputs()[4] is batch.edges

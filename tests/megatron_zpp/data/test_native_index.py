@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.data import native_index as module
-from megatron_zpp.data.blend import blend_in_python
 from megatron_zpp.data.native_index import NativeIndex, native_index
 from megatron_zpp.data.sample_index import sample_starts
-from megatron_zpp.data.split import normalize
 from zeropp.native import library
 
 
@@ -61,32 +59,14 @@ def test_places_are_numpys(loops, lengths: list, seq_length: int, epochs: int, k
     assert (starts == expected).all()
 
 
-@settings(max_examples=60, deadline=None)
-@given(weights=st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=9), size=st.integers(0, 700))
-def test_a_blend_is_pythons(loops, weights: list, size: int) -> None:
-    shares = np.array(normalize(weights))
-    for array, expected in zip(
-        loops.blend(shares, size), blend_in_python(shares, size), strict=True
-    ):
-        assert array.dtype == expected.dtype and (array == expected).all()
-
-
-def test_a_dataset_that_is_used_up_drops_out(loops: NativeIndex) -> None:
-    dataset, sample = loops.blend(np.array([0.5, 0.5]), 6, np.array([1, 5]))
-    assert dataset.tolist() == [0, 1, 1, 1, 1, 1] and sample.tolist() == [0, 0, 1, 2, 3, 4]
-
-
-def test_without_a_library_it_says_so_and_numpy_does_the_work(tmp_path, caplog, monkeypatch):
+def test_without_its_library_it_says_so_and_numpy_does_the_work(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "megatron_zpp")
     monkeypatch.setattr(module, "FOLDER", tmp_path)
-    with caplog.at_level(logging.INFO, "megatron_zpp"):
-        assert native_index.__wrapped__() is None
-    assert (
-        "sample indices are built by NumPy" in caplog.text and "csrc/ was not built" in caplog.text
-    )
-
-
-def test_a_library_of_other_sources_is_not_used(loops, monkeypatch, caplog) -> None:
+    assert native_index.__wrapped__() is None
+    monkeypatch.undo()
     monkeypatch.setattr(library, "expected_hash", lambda: "0" * 64)
-    with caplog.at_level(logging.INFO, "megatron_zpp"):
-        assert native_index.__wrapped__() is None
-    assert "was built from other sources; install again (make setup)" in caplog.text
+    assert native_index.__wrapped__() is None
+    for words in ("sample indices are built by NumPy", "csrc/ was not built"):
+        assert words in caplog.text
+    if native_index() is not None:
+        assert "was built from other sources; install again (make setup)" in caplog.text

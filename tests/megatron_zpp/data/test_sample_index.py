@@ -80,15 +80,6 @@ def test_tokens_beyond_32_bits(compiled: bool, monkeypatch: pytest.MonkeyPatch) 
     assert (far.count, far.samples_before_last) == (2**16 + 1, 2**45 + 31)
 
 
-def test_numpy_alone_makes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    indices = [build_sample_index(LENGTHS, REQUEST)]
-    monkeypatch.setattr(module, "native_index", lambda: None)
-    indices.append(build_sample_index(LENGTHS, REQUEST))
-    for part in ("document", "sample", "shuffle"):
-        native, numpy = (getattr(index, part) for index in indices)
-        assert native.dtype == numpy.dtype and (native == numpy).all()
-
-
 def test_the_last_epoch_stands_apart_below_four_fifths() -> None:
     # 1001 tokens make 100 samples of 10 + 1 in one epoch and 200 in two.
     assert plan_epochs(1001, 10, 100).count == 1

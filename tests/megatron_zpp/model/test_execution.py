@@ -5,15 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.model.block import Block
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
-from tests.ranks import ranks
 
 FIVE = replace(GPT2, num_layers=5)
 PLANS = {
@@ -84,58 +81,6 @@ def test_blocks_that_run_twice(plan: str, expected: list[int]) -> None:
     assert block_numbers == expected
 
 
-def saved_bytes(plan: RecomputeConfig, config: ModelConfig = FIVE) -> int:
-    """Return the bytes that the forward pass saves for backward, without the weights."""
-    model = build(config, execution=Execution(plan))
-    weights = {parameter.data_ptr() for parameter in model.parameters()}
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in weights:
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    data = rows()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(data[:, :-1], labels=data[:, 1:])
-    assert loss.requires_grad
-    return sum(sizes.values())
-
-
-def test_less_is_saved() -> None:
-    """Saved: everything, all but core attention, inputs of 2 blocks, of all blocks, of groups."""
-    plans = [RecomputeConfig(), *(PLANS[p] for p in ("selective", "first 2", "full", "one group"))]
-    sizes = [saved_bytes(plan) for plan in plans]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
-    assert sizes[3] < sizes[0] / 2
-
-
-def test_default_changes_nothing() -> None:
-    model = build(FIVE)
-    block_numbers = count_forwards(model)
-    train(model, steps=1)
-    assert block_numbers == [0, 1, 2, 3, 4]
-
-
-@ranks(2)
-def test_sharded(plan: str) -> None:
-    """With fully_shard on each block, gathered again for backward: bitwise equal too."""
-    mesh = init_device_mesh("cpu", (2,))
-    rank = mesh.get_local_rank()
-    results = []
-    for config in (RecomputeConfig(), PLANS[plan]):
-        model = build(FIVE, execution=Execution(config))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-        results.append(train(model, rank=rank))
-    assert_same(*results)
-
-
-test_sharded = pytest.mark.parametrize("plan", PLANS)(test_sharded)
-
-
 def compiled_pair(execution: Execution, config: ModelConfig) -> None:
     """Compiled training follows the eager one to round-off, dropout off."""
     config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)
@@ -166,20 +111,6 @@ def test_compiled_and_recomputed(plan: str) -> None:
     torch._dynamo.reset()
     compiled_pair(Execution(PLANS[plan], "aot_eager"), GPT2)
     torch._dynamo.reset()
-
-
-@ranks(2)
-def test_compiled_sharded_recomputed() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    results = []
-    for backend in (None, "aot_eager"):
-        config = replace(LLAMA, hidden_dropout=0.0, attention_dropout=0.0)
-        model = build(config, execution=Execution(PLANS["full"], backend))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        results.append(train(model, rank=mesh.get_local_rank()))
-    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
 
 
 def test_modules_and_names_stay() -> None:

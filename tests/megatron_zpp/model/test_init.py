@@ -68,26 +68,11 @@ def block_elements(count: int) -> Iterator[None]:
         yield
 
 
-@ranks(1)
-def test_one_rank() -> None:
-    check_equal_to_one_process((1,))
-
-
-@ranks(2)
-def test_two_ranks() -> None:
-    check_equal_to_one_process((2,))
-
-
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)])
 @ranks(4)
-def test_four_ranks() -> None:
-    check_equal_to_one_process((4,))
-
-
-@ranks(4)
-def test_two_axes() -> None:
-    """Replicas of shards, and replicas only (one shard each)."""
-    check_equal_to_one_process((2, 2))
-    check_equal_to_one_process((4, 1))
+def test_weights_are_those_of_one_process(shape) -> None:
+    """On shards, on replicas of shards, and on replicas only (one shard each)."""
+    check_equal_to_one_process(shape)
 
 
 @ranks(4)

@@ -1,12 +1,11 @@
 """Bytes per node and step: what is counted, what is left out, how it is printed."""
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_zpp.monitor.communication import Communication, CommunicationMeter
+from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.tensorboard_names import communication_scalars
 from megatron_zpp.parallel.replicas import Replicas
 from megatron_zpp.settings.config import Config
@@ -125,15 +124,6 @@ def test_the_ending_compares_all_steps_with_plain_zero():
     ]
 
 
-def test_one_node_has_no_ending():
-    model = sharding()
-    meter = CommunicationMeter(Config(), model, TwoNodes())
-    meter.begin_step()
-    model.traffic.add("gradients", {"in_node": MIB})
-    meter.end_step(1, 1)
-    assert meter.summary_rows() == []
-
-
 def test_an_exchange_is_the_mean_over_the_steps_since_the_one_before():
     """What the lines say times their steps is what the ledger has counted."""
     model, outer = sharding(), Traffic((OUTER,))
@@ -164,9 +154,3 @@ def test_an_exchange_is_the_mean_over_the_steps_since_the_one_before():
     assert scalars == [0, 0, 3 * MIB, MIB]
     ((_, between), _) = meter.summary_rows()
     assert between == "5.00 MiB per node and step, 40.0 MiB in 8 steps"
-
-
-def test_communications_add_up():
-    one = Communication(steps=1, sent=Counter({NEAR: 3}), expected=Counter({NEAR: 4}))
-    two = one + one
-    assert (two.steps, two.sent[NEAR], two.expected[NEAR], two.plain[NEAR]) == (2, 6, 8, 0)

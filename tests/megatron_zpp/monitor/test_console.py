@@ -9,32 +9,18 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
-from megatron_zpp.monitor.memory import Memory
-from megatron_zpp.monitor.metrics import History, Iteration, Metrics, Validation
+from megatron_zpp.monitor.metrics import History, Metrics, Validation
 from megatron_zpp.settings.config import LogConfig
+from tests.megatron_zpp.monitor import steps
 from tests.terminal import ESCAPE, Terminal
 
-MEMORY = Memory(
-    allocated_bytes=3 * 2**29,
-    reserved_bytes=2**31,
-    peak_allocated_bytes=2**31,
-    peak_reserved_bytes=2**31,
-)
-ITERATION = Iteration(
-    iteration=1,
-    train_iters=40,
-    consumed_samples=16,
-    consumed_tokens=2048,
-    seconds=0.5,
-    learning_rate=1e-3,
-    global_batch_size=16,
-    seq_length=128,
-    loss=9.0,
-    memory=MEMORY,
-)
+ITERATION = replace(
+    steps.ITERATION, iteration=1, train_iters=40, consumed_samples=16, consumed_tokens=2048,
+    learning_rate=1e-3, global_batch_size=16, seq_length=128, loss=9.0,
+    memory=replace(steps.MEMORY, allocated_count=None),
+)  # fmt: skip
 
 
 @contextmanager
@@ -51,9 +37,8 @@ def environment(
 def train(console: Console) -> list[str]:
     """Ten iterations with a held-out loss after the fifth; returns the log lines."""
     settings = LogConfig(log_interval=5)
-    flops = TokenFlops(model=1.0, performed=1.0)
     lines = ShortLines if console.is_terminal else MegatronLines
-    metrics = Metrics(settings, console, lines(), world_size=1, flops=flops)
+    metrics = Metrics(settings, console, lines(), world_size=1, flops=steps.FLOPS)
     sent: list[str] = []
     print_line = console.line
     console.line = lambda text: (sent.append(text), print_line(text))
@@ -73,6 +58,9 @@ def test_a_pipe_carries_plain_lines_only():
     assert len(sent) == 5  # two intervals, and a held-out loss between rules
     assert sent[0].startswith(" iteration        5/      40 |")
     assert "\x1b" not in stream.getvalue()
+    of_another_rank = io.StringIO()
+    train(Console(1, of_another_rank, interactive=True))
+    assert of_another_rank.getvalue() == ""
 
 
 def test_a_terminal_shows_progress_under_short_lines(monkeypatch):
@@ -172,12 +160,6 @@ def test_loggers_are_as_before_after_the_context():
     assert (log.level, log.propagate, list(log.handlers)) == before
 
 
-def test_other_ranks_print_no_lines_and_draw_nothing():
-    stream = io.StringIO()
-    train(Console(1, stream, interactive=True))
-    assert stream.getvalue() == ""
-
-
 def test_the_summary_is_two_columns():
     stream = io.StringIO()
     console = Console(stream=stream)
@@ -194,35 +176,26 @@ def test_the_summary_is_two_columns():
     ]
 
 
-def test_the_ending_tells_how_far_the_losses_fell():
+@pytest.mark.parametrize(
+    ("history", "rows", "sample", "lines"),
+    [
+        (
+            {"first_loss": 9.0, "last_loss": 4.5, "first_held_out": 9.1, "last_held_out": 5.0,
+             "tokens": 5000, "seconds": 2},
+            [("checkpoint", "out/iter_10")], "def f():\n    return 1",
+            ["Finished", "  training loss      9.000 -> 4.500  (-4.500)",
+             "  held-out loss      9.100 -> 5.000  (-4.100)", "  tokens per second  2,500",
+             "  checkpoint         out/iter_10", "Sample", "  def f():", "      return 1"],
+        ),
+        ({"first_held_out": 5.0, "last_held_out": 5.0}, [], None,
+         ["Finished", "  held-out loss      5.000", "  tokens per second  none trained"]),
+        ({}, [], None, ["Finished", "  tokens per second  none trained"]),
+    ],
+)  # fmt: skip
+def test_the_ending_tells_how_far_the_losses_fell(history, rows, sample, lines):
     stream = io.StringIO()
-    history = History(
-        first_loss=9.0, last_loss=4.5, first_held_out=9.1, last_held_out=5.0, tokens=5000, seconds=2
-    )
-    rows = [("checkpoint", "out/iter_10")]
-    Console(stream=stream).ending(history, rows, sample="def f():\n    return 1")
-    assert stream.getvalue().splitlines() == [
-        "Finished",
-        "  training loss      9.000 -> 4.500  (-4.500)",
-        "  held-out loss      9.100 -> 5.000  (-4.100)",
-        "  tokens per second  2,500",
-        "  checkpoint         out/iter_10",
-        "Sample",
-        "  def f():",
-        "      return 1",
-    ]
-
-
-def test_a_loss_that_was_measured_once_did_not_fall():
-    stream = io.StringIO()
-    Console(stream=stream).ending(History(first_held_out=5.0, last_held_out=5.0), [])
-    assert "  held-out loss      5.000" in stream.getvalue().splitlines()
-
-
-def test_an_ending_without_training_says_so():
-    stream = io.StringIO()
-    Console(stream=stream).ending(History())
-    assert stream.getvalue() == "Finished\n  tokens per second  none trained\n"
+    Console(stream=stream).ending(History(**history), rows, sample=sample)
+    assert stream.getvalue().splitlines() == lines
 
 
 def test_text_that_the_stream_cannot_encode_does_not_end_the_run():

@@ -6,41 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines, duration
 from megatron_zpp.monitor.matmul_rate import MatmulRate
-from megatron_zpp.monitor.memory import Memory
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation, summarize
 from megatron_zpp.recipe.expert_balance import BUSIEST_EXPERT, BUSIEST_RANK
+from tests.megatron_zpp.monitor.steps import FLOPS, ITERATION, MEMORY
 
-ITERATION = Iteration(
-    iteration=10,
-    train_iters=500000,
-    consumed_samples=2560,
-    consumed_tokens=5242880,
-    seconds=0.5,
-    learning_rate=1.5e-4,
-    global_batch_size=256,
-    seq_length=2048,
-    loss=10.5,
-)
 HELD_OUT = Validation(
     iteration=100, consumed_samples=1, consumed_tokens=1, loss=2.0, moment="iteration 100"
-)
-MEMORY = Memory(
-    allocated_bytes=2**20,
-    reserved_bytes=3 * 2**20,
-    peak_allocated_bytes=2 * 2**20,
-    peak_reserved_bytes=4 * 2**20,
-    allocated_count=5,
 )
 
 
 def interval_of(*iterations: Iteration, peak: float | None = 2e15) -> Interval:
-    flops = TokenFlops(model=4.5e9, performed=6e9)
     rate = MatmulRate(measured=1.2e15, peak=peak)
-    return summarize(iterations, world_size=8, flops=flops, rate=rate)
+    return summarize(iterations, world_size=8, flops=FLOPS, rate=rate)
 
 
 def test_megatrons_line_letter_by_letter():

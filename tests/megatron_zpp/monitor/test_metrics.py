@@ -4,25 +4,16 @@ import math
 from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 
-from megatron_zpp.model.flops import TokenFlops, flops_per_token
+from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.monitor.log_lines import MegatronLines
-from megatron_zpp.monitor.memory import Memory, read_memory
+from megatron_zpp.monitor.loss_watch import LossWatch
+from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.metrics import History, Iteration, Metrics, Validation
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.settings.config import LogConfig, ModelConfig, RecomputeConfig
-
-ITERATION = Iteration(
-    iteration=10,
-    train_iters=500000,
-    consumed_samples=2560,
-    consumed_tokens=5242880,
-    seconds=0.5,
-    learning_rate=1.5e-4,
-    global_batch_size=256,
-    seq_length=2048,
-    loss=10.5,
-)
+from tests.megatron_zpp.monitor.steps import FLOPS, ITERATION, MEMORY
 
 
 @dataclass
@@ -58,9 +49,6 @@ class Page:
 
     def close(self) -> None:
         self.state = "closed"
-
-
-FLOPS = TokenFlops(model=4.5e9, performed=6e9)
 
 
 def metrics(page: Page, *, is_first: bool = True, **config: object) -> Metrics:
@@ -154,25 +142,17 @@ def test_history_remembers_where_the_losses_began_across_a_resume():
 
 
 def test_memory_is_reported_once_on_a_gpu_and_never_on_the_cpu():
-    memory = Memory(
-        allocated_bytes=2**20,
-        reserved_bytes=3 * 2**20,
-        peak_allocated_bytes=2 * 2**20,
-        peak_reserved_bytes=4 * 2**20,
-        allocated_count=5,
-    )
     page = Page()
     collected = metrics(page)
     for number in (1, 2):
-        collected.iteration(replace(ITERATION, iteration=number, memory=memory))
+        collected.iteration(replace(ITERATION, iteration=number, memory=MEMORY))
     assert sum("memory (MB)" in line for line in page.lines) == 1
     page = Page()
-    metrics(page).iteration(replace(ITERATION, memory=replace(memory, allocated_count=None)))
+    metrics(page).iteration(replace(ITERATION, memory=replace(MEMORY, allocated_count=None)))
     assert len(page.lines) == 1
 
 
 def test_memory_of_a_process_grows_with_what_it_holds():
-    torch = pytest.importorskip("torch")
     before = read_memory(torch.device("cpu"))
     held = torch.ones(2**25)  # 128 MiB
     after = read_memory(torch.device("cpu"))
@@ -212,3 +192,14 @@ def test_operations_follow_the_shape_and_what_is_recomputed():
     )
     layer = 2 * (4 * 768**2 + 2 * 768 * 3072) + 4 * 768 * 256
     assert flops_per_token(windows, last, 50257) - seen == layer
+
+
+def test_a_spike_is_far_above_what_the_losses_vary():
+    watch, generator = LossWatch(), torch.Generator().manual_seed(1)
+    noise = 0.05 * torch.randn(300, generator=generator)
+    falling = [5 - 0.01 * step + float(noise[step]) for step in range(300)]
+    assert [watch.mean_below(loss) for loss in falling] == [None] * 300
+    mean = watch.mean_below(4.5)
+    assert mean == pytest.approx(sum(falling[-100:]) / 100)
+    early = LossWatch()
+    assert [early.mean_below(loss) for loss in [2.0] * 19 + [9.0]] == [None] * 20

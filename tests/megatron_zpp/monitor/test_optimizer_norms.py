@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -58,16 +57,6 @@ def test_shards_and_copies_count_once():
         sharded = model()
         fully_shard(sharded, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
         assert optimizer_norms(trained(sharded)) == pytest.approx(whole, rel=1e-5)
-    if dist.get_rank() == 0:
-        assert whole["weight", "l2"] == pytest.approx(
-            torch.cat([p.detach().flatten() for p in _weights()]).norm().item(), rel=1e-6
-        )
-
-
-def _weights() -> list[torch.Tensor]:
-    reference = model()
-    trained(reference)
-    return list(reference.parameters())
 
 
 @pytest.mark.gpu

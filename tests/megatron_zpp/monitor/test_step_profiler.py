@@ -4,16 +4,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
-from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.train.training_runs import TINY, log_of, losses
+from tests.megatron_zpp.train.training_runs import log_of, losses
 from tests.ranks import ranks
-from zeropp import InputError
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/ds_zeropp_two_nodes.json"
-PLAIN = TINY.split()
 
 
 @ranks(4)
@@ -47,11 +43,3 @@ def test_a_run_that_ends_earlier_has_its_iterations(tmp_path):
     assert [path.name for path in (tmp_path / "profile").iterdir()] == [
         "rank0.iterations-3-4.pt.trace.json"
     ]
-
-
-def test_a_profile_without_a_folder_or_an_iteration_is_an_error():
-    with pytest.raises(InputError, match="--profile needs --tensorboard-dir"):
-        parse([*PLAIN, "--profile"], 1)
-    words = "--profile --tensorboard-dir board --profile-step-start 5 --profile-step-end 5"
-    with pytest.raises(InputError, match="--profile-step-end 5: expected more than"):
-        parse([*PLAIN, *words.split()], 1)

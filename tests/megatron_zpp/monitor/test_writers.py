@@ -24,6 +24,7 @@ from megatron_zpp.settings.config import LogConfig
 from tests.megatron_zpp.train.training_runs import log_of
 from tests.ranks import ranks
 from zeropp.errors import InputError
+from zeropp.wire.traffic import HOPS, PURPOSES
 
 BATCH, LENGTH = 4, 8
 BARE = LogConfig(log_interval=1)
@@ -38,27 +39,17 @@ EVERYTHING = replace(
     log_world_size_to_tensorboard=True,
 )
 MEMORY = Memory(
-    allocated_bytes=10,
-    reserved_bytes=20,
-    peak_allocated_bytes=10,
-    peak_reserved_bytes=20,
+    allocated_bytes=10, reserved_bytes=20, peak_allocated_bytes=10, peak_reserved_bytes=20,
     allocated_count=3,
-)
+)  # fmt: skip
 THREE_AXES = ("", " vs samples", " vs tokens")
 FLOPS = TokenFlops(model=1e12, performed=2e12)
 RATE = MatmulRate(measured=5e13, peak=8e13)
 SENT = Communication(steps=2, sent=Counter({("gradients", "in_node"): 14}))
+NAMES = [f"{purpose}_{hop}" for purpose in PURPOSES for hop in HOPS]
 COMMUNICATION = {
-    "comm/weights_forward_in_node": 0.0,
-    "comm/weights_forward_across_nodes": 0.0,
-    "comm/weights_backward_in_node": 0.0,
-    "comm/weights_backward_across_nodes": 0.0,
-    "comm/gradients_in_node": 7.0,
-    "comm/gradients_across_nodes": 0.0,
-    "comm/in_node": 7.0,
-    "comm/across_nodes": 0.0,
-    "comm/expected_across_nodes": 0.0,
-}
+    f"comm/{name}": 0.0 for name in (*NAMES, "across_nodes", "expected_across_nodes")
+} | {"comm/gradients_in_node": 7.0, "comm/in_node": 7.0}
 EXTRA = {
     "batch_generator_seconds": 0.125,
     "communication": SENT,
@@ -137,10 +128,6 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return points
 
 
-def position(number: int) -> Position:
-    return iteration(number)
-
-
 def test_every_name_of_megatron_deepspeed_over_three_axes(tmp_path):
     writers = opened(tmp_path, EVERYTHING)
     measured = {"loss_scale": 16.0, "grad_norm": 1.5, "num_zeros": 2.0, "params_norm": 3.0}
@@ -209,26 +196,6 @@ def test_flags_left_out_write_nothing_of_theirs(tmp_path):
     assert not list(tmp_path.glob("vs_*"))
 
 
-def test_a_resumed_run_shows_one_curve_on_every_axis(tmp_path):
-    first = opened(tmp_path, ALL_AXES)
-    write(first, range(1, 9))
-    validate(first, 5, 2.0)
-    validate(first, 8, 1.5)
-    close(first)
-    again = opened(tmp_path, ALL_AXES, at=position(5))
-    write(again, range(6, 8), loss=0.5)
-    close(again)
-    read = curves(tmp_path)
-    for axis, width in zip(THREE_AXES, (1, BATCH, BATCH * LENGTH), strict=True):
-        points = read["lm-loss-training/lm loss" + axis]
-        assert [step for step, _ in points] == [width * number for number in range(1, 8)]
-        assert [value for _, value in points[5:]] == [0.5, 0.5]
-        held_out = read["lm-loss-validation/lm loss validation" + axis]
-        assert held_out == [(5 * width, 2.0)]
-    steps = read["steps-vs-samples/y=steps,x=samples"]
-    assert steps == [(BATCH * number, number) for number in range(1, 8)]
-
-
 @pytest.mark.parametrize("damage", [lambda all: all[:-3], lambda all: all[:-60] + b"\xff" * 60])
 def test_a_record_that_a_kill_damaged_does_not_hide_the_resumed_run(tmp_path, damage):
     first = opened(tmp_path)
@@ -237,7 +204,7 @@ def test_a_record_that_a_kill_damaged_does_not_hide_the_resumed_run(tmp_path, da
     (events,) = tmp_path.glob("events*")
     events.write_bytes(damage(events.read_bytes()))
     (tmp_path / "metrics.jsonl").open("a").write('{"iterati')
-    again = opened(tmp_path, at=position(2))
+    again = opened(tmp_path, at=iteration(2))
     write(again, range(3, 5))
     close(again)
     steps = [step for step, _ in curves(tmp_path)["lm-loss-training/lm loss"]]
@@ -265,22 +232,17 @@ def test_files_of_other_programs_are_left_alone(tmp_path):
     foreign = tmp_path / "events.out.tfevents.1.host.1.0"
     foreign.write_bytes(b"not ours")
     close(opened(tmp_path))
-    close(opened(tmp_path, at=position(1)))
+    close(opened(tmp_path, at=iteration(1)))
     assert foreign.read_bytes() == b"not ours"
 
 
-def test_a_flush_reaches_the_disk_before_the_run_ends(tmp_path):
-    writers = opened(tmp_path)
-    write(writers, range(1, 3))
-    for writer in writers:
-        writer.flush()
-    assert len(curves(tmp_path)["lm-loss-training/lm loss"]) == 2
-    close(writers)
-
-
 def test_json_lines_have_the_numbers_of_the_log_line(tmp_path):
+    """Also before the run ends, after a flush."""
     writers = opened(tmp_path)
     write(writers, range(1, 2), grad_norm=1.5, loss=math.nan)
+    for writer in writers:
+        writer.flush()
+    assert len(curves(tmp_path)["lm-loss-training/lm loss"]) == 1
     validate(writers, 1, 2.0)
     write(writers, range(2, 3), empty_share=0.25)
     close(writers)
@@ -303,17 +265,17 @@ def test_the_configuration_lies_beside_the_curves(tmp_path):
     assert b"| num_layers | 7 |" in event.tensor_proto.string_val[0]
 
 
-def test_other_ranks_and_runs_without_flags_write_nothing(tmp_path):
+def test_who_writes_nothing_and_what_cannot_be_written(tmp_path, monkeypatch):
     config = replace(BARE, tensorboard_dir=str(tmp_path / "board"), wandb_project="p")
     assert open_writers(config, rank=1, world_size=2) == []
     assert open_writers(BARE, rank=0, world_size=2) == []
     assert not (tmp_path / "board").exists()
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="--tensorboard-dir .*file"):
         opened(tmp_path / "file")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match="pip install wandb"):
+        open_writers(replace(BARE, wandb_project="p"), rank=0, world_size=1)
 
 
 def test_wandb_gets_the_same_names(monkeypatch):
@@ -354,12 +316,6 @@ def test_wandb_gets_the_same_names(monkeypatch):
         (2, {"0-overview/2 held-out loss": 3.0, "lm-loss-validation/lm loss validation": 3.0}),
         "finished",
     ]  # fmt: skip
-
-
-def test_wandb_asked_for_but_missing_names_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="pip install wandb"):
-        open_writers(replace(BARE, wandb_project="p"), rank=0, world_size=1)
 
 
 def lose_last_checkpoint(checkpoints: Path) -> None:

@@ -5,12 +5,10 @@ from itertools import product
 import pytest
 
 from megatron_zpp.interchange.conversion import import_model
-from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.interchange.family_flags import FLAGS, FLAGS_OF_MIXTURES, FLAGS_OF_PIECES
 from tests.megatron_zpp.interchange.foreign_models import gpt_oss, saved
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, GPT2, PP2, SP, TP2
-from tests.megatron_zpp.train.training_runs import TINY, require_equal, run
-from zeropp import InputError
+from tests.megatron_zpp.train.training_runs import require_equal, run
 
 SHORT = GPT2 + "--train-iters 2 "
 AGAIN = "--recompute-granularity full "
@@ -81,17 +79,3 @@ def test_biases_of_experts_and_sinks(how, with_biases, alone, tmp_path):
 def test_ranks_that_share_sequences(name, how, alone, tmp_path):
     flags = SHORT + DOCUMENTS + (OF_DENSE | FLAGS_OF_MIXTURES)[name] + "--init-method-std 0.2 "
     require_equal(run(2, flags + how, tmp_path), alone(flags))
-
-
-@pytest.mark.parametrize(
-    ("name", "flags", "message"),
-    [
-        ("bloom", CP2, "alibi with --context-parallel-size 2: .* use --cp-comm-type allgather"),
-        ("phi3, long factors", CP2 + "--seq-length 32", "32 is longer than --longrope-original"),
-        ("norms of heads, one norm", TP2 + "--num-query-groups 1 ", "per-head needs a key of its"),
-        ("olmo2", TP2 + "--normalization LayerNorm", "across-heads needs --normalization RMSNorm"),
-    ],
-)
-def test_what_ranks_cannot_share(name, flags, message):
-    with pytest.raises(InputError, match=message):
-        parse((TINY + "--mock-data " + OF_DENSE[name] + flags).split(), 2)

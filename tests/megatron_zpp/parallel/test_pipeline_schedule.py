@@ -58,25 +58,6 @@ def test_a_rank_holds_no_more_micro_batches_than_stages_follow(ranks):
         assert most == ranks - rank
 
 
-def test_messages_of_a_link_are_received_in_the_order_in_which_they_are_sent():
-    ranks, count, chunks = 4, 8, 2
-    orders = [passes(rank, ranks, count, chunks) for rank in range(ranks)]
-    for rank, forward in product(range(ranks), (True, False)):
-        peer = (rank + (1 if forward else -1)) % ranks
-        step = 1 if forward else -1
-        sent = [
-            (each.chunk * ranks + rank + step, each.micro_batch)
-            for each in orders[rank]
-            if each.is_forward == forward and 0 <= each.chunk * ranks + rank + step < ranks * chunks
-        ]
-        received = [
-            (each.chunk * ranks + peer, each.micro_batch)
-            for each in orders[peer]
-            if each.is_forward == forward and 0 <= each.chunk * ranks + peer - step < ranks * chunks
-        ]
-        assert sent == received
-
-
 def test_the_share_of_waiting():
     assert waiting_share(2, 1) == 0.5 and waiting_share(1, 4) == 0.0
     assert waiting_share(4, 8, 2) == pytest.approx(3 / 19)

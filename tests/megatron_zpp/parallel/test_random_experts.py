@@ -5,11 +5,9 @@ stop on the way, and go on where other ranks have the experts. Set RANDOM_EXPERT
 than the suite does.
 """
 
-import json
 import os
 import random
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from tests.megatron_zpp.train.stopped_runs import (
     require_no_digit_lost,
     require_numbers_of_one_rank,
 )
-from tests.megatron_zpp.train.training_runs import field, losses, run
+from tests.megatron_zpp.train.training_runs import field, losses, run, with_json
 
 # Ranks of tensor and context parallelism and of a pipeline, of 4.
 SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)]
@@ -107,15 +105,13 @@ class Drawn:
             f"--lora-target-modules {' '.join(sorted(targets))} "
         )
 
-    def ranks(self, folder: Path, zero: dict | None = None) -> str:
-        """The flags of the ranks, with a JSON in `folder`."""
+    def ranks(self, zero: dict | None = None) -> str:
+        """The flags of the ranks, a JSON among them."""
         draw = self.draw
         per_node = 2 if zero else draw.choice([1, 2, 2])
         zero = zero or {"stage": draw.randint(0, 3)}
         zeropp = {"ranks_per_node": per_node, "reduce_gradients_once": draw.random() < 0.4}
-        path = folder / "zeropp.json"
-        path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
-        return f"{self.axes(4)} --deepspeed_config {path}"
+        return self.axes(4) + with_json(zero, **zeropp)
 
     def axes(self, num_ranks: int) -> str:
         """The flags of the axes of the ranks that have a replica together."""
@@ -142,9 +138,7 @@ class Drawn:
 def test_the_numbers_are_those_of_one_rank(seed: int, tmp_path: Path) -> None:
     """It stops after two iterations, and goes on with other ZeRO settings and expert ranks."""
     drawn = Drawn(seed)
-    log, expected = require_numbers_of_one_rank(
-        drawn.model, partial(drawn.ranks, tmp_path), tmp_path
-    )
+    log, expected = require_numbers_of_one_rank(drawn.model, drawn.ranks, tmp_path)
     for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss"):
         numbers, others = (list(map(float, field(each, name))) for each in (log, expected))
         assert numbers == pytest.approx(others, rel=1e-5), name
@@ -158,7 +152,7 @@ def test_adapters_learn_what_they_do_on_one_rank(seed: int, tmp_path: Path) -> N
     flags = f"{drawn.model} {drawn.adapters(tmp_path / 'base')} --lr 1e-2"
 
     def ranks() -> str:
-        return drawn.ranks(tmp_path, drawn.draw.choice([KEPT, {"stage": 1}]))
+        return drawn.ranks(drawn.draw.choice([KEPT, {"stage": 1}]))
 
     log, _ = require_numbers_of_one_rank(flags, ranks, tmp_path)
     assert len({*losses(log)}) == 3
@@ -167,6 +161,6 @@ def test_adapters_learn_what_they_do_on_one_rank(seed: int, tmp_path: Path) -> N
 @pytest.mark.parametrize("seed", range(RUNS // 2))
 def test_with_zeropp_a_stop_changes_no_digit(seed: int, tmp_path: Path) -> None:
     drawn = Drawn(1000 + seed)
-    flags = f"{drawn.model} {drawn.ranks(tmp_path, ALL_THREE)} --lr 1e-2 --bf16"
+    flags = f"{drawn.model} {drawn.ranks(ALL_THREE)} --lr 1e-2 --bf16"
     second = require_no_digit_lost(flags, tmp_path)
     assert "whole codes cross the nodes once more" not in second

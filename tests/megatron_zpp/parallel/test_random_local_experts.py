@@ -3,23 +3,19 @@
 Set RANDOM_EXPERTS to draw more runs than the suite does.
 """
 
-import json
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_name, folder_of_node
 from megatron_zpp.train.inputs import TRAIN
 from megatron_zpp.train.loop import train
-from megatron_zpp.train.run import Run
 from tests.megatron_zpp.parallel.test_random_experts import RUNS, Drawn
 from tests.megatron_zpp.train.stopped_runs import require_same_buffers
 from tests.megatron_zpp.train.training_runs import (
@@ -29,6 +25,8 @@ from tests.megatron_zpp.train.training_runs import (
     run,
     run_alone,
     shared_folder,
+    tensors_of,
+    with_json,
 )
 from tests.ranks import ranks
 from tests.worlds import elastic_nodes, wait_for_joiners
@@ -95,10 +93,8 @@ class Local(Biased):
     def _run(self, size: tuple[int, int], folder: Path, flags: str, stage: int) -> str:
         num_ranks, world = size
         zeropp = {"ranks_per_node": world, **(self.sync if num_ranks > world else {})}
-        path = folder / "zeropp.json"
-        path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "zeropp": zeropp}))
-        flags = f"{self.model} {flags} --deepspeed_config {path}"
-        print(size, flags, path.read_text())
+        flags = f"{self.model} {flags} {with_json({'stage': stage}, **zeropp)}"
+        print(size, flags)
         if num_ranks > world:
             return run_alone(num_ranks, world, flags, folder)
         return run(num_ranks, flags, folder)
@@ -171,15 +167,6 @@ def read(checkpoint: Path) -> dict[str, Tensor]:
     return {name.removeprefix("model."): each for name, each in tensors.items()}
 
 
-def tensors_of(run: Run) -> dict[str, Tensor]:
-    """Return copies of a node's weights and buffers."""
-    model = run.trainer.sharding.model
-    return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
-        for name, each in (*model.named_parameters(), *model.named_buffers())
-    }
-
-
 @pytest.mark.parametrize("seed", range(max(1, RUNS // 2)))
 @ranks(3, timeout=120)
 def test_nodes_that_join_have_what_an_own_formula_says(seed: int, tmp_path: Path) -> None:
@@ -192,9 +179,7 @@ def test_nodes_that_join_have_what_an_own_formula_says(seed: int, tmp_path: Path
     elastic = {"sync_store": "localhost:1", "sync_nodes": nodes, "sync_every": every}
     elastic |= {"sync_bits": 32, "outer_lr": rate, "outer_momentum": momentum}
     zero = {"stage": draw.randint(0, 3)}
-    path = folder / f"{dist.get_rank()}.json"
-    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": elastic}))
-    flags = f"{drawn.model} --global-batch-size {4 * nodes} --deepspeed_config {path} "
+    flags = f"{drawn.model} --global-batch-size {4 * nodes} {with_json(zero, **elastic)} "
     flags += "--dataloader-type cyclic --train-iters 5 "
     steps = draw.randint(2, 3)
     with elastic_nodes(folder, 0, nodes) as outer, built_run(flags, outer) as run:

@@ -5,15 +5,14 @@ go on with the same ones, to the last digit. Set RANDOM_PARALLEL to draw more ru
 does.
 """
 
-import json
 import os
 import random
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.megatron_zpp.train.stopped_runs import require_no_digit_lost, require_numbers_of_one_rank
+from tests.megatron_zpp.train.training_runs import with_json
 
 # Ranks of tensor and context parallelism and of a pipeline, of 4.
 SIZES = [
@@ -70,8 +69,8 @@ class Drawn:
         self.tensor, self.context, self.pipe = self.draw.choice(STEPPED if self.steps else SIZES)
         self.chunks = self.draw.choice([1, 1, 2]) if self.pipe > 1 else 1
 
-    def ranks(self, folder: Path) -> str:
-        """The flags of the ranks, with a JSON in `folder`."""
+    def ranks(self) -> str:
+        """The flags of the ranks, a JSON among them."""
         draw, stage = self.draw, self.draw.randint(0, 3)
         per_node = draw.choice([each for each in (1, 2, 4) if each % self.tensor == 0 or each == 1])
         zero, zeropp = {"stage": stage}, {"ranks_per_node": per_node}
@@ -81,11 +80,9 @@ class Drawn:
         if self.steps:
             steps = {"weight_steps": True, "code_messages": draw.random() < 0.7}
             zero, zeropp = ALL_THREE, zeropp | {"ranks_per_node": 1} | steps
-        path = folder / "zeropp.json"
-        path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
         words = [
             f"--tensor-model-parallel-size {self.tensor}",
-            f"--context-parallel-size {self.context} --deepspeed_config {path}",
+            f"--context-parallel-size {self.context} {with_json(zero, **zeropp)}",
             f"--pipeline-model-parallel-size {self.pipe}",
             draw.choice(["", "--recompute-granularity full", "--recompute-granularity selective"]),
         ]
@@ -102,13 +99,13 @@ class Drawn:
 def test_the_numbers_are_those_of_one_rank(seed: int, tmp_path: Path) -> None:
     """It stops after two iterations, and goes on with other ZeRO settings and nodes."""
     drawn = Drawn(seed)
-    log, _ = require_numbers_of_one_rank(drawn.model, partial(drawn.ranks, tmp_path), tmp_path)
+    log, _ = require_numbers_of_one_rank(drawn.model, drawn.ranks, tmp_path)
     assert "(formula: " not in log  # of bytes, where it is not what was counted
 
 
 @pytest.mark.parametrize("seed", range(RUNS // 2))
 def test_with_steps_of_codes_a_stop_changes_no_digit(seed: int, tmp_path: Path) -> None:
     drawn = Drawn(seed, steps=True)
-    flags = f"{drawn.model} {drawn.ranks(tmp_path)} --lr 1e-2"
+    flags = f"{drawn.model} {drawn.ranks()} --lr 1e-2"
     second = require_no_digit_lost(flags, tmp_path)
     assert "whole codes cross the nodes once more" not in second

@@ -7,22 +7,19 @@ import pytest
 from megatron_zpp.planner.advice import about_local_steps, advice
 from megatron_zpp.planner.parts.loss_of_local_steps import compared_intervals, loss_change
 from megatron_zpp.planner.search import LONGEST, MUCH_FASTER, Plan, Search
-from megatron_zpp.planner.timing.hardware import GIB, Description, find_cluster
-from megatron_zpp.settings.arguments import parse
+from megatron_zpp.planner.timing.hardware import GIB
+from tests.megatron_zpp.planner.searches import search_for
 
 # As wide as a model of 7 billion parameters, so that a step computes longer than messages start.
 FLAGS = (
-    "--num-layers 1 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16 "
-    "--tokenizer-type NullTokenizer --vocab-size 32000 --global-batch-size 32 --zero-stage 3 "
-    "--hidden-dropout 0 --attention-dropout 0"
+    "--num-layers 1 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 "
+    "--vocab-size 32000 --global-batch-size 32 --zero-stage 3 "
 )
 VOCABULARY = 32001
 
 
 def search(flags: str = "", **described: object) -> Search:
-    described = {"cluster": "dgx-a100", "num_nodes": 2, "link": "25gbit", **described}
-    cluster = find_cluster(Description(**described))
-    return Search(parse(f"{FLAGS} {flags}".split(), cluster.num_ranks), VOCABULARY, cluster)
+    return search_for(FLAGS + flags, VOCABULARY, **{"link": "25gbit", **described})
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +47,8 @@ def test_on_the_slowest_links_local_steps_are_advised(slow: Plan) -> None:
 def test_on_usual_links_they_are_listed_and_not_advised(fast: Plan) -> None:
     assert len(fast.alone) == 3 and fast.advised is fast.best
     assert "local steps" not in advice(fast)
+    alone = search("--global-batch-size 8", num_nodes=1).run()
+    assert alone.alone == () and alone.advised is alone.best
     assert all(row.time.typical < fast.best.time.typical for row in fast.alone)
 
 
@@ -76,11 +75,6 @@ def test_a_replica_that_no_node_holds_is_not_offered_and_the_reason_is_said(fast
     text = about_local_steps(plan)
     assert "a node must hold a whole replica" in text
     assert f"needs {row.memory_bytes / GIB:.1f} of" in text and "local steps" not in advice(plan)
-
-
-def test_one_node_has_no_local_steps() -> None:
-    plan = search("--global-batch-size 8", num_nodes=1).run()
-    assert plan.alone == () and plan.advised is plan.best
 
 
 def row_of(interval: int, seconds: float) -> SimpleNamespace:

@@ -4,7 +4,6 @@ import pytest
 
 from megatron_zpp.commands.pretrain import main
 from megatron_zpp.planner import dry_run
-from megatron_zpp.train.pretrain import USAGE_ERROR
 
 GIB = 2**30
 SMALL = (
@@ -63,16 +62,3 @@ def test_launched_it_takes_the_launched_ranks_and_says_it_once(capsys, monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert main(f"{SMALL}--dry-run --zero-stage 3".split()) == 0
     assert capsys.readouterr().out.count("2 of 2 ranks") == lines
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--dry-run-ranks 4", "--dry-run-ranks 4 needs --dry-run"),
-        ("--dry-run --dry-run-ranks 0", "at least 1"),
-        ("--dry-run --dry-run-ranks 3 --global-batch-size 4", "not divisible"),
-    ],
-)
-def test_what_makes_no_sense_is_said(capsys, flags, message):
-    assert main(f"{SMALL}{flags}".split()) == USAGE_ERROR
-    assert message in capsys.readouterr().out

@@ -12,8 +12,7 @@ from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.search import Plan, Search
-from megatron_zpp.planner.timing.hardware import Description, find_cluster
-from megatron_zpp.settings.arguments import parse
+from tests.megatron_zpp.planner.searches import search_for
 from zeropp.sharding.forecast import CHANGED_SHARE, CODED_SHARE
 
 VOCABULARY = 512
@@ -21,19 +20,16 @@ FEW = 4  # samples of a step: few sizes of micro-batches, and thus few rows
 ALL_THREE = "stage 3, qwZ hpZ qgZ, gradients once"
 HIDDEN, EXPERTS, WIDTH, CHOSEN = 256, 16, 512, 4
 FLAGS = (
-    f"--num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length 128 --bf16 "
-    "--tokenizer-type NullTokenizer --vocab-size 511 --hidden-dropout 0 --attention-dropout 0 "
-    f"--swiglu --disable-bias-linear --num-experts {EXPERTS} --moe-router-topk {CHOSEN} "
+    f"--num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length 128 --swiglu "
+    f"--vocab-size 511 --disable-bias-linear --num-experts {EXPERTS} --moe-router-topk {CHOSEN} "
     f"--moe-ffn-hidden-size {WIDTH} --zero-stage 3 "
 )
 LORA = "--lora-rank 4 --pretrained-checkpoint none "
 
 
 def search(batch: int, flags: str = "", link: str = "1gbit", num_nodes: int = 2) -> Search:
-    described = Description(cluster="dgx-a100", gpus_per_node=2, num_nodes=num_nodes, link=link)
-    cluster = find_cluster(described)
     text = f"{FLAGS} --global-batch-size {batch} {flags}"
-    return Search(parse(text.split(), cluster.num_ranks), VOCABULARY, cluster)
+    return search_for(text, VOCABULARY, gpus_per_node=2, num_nodes=num_nodes, link=link)
 
 
 def break_even_tokens(

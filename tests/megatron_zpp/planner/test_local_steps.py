@@ -1,7 +1,5 @@
 """What a plan says of nodes that step alone is what runs keep and send."""
 
-import json
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,10 +14,9 @@ from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import plan_run
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, EP2, PP2
-from tests.megatron_zpp.train.training_runs import TINY, built_run, shared_folder
+from tests.megatron_zpp.train.training_runs import TINY, built_run, shared_folder, with_json
 from tests.ranks import ranks
 from tests.worlds import worlds
-from zeropp import InputError
 from zeropp.wire.rank_group import Nodes
 
 BATCH = "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
@@ -27,17 +24,15 @@ WIDE = "--hidden-size 256 --num-layers 4"
 OUTER = "outer", "across_nodes"
 
 
-def flags_of(folder: Path, stage: int, **zeropp: object) -> str:
+def flags_of(stage: int, **zeropp: object) -> str:
     values = {"ranks_per_node": 2, "sync_every": {"0": 1, "9": 4}} | zeropp
-    path = folder / f"{os.getpid()}.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "zeropp": values}))
-    return f"{BATCH} --deepspeed_config {path} "
+    return BATCH + with_json({"stage": stage}, **values)
 
 
 @pytest.mark.parametrize(("stage", "bits", "tensor"), [(0, 4, 1), (1, 32, 1), (3, 2, 1), (2, 8, 2)])
 @ranks(4)
 def test_agreed_weights_and_messages(stage: int, bits: int, tensor: int, tmp_path: Path) -> None:
-    flags = flags_of(tmp_path, stage, sync_bits=bits, sync_feedback=True if bits == 4 else None)
+    flags = flags_of(stage, sync_bits=bits, sync_feedback=True if bits == 4 else None)
     flags += f"--tensor-model-parallel-size {tensor} "
     config = parse(f"{TINY} --mock-data {flags}".split(), 4)
     planned = PlannedLocalSteps.of(config, Nodes.of(range(4), 2))
@@ -89,12 +84,10 @@ def messages_of_6(per_node: int, flags: str, settings: dict, folder: Path) -> No
 
 def require_messages(count: int, per_node: int, flags: str, settings: dict, folder: Path) -> None:
     """Require that exchanges are planned as they are, to the byte before they are coded."""
-    path = folder / f"{os.getpid()}.json"
     zeropp = {"ranks_per_node": per_node, "sync_every": 4, **settings}
     optimizer = {"optimizer": {"type": "Muon"}} if "muon_whole_every" in settings else {}
-    path.write_text(json.dumps({"zeropp": zeropp, **optimizer}))
     size = "--micro-batch-size 1 --global-batch-size 12 --train-iters 2"
-    flags = f"{size} {flags} --deepspeed_config {path}"
+    flags = f"{size} {flags} {with_json(more=optimizer, **zeropp)}"
     config = parse(f"{TINY} --mock-data {flags}".split(), count)
     planned = PlannedLocalSteps.of(config, Nodes.of(range(count), per_node))
     foretold = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
@@ -110,7 +103,7 @@ def require_messages(count: int, per_node: int, flags: str, settings: dict, fold
 def test_exchanges_beside_steps_have_their_buffers_in_steps(tmp_path: Path) -> None:
     found = []
     for own in ({}, {"sync_delay": 3}, {"sync_delay": 5}):
-        flags = flags_of(tmp_path, 3, **{"sync_every": 8, "sync_fragments": 4, **own})
+        flags = flags_of(3, **{"sync_every": 8, "sync_fragments": 4, **own})
         config = parse(f"{TINY} --mock-data {flags}".split(), 4)
         planned = PlannedLocalSteps.of(config, Nodes.of(range(4), 2))
         run = plan_run(planned.config, 56, planned.nodes, is_cpu=True)
@@ -121,24 +114,21 @@ def test_exchanges_beside_steps_have_their_buffers_in_steps(tmp_path: Path) -> N
     assert found == [0, whole * 2 // 4, whole * 3 // 4]
 
 
-def test_the_dry_run_of_nodes_that_come_and_go_is_of_one_launch(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    own = {"sync_every": 4, "sync_store": "10.0.0.1:29400", "sync_nodes": 3}
-    flags = flags_of(tmp_path, 3, **own).replace("--global-batch-size 4", "--global-batch-size 12")
-    assert main(f"{TINY} --mock-data --dry-run --dry-run-ranks 4 {flags}".split()) == 0
+@pytest.mark.parametrize(
+    ("own", "num_ranks", "lines"),
+    [
+        ({"sync_every": 4, "sync_store": "10.0.0.1:29400", "sync_nodes": 3}, 4,
+         ["3 that step alone, exchange every 4 steps in 4 bits",
+          "1 micro-batches of 1 samples of 16 tokens on each of 4 ranks"]),
+        ({}, 6, ["exchange every step, every 4 steps after step 9 in 4 bits",
+                 "2 micro-batches of 1 samples of 16 tokens on each of 2 ranks"]),
+    ],
+)  # fmt: skip
+def test_the_dry_run_is_of_one_node_or_launch(own, num_ranks, lines, capsys) -> None:
+    flags = flags_of(3, **own) + f"--global-batch-size 12 --dry-run --dry-run-ranks {num_ranks}"
+    assert main(f"{TINY} --mock-data {flags}".split()) == 0
     text = capsys.readouterr().out
-    assert "3 that step alone, exchange every 4 steps in 4 bits" in text
-    assert "1 micro-batches of 1 samples of 16 tokens on each of 4 ranks" in text
-
-
-def test_the_dry_run_is_of_one_node(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    flags = f"{TINY} --mock-data --dry-run --dry-run-ranks 6 {flags_of(tmp_path, 3)}"
-    assert main(flags.replace("--global-batch-size 4", "--global-batch-size 12").split()) == 0
-    text = capsys.readouterr().out
-    assert "3 that step alone, exchange every step, every 4 steps after step 9 in 4 bits" in text
-    assert "2 micro-batches of 1 samples of 16 tokens on each of 2 ranks" in text
-    assert AGREED in text and OUTER_STATE in text
+    assert all(words in text for words in (*lines, "3 that step alone", AGREED, OUTER_STATE))
 
 
 @pytest.mark.parametrize(("bits", "nodes"), [(4, 2), (32, 2), (4, 4), (2, 2)])
@@ -160,7 +150,7 @@ def on_4_nodes(bits: int, folder: Path) -> None:
 
 def require_buffers(bits: int, nodes: int, folder: Path) -> None:
     """Require that an exchange on this thread needs what is foretold, and not a fifth less."""
-    flags = flags_of(folder, 3, sync_bits=bits, ranks_per_node=1) + WIDE
+    flags = flags_of(3, sync_bits=bits, ranks_per_node=1) + WIDE
     planned = PlannedLocalSteps.of(
         parse(f"{TINY} --mock-data {flags}".split(), nodes), Nodes.of(range(nodes), 1)
     )
@@ -185,9 +175,3 @@ def at_once(work: Callable) -> Future:
     done: Future = Future()
     done.set_result(work())
     return done
-
-
-def test_a_single_node_is_refused(tmp_path: Path) -> None:
-    config = parse(f"{TINY} --mock-data {flags_of(tmp_path, 1)}".split(), 2)
-    with pytest.raises(InputError, match="here of 2 ranks, and 2 ranks are not several of them"):
-        PlannedLocalSteps.of(config, Nodes.of(range(2), 2))

@@ -1,7 +1,8 @@
 """Plans agree with the forecast and the estimate, and rank what they cannot tell apart as ties."""
 
 import io
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,29 +14,25 @@ from megatron_zpp.planner.candidates import (
     candidates_of,
     given_candidate,
 )
-from megatron_zpp.planner.estimate import ACTIVATIONS, MOMENTS, WEIGHTS, estimate
+from megatron_zpp.planner.estimate import ACTIVATIONS, estimate
 from megatron_zpp.planner.plan_table import print_plan
-from megatron_zpp.planner.search import ROOM, TIE, Plan, Search, rank_rows
-from megatron_zpp.planner.timing.hardware import GIB, Description, find_cluster
-from megatron_zpp.planner.timing.step_time import typical_seconds
-from megatron_zpp.settings.arguments import parse
+from megatron_zpp.planner.search import ROOM, TIE, Plan, rank_rows
+from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
+from tests.megatron_zpp.planner.searches import search_for
 from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.rank_group import Nodes
 
 FLAGS = (
-    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16 "
-    "--tokenizer-type NullTokenizer --vocab-size 511 --global-batch-size 64 --zero-stage 3 "
-    "--hidden-dropout 0 --attention-dropout 0"
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 511 "
+    "--global-batch-size 64 --zero-stage 3 "
 )
 FEW_MICRO_BATCHES = "--global-batch-size 16"  # few sizes of them, and thus few rows
 VOCABULARY = 512
 
 
 def search(link="25gbit", flags="", **described):
-    described = {"cluster": "dgx-a100", "num_nodes": 2, "link": link, **described}
-    cluster = find_cluster(Description(**described))
-    return Search(parse(f"{FLAGS} {flags}".split(), cluster.num_ranks), VOCABULARY, cluster)
+    return search_for(FLAGS + flags, VOCABULARY, link=link, **described)
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +54,6 @@ def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
     assert {row.candidate.sizes[1:] for row in slow_plan.rows} >= {(1, 1, 1), (2, 1, 2), (4, 1, 1)}
 
 
-def test_state_memory_is_that_of_the_formula():
-    """docs/memory.md: 4 and 8 bytes of a weight, over all ranks at stages 1 to 3."""
-    searched = search()
-    rows = {}
-    for settings in all_settings(2, 8):
-        rows[settings.name] = searched.row(next(candidates_of(searched.base, settings, 16)))
-    parameters = rows["stage 0"].num_parameters
-    assert rows["stage 0"].memory[WEIGHTS] == 4 * parameters
-    for stage in (1, 2, 3):
-        row = rows[f"stage {stage}"]
-        assert row.memory[WEIGHTS] == 4 * parameters / 16
-        assert row.memory[MOMENTS] == 8 * parameters / 16
-
-
 def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
     searched = search()
     count = 0
@@ -86,28 +69,10 @@ def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
     assert count == 3 * 3 * len(all_settings(2, 8))
 
 
-@dataclass
-class FakeSettings:
-    inexactness: int
-    name: str = ""
-
-
-@dataclass
-class FakeCandidate:
-    settings: FakeSettings
-    sizes: tuple[int, ...] = (1, 1, 1, 1)
-
-
-@dataclass
-class FakeRow:
-    candidate: FakeCandidate
-    seconds: float
-    has_room: bool = True
-
-
 def fake(seconds, inexactness, *sizes, has_room=True):
-    candidate = FakeCandidate(FakeSettings(inexactness), sizes)
-    return FakeRow(candidate, seconds, has_room)
+    settings = SimpleNamespace(inexactness=inexactness, name="")
+    candidate = SimpleNamespace(settings=settings, sizes=sizes or (1, 1, 1, 1))
+    return SimpleNamespace(candidate=candidate, seconds=seconds, has_room=has_room)
 
 
 def plan_of(rows):
@@ -126,21 +91,11 @@ def test_ties_share_a_place_the_fastest_first_and_the_most_exact_is_the_best():
     assert keys == [(3, 1.0), (2, 1.01), (0, inside), (0, outside), (1, 9.0)]
     assert plan.places == (1, 1, 1, 4, 5)
     assert plan.best is rows[2]
-
-
-def test_of_equally_exact_ones_the_best_has_the_smallest_sizes():
-    rows = [fake(1.0, 0, 8, 4), fake(1.01, 0, 2, 1), fake(1.02, 0, 1, 1), fake(1.0, 1, 1, 1)]
-    assert plan_of(rows).best is rows[2]
-
-
-def test_what_leaves_no_memory_does_not_share_the_place_of_others():
-    rows = [
-        fake(1.0, 0, has_room=False),
-        fake(1.01, 1),
-        fake(1.02, 2),
-        fake(1.05, 0, has_room=False),
-    ]
-    plan = plan_of(rows)
+    exact = [fake(1.0, 0, 8, 4), fake(1.01, 0, 2, 1), fake(1.02, 0, 1, 1), fake(1.0, 1, 1, 1)]
+    assert plan_of(exact).best is exact[2]  # that of the smallest sizes
+    tight = [(1.0, 0, False), (1.01, 1, True), (1.02, 2, True), (1.05, 0, False)]
+    rows = [fake(seconds, kind, has_room=has_room) for seconds, kind, has_room in tight]
+    plan = plan_of(rows)  # what leaves no memory does not share the place of others
     assert [row.seconds for row in plan.rows] == [1.01, 1.02, 1.0, 1.05]
     assert plan.places == (1, 1, 3, 3) and plan.best is rows[1]
     assert plan_of(rows[:1]).best is rows[0]
@@ -197,12 +152,3 @@ def test_a_row_that_does_not_fit_names_the_largest_kind_and_what_would_fit():
     assert "fits nowhere on 16 GPUs" in text
     needed = min(row.memory_bytes for row in plan.rows) + searched.cluster.reserved_bytes
     assert f"GPUs of {needed / GIB:.0f} GiB" in text
-
-
-def test_a_link_rate_changes_the_time_and_nothing_else():
-    searched = search("1gbit")
-    candidate = given_candidate(searched.base)
-    row, cluster = searched.row(candidate), searched.cluster
-    times = [typical_seconds(row.work, cluster.with_link(rate)) for rate in (1, 10, 100, 1000)]
-    assert times == sorted(times, reverse=True) and times[0] > 5 * times[-1]
-    assert times[0] == row.seconds

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_zpp.preprocess import chunks as module
 from megatron_zpp.preprocess.chunks import Position, read_chunks
+from megatron_zpp.preprocess.partial_output import Journal, Totals
 from tests.megatron_zpp.preprocess.runs import run, texts_of
 from zeropp.errors import InputError
 
@@ -159,3 +160,25 @@ def test_a_table_without_the_column_or_with_numbers(tmp_path: Path) -> None:
         with pytest.raises(InputError) as caught:
             run(path, tmp_path / "x", json_keys=(key,))
         assert message in str(caught.value)
+
+
+ENTRIES = {
+    "place": {"file": 2, "offset": 300, "number": 4},
+    "count": {"documents": 5, "tokens": 60, "blank": 1, "invalid": 1, "first_invalid": "a, line 2"},
+    "read": 700,
+    "sizes": [[120, 20, 48]],
+    "complete": False,
+}
+
+
+def test_the_entries_of_a_journal_keep_their_names() -> None:
+    """A run that an earlier version has begun can be resumed."""
+    journal = Journal(
+        position=Position(file=2, offset=300, number=4),
+        totals=Totals(documents=5, tokens=60, blank=1, invalid=1, first_invalid="a, line 2"),
+        bytes_read=700,
+        sizes=((120, 20, 48),),
+    )
+    entries = json.loads(json.dumps(journal.to_json()))
+    assert entries == ENTRIES
+    assert Journal.from_json(entries).to_json() == entries

@@ -1,4 +1,4 @@
-"""Lines of JSON: texts as `json` reads them, and the errors of invalid lines."""
+"""Lines of JSON: texts as `json` reads them, errors of invalid lines, and where sentences end."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.preprocess.chunks import Chunk, Position
 from megatron_zpp.preprocess.documents import Document, parse_documents
+from megatron_zpp.preprocess.sentences import split_sentences
 from zeropp.errors import InputError
 
 TEXTS = st.text(st.characters(codec="utf-8"))
@@ -56,3 +57,34 @@ def test_what_is_wrong_is_said_with_its_line(line: bytes, message: str) -> None:
     blank, wrong, right = read(b" ", line, b'{"text": "a"}')
     assert blank is None and right.texts == (["a"],)
     assert isinstance(wrong, InputError) and str(wrong).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ["One.", "Two!", "Three?", "Four"],
+        ["Mr. Smith met Dr. J. R. Brown, e.g. at 3.5 km.", "He left."],
+        ['"Stop!" he message.', '"Why?"', "(Nobody knew.)", "Then it was 5 p.m. and late."],
+        ["See Fig. 3 of vol. 2.", "It was sold by Acme Inc.", "Nobody bought it."],
+        ["so she message... and went on.", "1984 was next."],
+        ["Élan.", "Über alles.", "So did I.", "We were two."],
+        ["これは一つ。", "これは二つ。", "end"],
+    ],
+)
+def test_sentences_end_where_a_reader_would_end_them(expected: list[str]) -> None:
+    assert split_sentences(" ".join(expected), False) == expected
+
+
+def test_an_empty_line_ends_a_sentence_and_newlines_can_be_kept() -> None:
+    text = "A heading\n\nA sentence.\nAnother one. The last. \n"
+    assert split_sentences(text, False) == ["A heading", "A sentence.", "Another one.", "The last."]
+    assert split_sentences(text, True) == [
+        "A heading\n\n", "A sentence.\n", "Another one.", "The last. \n"
+    ]  # fmt: skip
+
+
+@given(st.text(st.sampled_from("aB1 .!?\n\"'()。é")))
+def test_nothing_but_white_space_is_lost(text: str) -> None:
+    sentences = split_sentences(text, False)
+    assert "".join("".join(sentences).split()) == "".join(text.split())
+    assert all(sentences)

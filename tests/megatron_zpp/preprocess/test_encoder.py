@@ -14,7 +14,7 @@ from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.base import END_OF_DOCUMENT
 from megatron_zpp.tokenizer.fast_gpt2 import FastGPT2
 from tests.megatron_zpp.preprocess.runs import documents_of, run, texts_of
-from tests.megatron_zpp.tokenizer.vocabularies import ANY_TEXT, TEXTS, gpt2_of, train_bpe
+from tests.megatron_zpp.tokenizer.vocabularies import ANY_TEXT, TEXTS
 from zeropp.errors import InputError
 
 BAD_LINES = [
@@ -24,16 +24,6 @@ BAD_LINES = [
     b'{"text": null}',
     b'{"text": "\\ud800"}',
 ]
-
-
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_bpe(tmp_path_factory.mktemp("bpe"))
-
-
-@pytest.fixture(scope="module")
-def gpt2(bpe: Path) -> Tokenizer:
-    return gpt2_of(bpe)
 
 
 @pytest.fixture(scope="module")
@@ -105,22 +95,6 @@ def test_a_name_of_a_special_token_is_ordinary_text(gpt2: Tokenizer, fast: FastG
     for tokenizer in (gpt2, fast):
         ids = tokenizer.encode_flat([text])[0].tolist()
         assert gpt2.eod not in ids and ids == gpt2.encode(text)
-
-
-def test_the_libraries_write_the_same_files(tmp_path: Path, bpe: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    files = {}
-    for library in ("tiktoken", "fastokens"):
-        for workers in (1, 2):
-            prefix = run(
-                source, tmp_path / f"{library}{workers}", config_of(bpe),
-                bpe_library=library, workers=workers, append_eod=True,
-            )  # fmt: skip
-            files[library, workers] = [
-                prefix.with_name(f"{prefix.name}.{end}").read_bytes() for end in ("bin", "idx")
-            ]
-    assert all(contents == files["tiktoken", 1] for contents in files.values())
 
 
 def test_other_ids_of_the_faster_library_end_the_run(

@@ -4,101 +4,7 @@ import logging
 
 import pytest
 
-from tests.megatron_zpp.settings.command_lines import config_of, error_of, value_at
-
-
-@pytest.mark.parametrize(
-    ("line", "file", "named"),
-    [
-        ("--zero-stage 3", {"zero_optimization": {"stage": 2}}, ["--zero-stage 3", "stage = 2"]),
-        ("--fp16", {"fp16": {"enabled": False}}, ["--fp16", "fp16.enabled = false"]),
-        ("--fp16", {"bf16": {"enabled": True}}, ["--fp16", "bf16.enabled = true"]),
-        ("--bf16", {"fp16": {"enabled": True}}, ["--bf16", "fp16.enabled = true"]),
-        ("--bf16", {"bf16": {"enabled": False}}, ["--bf16", "bf16.enabled = false"]),
-        (
-            "--batch-size 2",
-            {"train_micro_batch_size_per_gpu": 3},
-            ["--batch-size 2", "train_micro_batch_size_per_gpu = 3"],
-        ),
-        (
-            "--global-batch-size 8",
-            {"train_batch_size": 16},
-            ["--global-batch-size 8", "train_batch_size = 16"],
-        ),
-        ("--clip-grad 1", {"gradient_clipping": 0.5}, ["--clip-grad 1", "gradient_clipping = 0.5"]),
-        ("--lr 1e-4", {"optimizer": {"params": {"lr": 1e-3}}}, ["--lr 0.0001", "lr = 0.001"]),
-        (
-            "--weight-decay .1",
-            {"optimizer": {"params": {"weight_decay": 0.2}}},
-            ["--weight-decay 0.1", "weight_decay = 0.2"],
-        ),
-        (
-            "--adam-beta2 .95",
-            {"optimizer": {"params": {"betas": [0.9, 0.999]}}},
-            ["--adam-beta2 0.95", "betas = [0.9, 0.999]"],
-        ),
-        ("--adam-eps 1e-6", {"optimizer": {"params": {"eps": 1e-8}}}, ["eps = 1e-08"]),
-        (
-            "--partition-activations",
-            {"activation_checkpointing": {"partition_activations": False}},
-            ["--partition-activations", "partition_activations = false"],
-        ),
-        (
-            "--contigious-checkpointing",
-            {"activation_checkpointing": {"contiguous_memory_optimization": False}},
-            ["--contigious-checkpointing", "contiguous_memory_optimization = false"],
-        ),
-        (
-            "--checkpoint-in-cpu",
-            {"activation_checkpointing": {"cpu_checkpointing": False}},
-            ["--checkpoint-in-cpu", "cpu_checkpointing = false"],
-        ),
-        (
-            "--synchronize-each-layer",
-            {"activation_checkpointing": {"synchronize_checkpoint_boundary": False}},
-            ["--synchronize-each-layer", "synchronize_checkpoint_boundary = false"],
-        ),
-        (
-            "--profile-backward",
-            {"activation_checkpointing": {"profile": False}},
-            ["--profile-backward", "profile = false"],
-        ),
-        (
-            "--zero-reduce-bucket-size 5",
-            {"zero_optimization": {"reduce_bucket_size": 6}},
-            ["--zero-reduce-bucket-size 5", "reduce_bucket_size = 6"],
-        ),
-        (
-            "--cpu-optimizer",
-            {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
-            ["--cpu-optimizer", 'offload_optimizer.device = "none"'],
-        ),
-        (
-            "--grad-reduce-in-bf16 --zero-stage 1",
-            {"communication_data_type": "fp32"},
-            ["--grad-reduce-in-bf16", 'communication_data_type = "fp32"'],
-        ),
-        (
-            "--use-distributed-optimizer",
-            {"zero_optimization": {"stage": 0}},
-            ["--use-distributed-optimizer", "stage = 0"],
-        ),
-        (
-            "--rampup-batch-size 4 4 60 --global-batch-size 16",
-            {"gradient_accumulation_steps": 2},
-            ["--rampup-batch-size", "gradient_accumulation_steps = 2"],
-        ),
-        (
-            "--global-batch-size 16 --batch-size 2",
-            {"gradient_accumulation_steps": 2},
-            ["gradient_accumulation_steps = 2", "16", "micro-batch size 2", "1 data", "8"],
-        ),
-    ],
-)
-def test_flags_and_json_that_contradict_are_both_named(line, file, named, tmp_path):
-    message = error_of(line, 1, file, tmp_path)
-    for words in [*named, "ds.json", "contradict"]:
-        assert words in message
+from tests.megatron_zpp.settings.command_lines import config_of, value_at
 
 
 @pytest.mark.parametrize(
@@ -127,34 +33,6 @@ def test_the_loss_scale_of_the_json_counts_and_a_line_says_so(
     caplog.clear()
     config_of("--fp16 " + flag, 1, {"fp16": {"loss_scale_window": "auto"}}, tmp_path)
     assert "which counts" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("file", "path", "value"),
-    [
-        ({"zero_optimization": {"stage": 2}}, "zero.stage", 2),
-        ({"bf16": {"enabled": True}}, "precision.format", "bfloat16"),
-        ({"fp16": {"enabled": True}}, "precision.initial_loss_scale", 2.0**16),
-        (
-            {"fp16": {"enabled": True, "initial_scale_power": 12}},
-            "precision.initial_loss_scale",
-            4096.0,
-        ),
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, "precision.loss_scale", None),
-        ({"fp16": {"enabled": True, "loss_scale": 64}}, "precision.loss_scale", 64.0),
-        ({"gradient_clipping": 0.25}, "optimizer.clip_grad", 0.25),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.002}}}, "schedule.lr", 0.002),
-        ({"optimizer": {"params": {"betas": [0.8, 0.95]}}}, "optimizer.adam_beta2", 0.95),
-        ({"optimizer": {"params": {"lr": "auto"}}}, "optimizer.lr", 3e-4),
-        ({"optimizer": {"params": {"torch_adam": True}}}, "optimizer.cpu_torch_adam", True),
-        ({"train_micro_batch_size_per_gpu": 3}, "batch.global_batch_size", 3),
-        ({"train_batch_size": 12, "gradient_accumulation_steps": 4}, "batch.micro_batch_size", 3),
-        ({"train_batch_size": 6}, "batch.micro_batch_size", 3),
-        ({"train_batch_size": 6}, "zero.gradient_accumulation_steps", 2),
-    ],
-)
-def test_what_only_the_json_gives_holds(file, path, value, tmp_path):
-    assert value_at(config_of("", 1, file, tmp_path), path) == value
 
 
 @pytest.mark.parametrize(
@@ -194,45 +72,3 @@ def test_json_notices_are_passed_on(tmp_path, caplog):
     config_of("--eval-iters 0 --eval-interval 5", 1, {"steps_per_print": 10}, tmp_path)
     assert "no effect here: --eval-interval 5 (" in caplog.text
     assert "); steps_per_print (use --log-interval)" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        (
-            "--grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype fp32 --zero-stage 1",
-            "--grad-reduce-in-bf16 and --megatron-fsdp-grad-comm-dtype fp32 contradict",
-        ),
-        (
-            "--use-megatron-fsdp --data-parallel-sharding-strategy optim --zero-stage 3",
-            "--data-parallel-sharding-strategy optim is ZeRO stage 1 and --zero-stage is ZeRO",
-        ),
-        ("--use-torch-fsdp2 --use-megatron-fsdp --data-parallel-sharding-strategy optim", "keep"),
-        ("--torch-fsdp2-no-reshard-after-forward", "needs --use-torch-fsdp2"),
-        (
-            "--load s --no-load-lr-state --use-checkpoint-opt_param-scheduler",
-            "--no-load-lr-state and --use-checkpoint-opt_param-scheduler contradict",
-        ),
-        ("--attention-head-type multiquery --num-query-groups 2", "contradict: keep one"),
-        ("--attention-head-type multihead --group-query-attention", "contradict: keep one"),
-    ],
-)
-def test_flags_that_contradict_each_other_are_both_named(line, named):
-    assert named in error_of(line)
-
-
-@pytest.mark.parametrize(
-    ("line", "stage"),
-    [
-        ("--use-megatron-fsdp", 3),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", 0),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", 1),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", 2),
-        ("--use-distributed-optimizer --use-megatron-fsdp", 3),
-        ("--use-torch-fsdp2", 3),
-        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 2),
-        ("--use-torch-fsdp2 --zero-stage 3", 3),
-    ],
-)
-def test_megatrons_flags_for_fsdp_are_zero_stages(line, stage):
-    assert config_of(line, 2).zero.stage == stage

@@ -53,32 +53,20 @@ def config(sizes: BatchConfig, training: dict, schedule: dict | None = None, **o
     )
 
 
-@pytest.mark.parametrize("samples", [100, 101, 325, 550, 999, 1000])
-def test_linear_decay(samples):
-    share = 1 - Fraction(samples - 100, 900)
-    expected = Fraction(1, 10) + Fraction(9, 10) * share
-    assert rate("linear")(samples) == pytest.approx(float(expected), rel=RELATIVE)
-
-
 @pytest.mark.parametrize(
-    ("samples", "expected"),
+    ("style", "points"),
     [
-        (100, 1.0),
-        (400, 0.1 + 0.9 * 0.75),  # a third of the way: (cos 60 degrees + 1) / 2 = 3/4
-        (550, 0.55),  # half
-        (700, 0.1 + 0.9 * 0.25),  # two thirds
-        (1000, 0.1),
+        ("linear", {n: 0.1 + 0.9 * (1 - (n - 100) / 900) for n in (100, 101, 325, 550, 999, 1000)}),
+        # A third of the way: (cos 60 degrees + 1) / 2 = 3/4; half; two thirds.
+        ("cosine", {100: 1.0, 400: 0.775, 550: 0.55, 700: 0.325, 1000: 0.1}),
+        ("inverse-square-root", {100: 1.0, 400: 0.5, 900: 1 / 3, 1000: math.sqrt(0.1)}),
     ],
 )
-def test_cosine_decay(samples, expected):
-    assert rate("cosine")(samples) == pytest.approx(expected, rel=RELATIVE)
-
-
-@pytest.mark.parametrize(
-    ("samples", "expected"), [(100, 1.0), (400, 0.5), (900, 1 / 3), (1000, math.sqrt(0.1))]
-)
-def test_inverse_square_root_decay(samples, expected):
-    assert rate("inverse-square-root")(samples) == pytest.approx(expected, rel=RELATIVE)
+def test_decay(style, points):
+    for samples, expected in points.items():
+        assert rate(style)(samples) == pytest.approx(expected, rel=RELATIVE)
+    warm = rate(style, warmup=1000.0)  # as long as the decay
+    assert warm(500) == 0.5 and warm(1000) == 1.0 and warm(1001) == 0.1
 
 
 def test_inverse_square_root_stops_at_the_minimum_and_needs_no_warm_up():
@@ -124,12 +112,6 @@ def test_after_the_decay_comes_the_minimum(style):
     assert rate("constant")(10**12) == 1.0
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_a_warm_up_as_long_as_the_decay_is_allowed(style):
-    warm = rate(style, warmup=1000.0, wsd_decay=0.0)
-    assert warm(500) == 0.5 and warm(1000) == 1.0 and warm(1001) == 0.1
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     style=st.sampled_from(STYLES),
@@ -160,29 +142,29 @@ def test_the_rate_is_continuous_up_to_the_end_of_the_decay(style, wsd_style):
 
 
 @pytest.mark.parametrize(
-    ("style", "quarter"), [("linear", 0.25), ("cosine", (1 - math.sqrt(0.5)) / 2)]
+    ("style", "quarter", "half"),
+    [("linear", 0.25, 0.5), ("cosine", (1 - math.sqrt(0.5)) / 2, 0.5), ("constant", 1.0, 1.0)],
 )
-def test_weight_decay_grows(style, quarter):
-    decay = WeightDecay(start=0.1, end=0.5, style=style, length=1000.0)
-    assert decay(0) == 0.1
+def test_weight_decay_grows(style, quarter, half):
+    start = 0.5 if style == "constant" else 0.1
+    decay = WeightDecay(start=start, end=0.5, style=style, length=1000.0)
+    assert decay(0) == start and decay(1000) == decay(5000) == 0.5
     assert decay(250) == pytest.approx(0.1 + 0.4 * quarter, rel=RELATIVE)
-    assert decay(500) == pytest.approx(0.3, rel=RELATIVE)
-    assert decay(1000) == decay(5000) == 0.5
-
-
-def test_weight_decay_stays_constant():
-    decay = WeightDecay(start=0.1, end=0.1, style="constant", length=1000.0)
-    assert {decay(n) for n in (0, 1, 999, 1000, 2000)} == {0.1}
-
-
-def test_batch_size_without_a_ramp():
-    sizes = batch(8)
-    assert sizes(0) == sizes(10**15) == 8
-    assert sizes.samples_after(7) == 56
-    assert [sizes.iterations_within(n) for n in (0, 7, 8, 56, 63)] == [0, 0, 1, 7, 7]
+    assert decay(500) == pytest.approx(0.1 + 0.4 * half, rel=RELATIVE)
+    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
+    ends = {"start_weight_decay": start, "end_weight_decay": 0.5, "weight_decay_incr_style": style}
+    if style == "constant":
+        ends = {"weight_decay": 0.5}
+    schedules = Schedules.of(config(sizes, {"train_iters": 250}, **ends))
+    assert [schedules.weight_decay(n) for n in (0, 250)] == [decay(0), decay(250)]
+    values = [value for part in schedules.state().values() for value in part.values()]
+    assert all(type(value) in (float, str) for value in values)  # plain, for a checkpoint
 
 
 def test_batch_size_ramp():
+    constant = batch(8)
+    assert constant(0) == constant(10**15) == 8 and constant.samples_after(7) == 56
+    assert [constant.iterations_within(n) for n in (0, 7, 8, 56, 63)] == [0, 0, 1, 7, 7]
     # 7 steps of 4 over 700 samples: 100 samples each
     sizes = batch(32, (4, 4, 700))
     assert [sizes(n) for n in (0, 99, 100, 199, 350, 699, 700, 701)] == [
@@ -314,24 +296,6 @@ def test_resuming_compares_schedules(caplog):
     assert "opt_param-scheduler: the second is used" in caplog.messages[-1]
 
 
-def test_the_state_is_plain():
-    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
-    state = Schedules.of(config(sizes, {"train_iters": 10})).state()
-    values = [value for part in state.values() for value in part.values()]
-    assert all(type(value) in (float, str) for value in values)
-
-
-def test_the_ends_of_the_weight_decay_come_from_the_optimizer():
-    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
-    plain = Schedules.of(config(sizes, {"train_iters": 10}, weight_decay=0.3)).weight_decay
-    assert (plain.start, plain.end) == (0.3, 0.3)
-    ends = {"start_weight_decay": 0.0, "end_weight_decay": 0.2}
-    growing = Schedules.of(
-        config(sizes, {"train_iters": 10}, weight_decay_incr_style="linear", **ends)
-    ).weight_decay
-    assert growing(20) == pytest.approx(0.1, rel=RELATIVE)
-
-
 def scheduled(*words: str, seq_length: int = 10) -> GlobalBatchSize:
     sizes = BatchConfig(micro_batch_size=1, step_batch_size_schedule=words)
     return GlobalBatchSize(sizes, seq_length)
@@ -355,23 +319,3 @@ def test_a_schedule_may_skip_a_size_and_become_smaller():
     assert [size(consumed) for consumed in (0, 8, 16, 18, 20)] == [8, 8, 2, 2, 4]
     assert size.samples_after(4) == 8 + 8 + 2 + 2 and size.samples_after(5) == 24
     assert scheduled("0:8", "2:2", "3:4", seq_length=1).samples_after(2) == 12
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"step_batch_size_schedule": ("5:2",)}, "must begin with 0 and ascend"),
-        ({"step_batch_size_schedule": ("0:2", "8:4", "8:6")}, "must begin with 0 and ascend"),
-        ({"step_batch_size_schedule": ("0:2", "8Q:4")}, "8Q:4: expected TOKENS:SIZE"),
-        ({"step_batch_size_schedule": ("0:0",)}, "0:0: expected TOKENS:SIZE"),
-        ({"step_batch_size_schedule": ("0:2",), "global_batch_size": 4}, "is not the largest"),
-        (
-            {"step_batch_size_schedule": ("0:4",), "rampup_batch_size": (2, 2, 9),
-             "global_batch_size": 4},
-            "two ways to change the batch size",
-        ),
-    ],
-)  # fmt: skip
-def test_a_schedule_that_is_none(batch, message):
-    with pytest.raises(InputError, match=message):
-        BatchConfig(**batch).check()

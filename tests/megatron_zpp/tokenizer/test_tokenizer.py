@@ -48,15 +48,6 @@ def sentencepiece_of(path: Path, kind: str, extra: int = 0) -> Tokenizer:
     )
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--vocab-file .*vocab\.json: No such file"):
-        gpt2_of(tmp_path)
-    with pytest.raises(InputError, match=r"--tokenizer-model .*tokenizer\.json: No such file"):
-        hf_of(tmp_path)
-    with pytest.raises(InputError, match=r"--tokenizer-model .*x\.model: No such file"):
-        sentencepiece_of(tmp_path / "x.model", "Llama2Tokenizer")
-
-
 def test_hugging_face_agrees_with_the_two_files(bpe: Path, gpt2: Tokenizer) -> None:
     for path in (bpe, bpe / "tokenizer.json"):
         tokenizer = hf_of(path)
@@ -190,19 +181,6 @@ def test_hugging_face_end_of_document(bpe: Path, tmp_path: Path) -> None:
         hf_of(path)
 
 
-def test_hugging_face_without_any_end(tmp_path: Path) -> None:
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
-    model.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(InputError, match="Of the usual names it has none"):
-        hf_of(tmp_path)
-
-
-def test_hugging_face_file_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"vocab": 1}')
-    with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer\.json"):
-        hf_of(tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_sentencepiece_is_the_library(sentences: Path, kind: str) -> None:
     model = sentencepiece.SentencePieceProcessor(model_file=str(sentences / "usual.model"))
@@ -226,28 +204,12 @@ def test_sentencepiece_has_megatrons_layout(sentences: Path) -> None:
     assert bare.decode(range(124, bare.vocab_size)) == "<PAD><BOS><EOS>"
 
 
-def test_sentencepiece_without_ends(sentences: Path) -> None:
-    for kind in ("GPTSentencePieceTokenizer", "Llama2Tokenizer"):
-        with pytest.raises(InputError, match=r"bare\.model: has no end of sentence"):
-            sentencepiece_of(sentences / "bare.model", kind)
-
-
-def test_sentencepiece_file_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "x.model").write_text("hello")
-    with pytest.raises(InputError, match=r"x\.model: not a SentencePiece model"):
-        sentencepiece_of(tmp_path / "x.model", "SentencePieceTokenizer")
-
-
 @given(text=ANY_TEXT)
 def test_byte_level(text: str) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer"))
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert (tokenizer.eod, tokenizer.vocab_size) == (256, 257)
-
-
-def test_byte_level_end_and_broken_bytes() -> None:
-    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer"))
     assert tokenizer.decode([104, 105, 256, 0xC3, 0xA9, 0xFF]) == f"hi{END_OF_DOCUMENT}é\ufffd"
 
 
@@ -264,39 +226,53 @@ def test_null() -> None:
             tokenizer.encode(text)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "give --tokenizer-type, one of GPT2BPETokenizer"),
-        ({"tokenizer_type": "GPT2BPE"}, "GPT2BPE: not one of .*did you mean GPT2BPETokenizer"),
-        ({"tokenizer_type": "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
-        ({"tokenizer_type": "HFTokenizer"}, "needs --tokenizer-model"),
-        ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
-        ({"tokenizer_type": "NullTokenizer", "vocab_size": 1}, "needs at least 2"),
-        (
-            {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 9},
-            "has the ids 0 to 8",
-        ),
-    ],
-)
-def test_a_section_that_is_no_good(fields: dict, message: str) -> None:
+HUGGING_FACE = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "{}"}
+LLAMA2 = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "{}/x.model"}
+NOT_TOKENIZERS = [
+    ({}, "", "give --tokenizer-type, one of GPT2BPETokenizer"),
+    ({"tokenizer_type": "GPT2BPE"}, "", "GPT2BPE: not one of .*did you mean GPT2BPETokenizer"),
+    ({"tokenizer_type": "GPT2BPETokenizer"}, "", "needs --vocab-file and --merge-file"),
+    ({"tokenizer_type": "HFTokenizer"}, "", "needs --tokenizer-model"),
+    ({"tokenizer_type": "NullTokenizer"}, "", "needs --vocab-size"),
+    ({"tokenizer_type": "NullTokenizer", "vocab_size": 1}, "", "needs at least 2"),
+    ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 9}, "",
+     "has the ids 0 to 8"),
+    ({"vocab_file": "{}/vocab.json", "merge_file": "{}/m"}, "",
+     r"--vocab-file .*vocab\.json: No such file"),
+    (HUGGING_FACE, "", r"--tokenizer-model .*tokenizer\.json: No such file"),
+    (HUGGING_FACE, '{"vocab": 1}', r"tokenizer\.json: not a tokenizer\.json"),
+    (HUGGING_FACE, tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).to_str(),
+     "Of the usual names it has none"),
+    (LLAMA2, "", r"--tokenizer-model .*x\.model: No such file"),
+    (LLAMA2, "hello", r"x\.model: not a SentencePiece model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "content", "message"), NOT_TOKENIZERS)
+def test_what_is_no_tokenizer_is_named(
+    fields: dict, content: str, message: str, tmp_path: Path
+) -> None:
+    if content:
+        name = "x.model" if fields is LLAMA2 else "tokenizer.json"
+        (tmp_path / name).write_text(content)
+    fields = {
+        name: value.format(tmp_path) if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
     with pytest.raises(InputError, match=message):
         build_tokenizer(TokenizerConfig(**fields))
 
 
-def test_two_files_without_a_type_mean_gpt2(bpe: Path, gpt2: Tokenizer) -> None:
-    tokenizer = build_tokenizer(
-        TokenizerConfig(vocab_file=str(bpe / "vocab.json"), merge_file=str(bpe / "merges.txt"))
-    )
-    assert (tokenizer.name, tokenizer.fingerprint) == (gpt2.name, gpt2.fingerprint)
-
-
-def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_tokenizer_lacks_is_named(sentences: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for kind in ("GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        with pytest.raises(InputError, match=r"bare\.model: has no end of sentence"):
+            sentencepiece_of(sentences / "bare.model", kind)
+    with pytest.raises(InputError, match="X needs the package no_such: pip install no_such"):
+        load_package("no_such", "X")
     caplog.set_level(logging.INFO, logger="megatron_zpp")
     build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer", merge_file="m.txt"))
-    assert (
-        "--merge-file m.txt has no effect with --tokenizer-type ByteLevelTokenizer" in caplog.text
-    )
+    said = "--merge-file m.txt has no effect with --tokenizer-type ByteLevelTokenizer"
+    assert said in caplog.text
 
 
 def test_extra_ids_come_last(gpt2: Tokenizer, bpe: Path) -> None:
@@ -321,9 +297,6 @@ def test_fingerprints_tell_tokenizers_apart(bpe: Path, sentences: Path) -> None:
         build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=101)),
     ]
     assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == len(tokenizers)
+    untyped = TokenizerConfig(vocab_file=f"{bpe}/vocab.json", merge_file=f"{bpe}/merges.txt")
+    assert build_tokenizer(untyped).fingerprint == tokenizers[0].fingerprint
     assert gpt2_of(bpe).fingerprint == tokenizers[0].fingerprint
-
-
-def test_a_package_that_is_missing_is_named() -> None:
-    with pytest.raises(InputError, match="X needs the package no_such: pip install no_such"):
-        load_package("no_such", "X")

@@ -32,9 +32,3 @@ def flags_for(model: PreTrainedModel, folder: Path) -> str:
 def folder_of(flags: str) -> str:
     """The folder of the model."""
     return flags.split("--pretrained-checkpoint ")[1].split()[0]
-
-
-def with_json(path: Path, zero: dict, **more: object) -> str:
-    """The flag of a JSON for two ranks per node, which is written to `path`."""
-    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": {"ranks_per_node": 2}} | more))
-    return f" --deepspeed_config {path} "

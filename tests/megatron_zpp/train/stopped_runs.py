@@ -25,7 +25,7 @@ def require_numbers_of_one_rank(
     end = f"--load {folder}/saved --save {folder}/end"
     for flags in (f"--save {folder}/saved --exit-interval 2", end):
         how = ranks()
-        print(model, how, (folder / "zeropp.json").read_text())
+        print(model, how)
         log += run(4, f"{model} {how} {flags}", folder)
     require_equal(log, expected)
     require_same_buffers(folder / "end", folder / "one")
@@ -43,7 +43,7 @@ def require_same_buffers(folder: Path, other: Path) -> None:
 
 def require_no_digit_lost(flags: str, folder: Path) -> str:
     """Require the digits of a run without a stop; return the log of the part after it."""
-    print(flags, (folder / "zeropp.json").read_text())
+    print(flags)
     straight = losses(run(4, flags, folder))
     first = run(4, f"{flags} --save {folder}/saved --exit-interval 2", folder)
     second = run(4, f"{flags} --load {folder}/saved", folder)

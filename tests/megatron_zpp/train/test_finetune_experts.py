@@ -5,19 +5,19 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_zpp.interchange.conversion import export_adapters
 from megatron_zpp.interchange.open_model import load_model, open_model
 from tests.megatron_zpp.interchange.foreign_models import logits, qwen2_moe
 from tests.megatron_zpp.parallel.flags import PP2, SP, TP2
-from tests.megatron_zpp.train.finetuning import MIXZ, flags_for, folder_of, with_json
+from tests.megatron_zpp.train.finetuning import MIXZ, flags_for, folder_of
 from tests.megatron_zpp.train.training_runs import (
     built_run,
     loss_values,
     losses,
     require_equal,
     run,
+    with_json,
 )
 from tests.ranks import ranks
 from zeropp.wire.frozen_weights import is_quantized
@@ -53,7 +53,7 @@ def expected(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_adapters_learn_the_same_whoever_has_the_experts(
     base: str, how: str, zero: dict, expected: str, tmp_path: Path
 ) -> None:
-    flags = f"{base} --clip-grad 0.1 {how} {with_json(tmp_path / 'zero.json', zero)}"
+    flags = f"{base} --clip-grad 0.1 {how} {with_json(zero, ranks_per_node=2)}"
     log = run(4, flags, tmp_path)
     require_equal(log, expected)
 
@@ -61,7 +61,7 @@ def test_adapters_learn_the_same_whoever_has_the_experts(
 def test_beside_codes_a_stop_changes_no_digit_and_peft_opens_the_result(
     base: str, expected: str, tmp_path: Path
 ) -> None:
-    nodes = with_json(tmp_path / "zero.json", MIXZ | {"zero_quantized_gradients": True})
+    nodes = with_json(MIXZ | {"zero_quantized_gradients": True}, ranks_per_node=2)
     flags, saved, out = f"{base} {EP2} {nodes}", tmp_path / "saved", tmp_path / "adapters"
     straight = run(4, f"{flags} --save {saved} --save-interval 2", tmp_path)
     second = run(4, f"{flags} --load {saved} --ckpt-step 2", tmp_path)
@@ -88,7 +88,7 @@ def test_only_adapters_cross_nodes_in_every_step(
     base: str, how: str, zero: dict, tmp_path: Path
 ) -> None:
     """As foretold, which other tests compare with what is sent."""
-    flags = base + how + with_json(tmp_path / f"{dist.get_rank()}.json", zero)
+    flags = base + how + with_json(zero, ranks_per_node=2)
     with built_run(flags) as built:
         sharding = built.trainer.sharding
     own, stores = 0, "zero_quantized_nontrainable_weights" in zero

@@ -1,14 +1,17 @@
-"""--manual-gc: garbage is collected where it is asked for, and nowhere else."""
+"""--manual-gc collects garbage where it is asked for; --deterministic-mode, and what it refuses."""
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from megatron_zpp.settings.config import TrainingConfig
+from megatron_zpp.train.determinism import deterministic_kernels
 from megatron_zpp.train.garbage_collection import GarbageCollection
-from tests.megatron_zpp.train.training_runs import log_of
+from tests.megatron_zpp.train.training_runs import log_of, losses
 from tests.ranks import ranks
 
 RUN = "--micro-batch-size 2 --train-iters 6 --eval-iters 1 --eval-interval 3 --mock-data "
@@ -83,3 +86,26 @@ def test_a_run_collects_when_it_is_told_to() -> None:
     with collections() as automatic:
         log_of(RUN)
     assert automatic.count(2) < while_training.count(2)
+
+
+def put_twice() -> torch.Tensor:
+    """Write to an element twice, in an order that PyTorch does not promise."""
+    return torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))
+
+
+def test_an_operation_without_a_deterministic_kernel_is_an_error(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    put_twice()
+    with deterministic_kernels():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        with pytest.raises(RuntimeError, match="deterministic"):
+            put_twice()
+    put_twice()
+
+
+@ranks(1, timeout=120)
+def test_a_run_has_deterministic_kernels_for_all_that_it_does() -> None:
+    usual = log_of(RUN)
+    with deterministic_kernels():
+        deterministic = log_of(RUN)
+    assert losses(usual) == losses(deterministic)

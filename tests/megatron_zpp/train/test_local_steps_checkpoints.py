@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights
 from megatron_zpp.checkpoint.iteration_folders import POINTER, complete_iterations
@@ -25,6 +24,8 @@ from tests.megatron_zpp.train.training_runs import (
     run,
     run_alone,
     shared_folder,
+    tensors_of,
+    with_json,
 )
 from tests.ranks import ranks
 from tests.worlds import elastic_nodes, worlds
@@ -40,16 +41,14 @@ OTHER_SHAPE = "--use-checkpoint-args --num-layers 3 "
 
 
 def flags_of(
-    path: Path,
     ranks_per_node: int = 1,
     micro: int = 2,
     elastic: Mapping[str, object] = MappingProxyType({}),
     **zero: object,
 ) -> str:
-    """Flags of nodes that exchange after iterations 4 and 7, with a JSON at `path`."""
+    """Flags of nodes that exchange after iterations 4 and 7."""
     zeropp = {"ranks_per_node": ranks_per_node, "sync_every": 4, **elastic}
-    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
-    return f"{MODEL} --micro-batch-size {micro} --deepspeed_config {path} "
+    return f"{MODEL} --micro-batch-size {micro} {with_json(zero, **zeropp)} "
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `run`, of two nodes: iteration 6, in an interval, and 7; and their log."""
     folder = tmp_path_factory.mktemp("nodes")
     saving = f"--save {folder / 'run'} --save-interval 2 --keep-checkpoints 1"
-    run_alone(2, 1, flags_of(folder / "zeropp.json") + saving, folder)
+    run_alone(2, 1, flags_of() + saving, folder)
     return folder
 
 
@@ -67,19 +66,10 @@ def means(folder: Path, name: str) -> dict[str, Tensor]:
     return {each: mean.read(each) for each in mean.facts()}
 
 
-def weights_of(run: Run) -> Mapping[str, Tensor]:
-    """The whole weights and the buffers of a node."""
-    model = run.trainer.sharding.model
-    return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach()
-        for name, each in (*model.named_parameters(), *model.named_buffers())
-    }
-
-
 def require_means(run: Run, folder: Path, name: str = MIDDLE) -> None:
     """Require weights that are the means of those of iteration 6, or of another one."""
     expected = means(folder / "run", name)
-    for name, weight in weights_of(run).items():
+    for name, weight in tensors_of(run).items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=0)
 
 
@@ -120,17 +110,9 @@ def test_tools_say_whose_weights_they_take_if_a_node_is_missing(
     assert "of one of 2 nodes that stepped alone, and its weights are taken alone" in caplog.text
 
 
-@ranks(1)
-def test_without_local_steps_a_run_goes_on_with_the_mean(saved: Path) -> None:
-    loading = f"{MODEL} --micro-batch-size 2 --load {saved / 'run'} --ckpt-step 6"
-    with built_run(loading) as built:
-        require_means(built, saved)
-        assert built.trainer.counters.iteration == 6
-
-
 def test_more_nodes_go_on_with_the_mean_and_fewer_with_theirs(saved: Path, tmp_path: Path) -> None:
     """Two nodes, then four, which end within an interval, then two."""
-    longer = flags_of(tmp_path / "zeropp.json", micro=1) + "--train-iters 9 --exit-interval 7 "
+    longer = flags_of(micro=1) + "--train-iters 9 --exit-interval 7 "
     longer += f"--load {saved / 'run'} --ckpt-step 6 --save {tmp_path / 'run'}"
     assert len(losses(run_alone(4, 1, longer, tmp_path))) == 1
     require_means_of(saved=saved, name=MIDDLE, world=1, folder=tmp_path)
@@ -140,7 +122,7 @@ def test_more_nodes_go_on_with_the_mean_and_fewer_with_theirs(saved: Path, tmp_p
 @ranks(4)
 def require_means_of(saved: Path, name: str, world: int, folder: Path) -> None:
     """Require that nodes of `world` ranks begin with the means of those of a checkpoint."""
-    flags = flags_of(folder / f"{dist.get_rank()}.json", world, micro=1)
+    flags = flags_of(world, micro=1)
     flags += f"--load {saved / 'run'} --ckpt-step {int(name[-1])}"
     with worlds(world, folder) as outer, built_run(flags, outer) as built:
         require_means(built, saved, name)
@@ -152,7 +134,7 @@ def test_as_many_nodes_without_moments_go_on_with_the_mean(
     flag: str, saved: Path, tmp_path: Path
 ) -> None:
     folder = shared_folder(str(tmp_path))
-    flags = flags_of(folder / f"{dist.get_rank()}.json")
+    flags = flags_of()
     flags += f"--load {saved / 'run'} --ckpt-step 6 {flag}"
     with worlds(1, folder) as outer, built_run(flags, outer) as built:
         require_means(built, saved)
@@ -168,12 +150,12 @@ def test_nodes_that_come_and_go_begin_alike_without_moments(
 ) -> None:
     folder = shared_folder(str(tmp_path))
     elastic = {"sync_store": "localhost:1", "sync_nodes": 2}
-    flags = flags_of(folder / f"{dist.get_rank()}.json", elastic=elastic)
+    flags = flags_of(elastic=elastic)
     flags += f"--load {saved / 'run'} --ckpt-step 6 {OTHER_SHAPE} {flag}"
     iteration = 0 if flag == "--finetune" else 6
     with elastic_nodes(folder, iteration) as outer, built_run(flags, outer) as built:
         assert built.trainer.counters.iteration == iteration
-        steps, weights = built.ranks.replicas.steps, weights_of(built)
+        steps, weights = built.ranks.replicas.steps, tensors_of(built)
         values = [each.sum().item() for each in weights.values()]
         assert steps.sum(lambda place, size: values) == [2 * each for each in values]
         if flag == "--finetune":
@@ -187,7 +169,7 @@ def test_nodes_that_come_and_go_begin_alike_without_moments(
 def test_nodes_that_come_without_a_checkpoint_know_the_shape(saved: Path, tmp_path: Path) -> None:
     folder = shared_folder(str(tmp_path))
     elastic = {"sync_store": "localhost:1", "sync_nodes": 2}
-    flags = flags_of(folder / f"{dist.get_rank()}.json", elastic=elastic) + OTHER_SHAPE
+    flags = flags_of(elastic=elastic) + OTHER_SHAPE
     if dist.get_rank() == 0:
         shutil.copytree(saved / "run", folder / "run", ignore=shutil.ignore_patterns("node_1"))
     dist.barrier()
@@ -204,7 +186,7 @@ def test_nodes_that_begin_with_other_weights_are_found_at_their_first_exchange(
     tmp_path: Path,
 ) -> None:
     folder, rank = shared_folder(str(tmp_path)), dist.get_rank()
-    flags = flags_of(folder / f"{rank}.json") + f"--seed {rank + 1}"
+    flags = flags_of() + f"--seed {rank + 1}"
     with worlds(1, folder) as outer, built_run(flags, outer) as built:
         with pytest.raises(InputError, match="begin with the same weights"):
             built.ranks.replicas.steps.after_update(1, is_last=True)
@@ -214,7 +196,7 @@ def test_nodes_that_begin_with_other_weights_are_found_at_their_first_exchange(
 def test_nodes_of_other_ranks_go_on_each_with_its_own(
     stage: int, saved: Path, tmp_path: Path
 ) -> None:
-    flags = flags_of(tmp_path / "zeropp.json", 2, 1, stage=stage)
+    flags = flags_of(2, 1, stage=stage)
     log = run_alone(4, 2, f"{flags} --load {saved / 'run'} --ckpt-step 6", tmp_path)
     (loss,) = map(float, losses(log))
     straight = losses((saved / "log.txt").read_text())
@@ -234,7 +216,7 @@ def test_a_node_that_died_before_it_published_has_the_iteration_before(
         (folder / "node_1" / POINTER).write_text("6")
     else:
         let_another_launch_have_saved(folder / "node_1" / LAST)
-    flags = flags_of(tmp_path / "zeropp.json") + f"--load {folder} --save {folder} {saving}"
+    flags = flags_of() + f"--load {folder} --save {folder} {saving}"
     log = run_alone(2, 1, flags, tmp_path)
     assert losses(log) == losses((saved / "log.txt").read_text())[-1:]
     assert complete_iterations(folder / "node_1") == [6, 7]
@@ -243,7 +225,7 @@ def test_a_node_that_died_before_it_published_has_the_iteration_before(
 @ranks(2)
 def test_a_node_without_a_checkpoint_is_named(saved: Path, tmp_path: Path) -> None:
     folder = shared_folder(str(tmp_path))
-    flags = flags_of(folder / f"{dist.get_rank()}.json") + f"--load {folder / 'run'}"
+    flags = flags_of() + f"--load {folder / 'run'}"
     if dist.get_rank() == 0:
         shutil.copytree(saved / "run", folder / "run")
         shutil.rmtree(folder / "run/node_1")
@@ -287,10 +269,10 @@ def test_one_node_s_checkpoint_is_the_beginning_of_several(tmp_path: Path) -> No
 
 @ranks(2)
 def require_same_beginning(folder: Path) -> None:
-    flags = flags_of(folder / f"{dist.get_rank()}.json") + f"--load {folder / 'one'} {OTHER_SHAPE}"
+    flags = flags_of() + f"--load {folder / 'one'} {OTHER_SHAPE}"
     with worlds(1, folder) as outer:
         for more, iteration in ((" --ckpt-step 3", 3), (" --finetune", 0)):
             with built_run(flags + more, outer) as built:
                 assert built.trainer.counters.iteration == iteration
-                values = outer.gather([each.sum().item() for each in weights_of(built).values()])
+                values = outer.gather([each.sum().item() for each in tensors_of(built).values()])
                 assert values[0] == values[1]

@@ -13,19 +13,13 @@ from megatron_zpp.checkpoint.training_state import TrainingState, run_settings
 from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.resume import _log_other_settings
-from tests.megatron_zpp.train.training_runs import field, log_of, loss_values, losses, run
+from tests.megatron_zpp.train.training_runs import RELATIVE, field, log_of, loss_values, losses, run
 from tests.ranks import ranks
 from zeropp import InputError
 
 BATCH = "--micro-batch-size 2 --global-batch-size 16 "
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
 RESUMED = BATCH + NO_DROPOUT + "--train-iters 4 "
-PRECISIONS = {
-    "fp32": "",
-    "bf16": "--bf16 ",
-    "fp16": "--fp16 --initial-loss-scale 524288 --loss-scale-window 2 --hysteresis 1 ",
-}
-RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
 
 
 def test_losses_agree_at_every_stage_and_on_one_rank(tmp_path):
@@ -35,26 +29,6 @@ def test_losses_agree_at_every_stage_and_on_one_rank(tmp_path):
     for stage, num_ranks in enumerate((2, 4, 2, 4)):
         log = run(num_ranks, f"{flags} --zero-stage {stage}", tmp_path)
         assert loss_values(log) == pytest.approx(expected, rel=RELATIVE)
-
-
-@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 3), ("fp16", 3)])
-@ranks(2, timeout=120)
-def test_a_stop_in_the_middle_changes_no_digit(precision, stage, tmp_path):
-    flags = f"{PRECISIONS[precision]} --zero-stage {stage} --train-iters 6 "
-    flags += "--micro-batch-size 2 --global-batch-size 8 --dataloader-type cyclic "
-    flags += "--lr-warmup-iters 2 --lr-decay-style cosine "
-    straight = log_of(flags)
-    first = log_of(flags + f"--save {tmp_path} --exit-interval 4")
-    second = log_of(flags + f"--load {tmp_path} ")
-    if dist.get_rank() != 0:
-        return
-    assert len(losses(straight)) == 6 and len(losses(first)) == 4
-    assert losses(first) + losses(second) == losses(straight)
-    for name in ("grad norm", "learning rate", "loss scale", "consumed samples"):
-        assert field(first, name) + field(second, name) == field(straight, name)
-    if precision == "fp16":
-        assert len(set(field(straight, "loss scale"))) > 1  # it moved, and came back right
-        assert field(straight, "number of skipped iterations").count("0") >= 4
 
 
 @ranks(2, timeout=120)
@@ -100,36 +74,82 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(tmp_path):
     )
 
 
-def test_a_longer_run_with_fewer_evaluations_resumes(tmp_path):
-    flags = f"{BATCH} --save {tmp_path} --load {tmp_path} --lr-decay-style constant "
-    run(1, flags + "--train-iters 4 --eval-iters 1 --eval-interval 1", tmp_path)
-    log = run(1, flags + "--train-iters 6 --eval-iters 1 --eval-interval 100", tmp_path)
-    assert len(losses(log)) == 2
-    assert "validation loss at the end of training" in log
+BEFORE = BATCH + "--lr-warmup-iters 2 --eval-iters 1 --num-workers 0 "
 
 
-def test_a_growing_batch_resumes_at_its_size(tmp_path):
-    flags = "--micro-batch-size 2 --rampup-batch-size 4 4 24 --global-batch-size 12 "
-    flags += "--train-samples 90 --eval-iters 1 --eval-interval 2 "
-    straight = run(2, flags, tmp_path)
-    folder = f"--save {tmp_path} --load {tmp_path} "
-    first = run(2, flags + folder + "--exit-interval 3", tmp_path)
-    second = run(2, flags + folder, tmp_path)
-    sizes = field(straight, "global batch size")
-    assert set(sizes) == {"4", "8", "12"} and sizes == sorted(sizes, key=int)
-    assert losses(first) + losses(second) == losses(straight)
-    held_out = [re.findall(r"loss at .*? value: (\S+)", log) for log in (first, second, straight)]
-    assert held_out[0] + held_out[1] == held_out[2]
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The log of a run of four iterations, each saved, and the flags that go on from it."""
+    folder = tmp_path_factory.mktemp("finished")
+    own = f"{BEFORE} --train-iters 4 --swiglu --save {folder}/save --save-interval 1 "
+    return run(1, own, folder), f"{BEFORE} --load {folder}/save "
 
 
-def test_finetune_loads_the_weights_and_starts_at_iteration_0(tmp_path):
-    flags = BATCH + NO_DROPOUT + f"--train-iters 4 --eval-iters 1 --load {tmp_path} "
-    run(1, flags + f"--save {tmp_path}", tmp_path)
-    tuned = run(1, flags + "--finetune --lr 2e-3", tmp_path)
-    only_evaluated = run(1, flags + "--skip-train --finetune", tmp_path)
-    assert len(losses(tuned)) == 4 and field(tuned, "consumed samples")[0] == "16"
-    assert losses(only_evaluated) == []
-    assert "validation loss at the end of training" in only_evaluated
+# What goes on, how many iterations it takes, and what its log says, which that before does not.
+GOES_ON = {
+    "--swiglu --train-iters 6 --override-opt_param-scheduler --eval-interval 100": (
+        2, ["validation loss at the end of training", "iteration        5/"],
+    ),
+    "--swiglu --train-iters 4 --finetune --lr 2e-3": (4, ["iteration        1/"]),
+    "--swiglu --train-iters 4 --finetune --skip-train": (
+        0, ["validation loss at the end of training"],
+    ),
+    "--swiglu --train-iters 4 --ckpt-step 2": (2, ["loaded checkpoint of iteration 2 from "]),
+    "--swiglu --train-iters 4 --sample-prompt 1 --sample-length 5": (
+        0, ["training is complete: 4 iterations are done", "Sample",
+            "validation loss at the end of training"],
+    ),
+    "--swiglu --train-iters 4 --ckpt-step 2 --seed 7 --clip-grad 2 --global-batch-size 32 "
+    "--override-opt_param-scheduler": (
+        2, ["the global batch has 32 samples, but 16 in the checkpoint",
+            "seed is 7 now, 1234 in the checkpoint: this changes which samples",
+            "clip_grad is 2.0 now, 1.0 in the checkpoint: this changes the updates"],
+    ),
+    "--num-layers 7 --kv-channels 8 --normalization LayerNorm --num-attention-heads 4 --geglu "
+    "--use-rope-scaling --use-checkpoint-args --train-iters 4 --ckpt-step 3": (
+        1, ["--use-checkpoint-args: geglu is False, and --geglu has no effect",
+            "--use-checkpoint-args: kv_channels is None, and --kv-channels 8 has no effect",
+            "--use-checkpoint-args: num_layers is 2, and --num-layers 7 has no effect",
+            "--use-checkpoint-args: swiglu is True",
+            "use_rope_scaling is False, and --use-rope-scaling has no effect"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", GOES_ON)
+def test_what_goes_on_says_from_where_and_what_changed(flags, finished, tmp_path):
+    before, loading = finished
+    count, said = GOES_ON[flags]
+    log = run(1, loading + flags, tmp_path)
+    assert len(losses(log)) == count and all(words in log for words in said)
+    assert "which samples come next" not in before
+    assert log.count("--use-checkpoint-args: ") == 5 * ("use-checkpoint-args" in flags)
+    if flags.endswith("--ckpt-step 2"):
+        assert losses(log) == losses(before)[2:]
+    if "--finetune" in flags and count:
+        assert field(log, "consumed samples")[0] == "16"
+
+
+def test_no_load_lr_state_starts_the_schedule_again(finished, tmp_path):
+    first, loading = finished
+    flags = "--swiglu --train-iters 6 --no-load-lr-state --lr-decay-style cosine"
+    later = run(1, loading + flags, tmp_path)
+    rates = field(later, "learning rate")
+    assert rates[0] == field(first, "learning rate")[0] and len(losses(later)) == 2
+    assert field(later, "consumed samples")[0] == "80"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--ckpt-step 7", "--ckpt-step 7: .* it has those of 1, 2, 3, 4"),
+        ("--sample-prompt a\udcff", "--sample-prompt: .* is not UTF-8"),
+    ],
+)
+@ranks(1, timeout=120)
+def test_what_cannot_go_on_is_named(flags, expected, finished):
+    with pytest.raises(InputError, match=expected):
+        log_of(f"{finished[1]} --swiglu --train-iters 4 {flags}")
 
 
 def test_finetune_takes_longer_texts_and_another_rotary_base(tmp_path):
@@ -144,66 +164,6 @@ def test_finetune_takes_longer_texts_and_another_rotary_base(tmp_path):
         tmp_path,
     )
     assert len(losses(log)) == len(losses(resumed)) == 1 and "--finetune" not in resumed
-
-
-def test_the_shape_of_the_checkpoint(tmp_path):
-    flags = f"{BATCH} --load {tmp_path} "
-    run(1, flags + f"--save {tmp_path} --train-iters 2 --swiglu --exit-interval 1", tmp_path)
-    other = "--num-layers 7 --kv-channels 8 --normalization LayerNorm --num-attention-heads 4 "
-    other += "--use-rope-scaling --geglu "
-    log = run(1, flags + other + "--train-iters 2 --use-checkpoint-args", tmp_path)
-    lines = [line for line in log.splitlines() if line.startswith("--use-checkpoint-args: ")]
-    assert sorted(line.removeprefix("--use-checkpoint-args: ") for line in lines) == [
-        "geglu is False, and --geglu has no effect",
-        "kv_channels is None, and --kv-channels 8 has no effect",
-        "num_layers is 2, and --num-layers 7 has no effect",
-        "swiglu is True",
-        "use_rope_scaling is False, and --use-rope-scaling has no effect",
-    ]
-    assert len(losses(log)) == 1
-
-
-def test_ckpt_step_goes_back_to_an_older_checkpoint(tmp_path):
-    flags = f"{BATCH} --train-iters 4 --save {tmp_path} --load {tmp_path} --save-interval 1 "
-    straight = losses(run(1, flags, tmp_path))
-    back = run(1, flags + "--ckpt-step 2", tmp_path)
-    assert f"loaded checkpoint of iteration 2 from {tmp_path}" in back
-    assert losses(back) == straight[2:]
-
-
-@ranks(1, timeout=120)
-def load_step(flags: str, expected: str) -> None:
-    with pytest.raises(InputError, match=expected):
-        log_of(flags)
-
-
-def test_a_ckpt_step_that_is_not_there_names_those_that_are(tmp_path):
-    flags = f"{BATCH} --train-iters 2 --save {tmp_path} --load {tmp_path} --save-interval 1 "
-    run(1, flags, tmp_path)
-    load_step(flags=flags + "--ckpt-step 7", expected="--ckpt-step 7: .* it has those of 1, 2")
-
-
-def test_no_load_lr_state_starts_the_schedule_again(tmp_path):
-    flags = f"{BATCH} --save {tmp_path} --load {tmp_path} --lr-warmup-iters 2 "
-    first = run(1, flags + "--train-iters 4", tmp_path)
-    later = run(1, flags + "--train-iters 6 --no-load-lr-state --lr-decay-style cosine", tmp_path)
-    rates = field(later, "learning rate")
-    assert rates[0] == field(first, "learning rate")[0] and len(losses(later)) == 2
-    assert field(later, "consumed samples")[0] == "80"
-
-
-def test_other_samples_and_updates_are_logged(tmp_path):
-    flags = f"{BATCH} --train-iters 4 --save {tmp_path} --load {tmp_path} "
-    first = run(1, flags + "--exit-interval 2 --num-workers 0", tmp_path)
-    second = run(
-        1,
-        flags + "--seed 7 --clip-grad 2 --global-batch-size 32 --override-opt_param-scheduler",
-        tmp_path,
-    )
-    assert "which samples come next" not in first
-    assert "the global batch has 32 samples, but 16 in the checkpoint" in second
-    assert "seed is 7 now, 1234 in the checkpoint: this changes which samples" in second
-    assert "clip_grad is 2.0 now, 1.0 in the checkpoint: this changes the updates" in second
 
 
 def test_a_longer_run_goes_on_with_the_order_of_the_checkpoint(tmp_path):
@@ -256,13 +216,3 @@ def test_reset_iteration_keeps_the_loss_scale(tmp_path):
     assert [float(scale) for scale in field(first, "loss scale")] == [1024, 2048]
     again = run(1, flags + "--reset-iteration", tmp_path)
     assert [float(scale) for scale in field(again, "loss scale")] == [4096, 4096]
-
-
-def test_a_finished_run_says_so_and_evaluates(tmp_path):
-    flags = f"{BATCH} --train-iters 3 --eval-iters 1 --save {tmp_path} --load {tmp_path} "
-    run(2, flags, tmp_path)
-    again = run(2, flags + "--sample-prompt 1 --sample-length 5", tmp_path)
-    assert "training is complete: 3 iterations are done" in again
-    assert "validation loss at the end of training" in again
-    assert "Sample" in again and losses(again) == []
-    load_step(flags=flags + "--sample-prompt a\udcff", expected="--sample-prompt: .* is not UTF-8")

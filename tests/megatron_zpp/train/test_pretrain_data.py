@@ -1,4 +1,4 @@
-"""Training on indexed datasets: workers, ranks and resuming change no sample and no loss."""
+"""Training on indexed datasets and examples: workers, ranks and stops change no sample."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,20 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import write_dataset
-from tests.megatron_zpp.train.training_runs import log_of, loss_values, losses, on_1, on_4
+from tests.megatron_zpp.data.instructions.test_examples import write
+from tests.megatron_zpp.train.training_runs import (
+    RELATIVE,
+    log_of,
+    loss_values,
+    require_same_digits_after_a_stop,
+    run,
+)
 from tests.ranks import ranks
 from zeropp.errors import InputError
 
 VOCAB, EOD = 50, 49  # of the NullTokenizer in these runs; it takes the last id for the end
 BATCH = "--micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0 "
 BY_DOCUMENT = "--reset-attention-mask --reset-position-ids --eod-mask-loss "
-RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +43,43 @@ def blend(corpus: Path) -> str:
     return f"--data-path 0.3 {corpus}/a 0.7 {corpus}/b --split 80,10,10 "
 
 
-@pytest.mark.parametrize("by_document", ["", BY_DOCUMENT])
-def test_ranks_and_stages_see_the_same_documents(
-    corpus: Path, by_document: str, tmp_path: Path
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prompts are random numbers, the answer is the first of them again."""
+    random = np.random.default_rng(0)
+    drawn = [random.integers(1, 49, random.integers(1, 6)) for _ in range(200)]
+    lines = [
+        {"prompt": " ".join(map(str, numbers)), "answer": str(numbers[0])} for numbers in drawn
+    ]
+    return write(tmp_path_factory.mktemp("examples") / "sums.jsonl", *lines)
+
+
+@pytest.mark.parametrize("kind", ["", BY_DOCUMENT, "examples"])
+def test_ranks_and_stages_see_the_same_samples(
+    kind: str, corpus: Path, sums: str, tmp_path: Path
 ) -> None:
-    flags = f"{BATCH} {by_document} {blend(corpus)} --train-iters 4 "
-    on_1(flags=flags, path=tmp_path / "1")
-    on_4(flags=flags + "--zero-stage 3 --num-workers 1", path=tmp_path / "4")
-    alone, together = ((tmp_path / name).read_text() for name in "14")
+    data = f"{kind} {blend(corpus)}"
+    if kind == "examples":
+        data = f"--data-path {sums} --split 80,20 "
+    flags = f"{BATCH} {data} --train-iters 4 --eval-iters 1 "
+    alone = run(1, flags, tmp_path)
+    together = run(4, flags + "--zero-stage 3 --num-workers 1", tmp_path)
     assert len(loss_values(alone)) == 4 and loss_values(alone)[-1] < loss_values(alone)[0]
     assert loss_values(together) == pytest.approx(loss_values(alone), rel=RELATIVE)
+    for log in (alone, together):
+        assert log.count("keep them apart") == (kind == "examples")
+        assert "validation loss at the end of training" in log
+
+
+@pytest.mark.parametrize("order", ["single", "cyclic", "examples"])
+def test_a_stop_in_the_middle_changes_no_digit(
+    order: str, corpus: Path, sums: str, tmp_path: Path
+) -> None:
+    data = f"{BY_DOCUMENT} {blend(corpus)} --dataloader-type {order} --num-workers 2 "
+    if order == "examples":
+        data = f"--data-path {sums} --split 80,20 "
+    flags = f"{BATCH} {data} --train-iters 4 --zero-stage 2 --eval-iters 1 --eval-interval 3 "
+    require_same_digits_after_a_stop(2, flags, tmp_path, rest="--num-workers 1")
 
 
 @ranks(2, timeout=120)
@@ -58,25 +91,13 @@ def test_machines_with_other_data_are_told(corpus: Path) -> None:
 
 def test_separating_documents_changes_the_loss(corpus: Path, tmp_path: Path) -> None:
     flags = f"{BATCH} {blend(corpus)} --train-iters 1 "
-    for name, mode in enumerate(("", "--reset-attention-mask", "--eod-mask-loss")):
-        on_1(flags=f"{flags} {mode}", path=tmp_path / str(name))
-    first_losses = [loss_values((tmp_path / str(name)).read_text())[0] for name in range(3)]
+    first_losses = [
+        loss_values(run(1, f"{flags} {mode}", tmp_path))[0]
+        for mode in ("", "--reset-attention-mask", "--eod-mask-loss")
+    ]
     assert len(set(first_losses)) == 3 and all(
         abs(loss - first_losses[0]) < 0.1 for loss in first_losses
     )
-
-
-@pytest.mark.parametrize("order", ["single", "cyclic"])
-@ranks(2, timeout=120)
-def test_a_stop_in_the_middle_changes_no_digit(corpus: Path, order: str, tmp_path: Path) -> None:
-    flags = f"{BATCH} {BY_DOCUMENT} {blend(corpus)} --train-iters 4 --zero-stage 2 "
-    flags += f"--dataloader-type {order} --eval-iters 1 --eval-interval 3 "
-    straight = log_of(flags)
-    first = log_of(f"{flags} --save {tmp_path} --num-workers 2 --exit-interval 2")
-    second = log_of(f"{flags} --load {tmp_path} --num-workers 1")
-    if dist.get_rank() == 0:
-        assert len(losses(straight)) == 4 and len(losses(first)) == 2
-        assert losses(first) + losses(second) == losses(straight)
 
 
 @ranks(1, timeout=120)

@@ -3,7 +3,6 @@
 Set RANDOM_LOCAL_STEPS to draw more runs than the suite does.
 """
 
-import json
 import os
 import random
 from pathlib import Path
@@ -11,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT
-from tests.megatron_zpp.train.training_runs import losses, require_equal, run, run_alone
+from tests.megatron_zpp.train.training_runs import losses, require_equal, run, run_alone, with_json
 from zeropp import ZeroConfig
 
-RUNS = int(os.environ.get("RANDOM_LOCAL_STEPS", "4"))
+RUNS = int(os.environ.get("RANDOM_LOCAL_STEPS", "3"))
 SIZES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
 
 
@@ -65,23 +64,14 @@ class Drawn:
         return {"sync_fragments": self.draw.randint(1, 5), "sync_delay": delay, "sync_mixing": 0.3}
 
 
-def flags_of(folder: Path, zero: dict, **zeropp: object) -> str:
-    """Return the flags of a JSON, which is left in `folder`."""
-    path = folder / "zeropp.json"
-    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
-    return f"--deepspeed_config {path} "
-
-
 @pytest.mark.parametrize("seed", range(RUNS))
 def test_an_interval_of_one_is_data_parallelism(seed: int, tmp_path: Path) -> None:
     """Nodes that average gradients in each step print the numbers of one data axis."""
     drawn = Drawn(seed)
     blocks = {"ranks_per_node": 2, "muon_blocks": "whole"}
-    expected = run(
-        4, drawn.model + drawn.axes + flags_of(tmp_path, drawn.zero(), **blocks), tmp_path
-    )
+    expected = run(4, drawn.model + drawn.axes + with_json(drawn.zero(), **blocks), tmp_path)
     alone = {"sync_every": {"0": 1, "100": 2}, "sync_bits": 32}
-    json_flags = flags_of(tmp_path, drawn.zero(), **blocks, **alone)
+    json_flags = with_json(drawn.zero(), **blocks, **alone)
     require_equal(run_alone(4, 2, drawn.model + drawn.axes + json_flags, tmp_path), expected)
 
 
@@ -99,11 +89,11 @@ def test_nodes_of_two_ranks_are_like_nodes_of_one(seed: int, tmp_path: Path) -> 
         "sync_on_host": draw.random() < 0.3,
         "muon_blocks": "whole",
     }
-    one = flags_of(tmp_path, {"stage": 0}, ranks_per_node=1, **alone)
+    one = with_json({"stage": 0}, ranks_per_node=1, **alone)
     plain = drawn.model + ("--moe-aux-loss-coeff 0 " if drawn.has_experts else "")
     pair = "--micro-batch-size 2 "
     expected = run_alone(2, 1, plain + pair + one, tmp_path)
-    two = flags_of(tmp_path, drawn.zero(), ranks_per_node=drawn.ranks_per_node, **alone)
+    two = with_json(drawn.zero(), ranks_per_node=drawn.ranks_per_node, **alone)
     if drawn.has_replicas:  # a sample of each pair for each of them
         pair = ""
     require_equal(run_alone(4, 2, plain + pair + drawn.axes + two, tmp_path), expected)
@@ -124,7 +114,7 @@ def test_a_stop_within_an_interval_loses_no_digit(seed: int, tmp_path: Path) -> 
     zero = drawn.zero()
     if zero["stage"] == 3:
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    flags = drawn.model + drawn.axes + flags_of(tmp_path, zero, **zeropp)
+    flags = drawn.model + drawn.axes + with_json(zero, **zeropp)
     straight = losses(run_alone(4, 2, flags, tmp_path))
     saved, stop = tmp_path / "saved", draw.randint(1, 6)
     first = run_alone(4, 2, f"{flags} --save {saved} --exit-interval {stop}", tmp_path)
@@ -142,7 +132,7 @@ def test_the_example_of_two_nodes_runs(tmp_path: Path) -> None:
 
 def test_without_moments_nodes_go_on_from_equal_weights(tmp_path: Path) -> None:
     """A restart takes the weights for those that nodes have agreed on."""
-    flags = Drawn(300).model + flags_of(tmp_path, {"stage": 0}, ranks_per_node=1, sync_every=3)
+    flags = Drawn(300).model + with_json({"stage": 0}, ranks_per_node=1, sync_every=3)
     saved = tmp_path / "saved"
     run_alone(2, 1, f"{flags} --save {saved} --exit-interval 2", tmp_path)
     log = run_alone(2, 1, f"{flags} --load {saved} --no-load-optim", tmp_path)

@@ -4,10 +4,8 @@ With whole matrices in fp32 all sizes print the numbers of one rank. Set RANDOM_
 more runs than the suite does.
 """
 
-import json
 import os
 import random
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from tests.megatron_zpp.train.stopped_runs import (
     require_no_digit_lost,
     require_numbers_of_one_rank,
 )
-from tests.megatron_zpp.train.training_runs import losses, run
+from tests.megatron_zpp.train.training_runs import losses, run, with_json
 
 RUNS = int(os.environ.get("RANDOM_MUON_RUNS", "2"))
 FIRST = 11  # then 13: more tensor ranks than key-value groups; and experts, split by tensor ranks
@@ -51,18 +49,16 @@ class Drawn:
             words.append("--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 12")
         self.model = " ".join(words) + " "
 
-    def ranks(self, folder: Path, zero: dict | None = None, **zeropp: object) -> str:
-        """The flags of the ranks, with a JSON in `folder`."""
+    def ranks(self, zero: dict | None = None, **zeropp: object) -> str:
+        """The flags of the ranks, a JSON among them."""
         draw = self.draw
         if zero is None:
             zero = {"stage": draw.randint(0, 3)}
             if zero["stage"] and draw.random() < 0.3:
                 zero["offload_optimizer"] = {"device": "cpu"}
         zeropp = {"ranks_per_node": 2, "muon_blocks": "whole"} | zeropp
-        path = folder / "zeropp.json"
-        path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
         words = [
-            f"--tensor-model-parallel-size {self.tensor} --deepspeed_config {path}",
+            f"--tensor-model-parallel-size {self.tensor} {with_json(zero, **zeropp)}",
             f"--context-parallel-size {self.context} --pipeline-model-parallel-size {self.pipe}",
             f"--muon-tp-mode {draw.choice(['duplicated', 'distributed'])}",
             draw.choice(["", "--recompute-granularity full"]),
@@ -81,7 +77,7 @@ class Drawn:
 def test_whole_matrices_give_the_numbers_of_one_rank(seed: int, tmp_path: Path) -> None:
     """It stops after two iterations, and goes on with other ZeRO settings."""
     drawn = Drawn(seed)
-    require_numbers_of_one_rank(drawn.model, partial(drawn.ranks, tmp_path), tmp_path)
+    require_numbers_of_one_rank(drawn.model, drawn.ranks, tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(RUNS // 2))
@@ -91,7 +87,7 @@ def test_with_zeropp_a_stop_changes_no_digit(seed: int, tmp_path: Path) -> None:
     every = {"muon_blocks": "node", "muon_whole_every": 3, "weight_steps": drawn.pipe == 1}
     zero = ALL_THREE if drawn.tensor * drawn.context * drawn.pipe == 1 else {"stage": 3}
     every["weight_steps"] = zero is ALL_THREE
-    flags = f"{drawn.model} {drawn.ranks(tmp_path, zero, **every)} --bf16"
+    flags = f"{drawn.model} {drawn.ranks(zero, **every)} --bf16"
     require_no_digit_lost(flags, tmp_path)
 
 
@@ -103,8 +99,7 @@ def test_it_goes_on_from_adamw_and_on_other_ranks(tmp_path: Path) -> None:
     first = run(1, flags, tmp_path)
     assert "of 24 parameters starts anew: what was saved is another optimizer's" in first
     assert "optimizer is muon now, adam in the checkpoint: this changes the updates" in first
-    (tmp_path / "zeropp.json").write_text('{"zeropp": {"muon_whole_every": 2}}')
-    changed = f"--muon-num-ns-steps 4 --deepspeed_config {tmp_path}/zeropp.json"
+    changed = "--muon-num-ns-steps 4" + with_json(muon_whole_every=2)
     second = run(2, f"{flags} --zero-stage 3 {changed}", tmp_path)
     assert "muon_num_ns_steps is 4 now, 5 in the checkpoint: this changes the updates" in second
     changed = "muon_blocks node, muon_whole_every {}, ranks_per_node None on {} ranks".format

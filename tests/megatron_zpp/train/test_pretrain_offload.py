@@ -1,6 +1,5 @@
 """Training with ZeRO-Offload: switched on, switched off, and resumed."""
 
-import json
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +13,14 @@ from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
-from tests.megatron_zpp.train.training_runs import TINY, field, log_of, loss_values, losses
+from tests.megatron_zpp.train.training_runs import (
+    TINY,
+    field,
+    log_of,
+    loss_values,
+    losses,
+    with_json,
+)
 from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.optim import offload
@@ -68,11 +74,10 @@ def test_frozen_weights_are_on_the_device(more, frozen):
 
 @pytest.mark.parametrize(("ratio", "width"), [(1.0, 18), (0.1, 4)])
 @ranks(1)
-def test_host_memory_is_checked_before_the_draws_and_weights_count_once(ratio, width, tmp_path):
+def test_host_memory_is_checked_before_the_draws_and_weights_count_once(ratio, width):
     """Masters take their place; where few are there, most memory is taken by the drawn weights."""
     section = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
-    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": section}))
-    flags = f"{TINY}--mock-data --bf16 --deepspeed_config {tmp_path}/zero.json"
+    flags = f"{TINY}--mock-data --bf16 {with_json(section)}"
     config = parse(flags.split(), 1)
     joined, refused = ranks_of_a_device(1), pytest.raises(InputError, match="GiB of host memory")
     needed = width * GPT(config.model, 50).num_parameters()
@@ -107,19 +112,9 @@ def test_offload_may_be_switched_on_at_another_stage(tmp_path):
 
 @ranks(2, timeout=180)
 def test_a_stop_with_an_update_under_way_changes_no_digit(tmp_path):
-    config = tmp_path / "late.json"
-    config.write_text(
-        json.dumps(
-            {
-                "train_batch_size": 4,
-                "train_micro_batch_size_per_gpu": 1,
-                "bf16": {"enabled": True},
-                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-                "zeropp": {"delayed_param_update": True, "delayed_param_update_warmup": 2},
-            }
-        )
-    )
-    late = f"--train-iters 6 --deepspeed_config {config} --log-optimizer-states-to-tensorboard "
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    late = FLAGS + with_json(zero, delayed_param_update=True, delayed_param_update_warmup=2)
+    late += "--train-iters 6 --log-optimizer-states-to-tensorboard "
     late += f"--tensorboard-dir {tmp_path / 'events'} "
     saved = f"--load {tmp_path} --save {tmp_path} "
     log = log_of(late)

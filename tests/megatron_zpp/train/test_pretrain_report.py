@@ -1,25 +1,21 @@
 """A run ends with its report."""
 
-import json
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_zpp.monitor.report.run_record import PLAIN, SENT, read_record
-from tests.megatron_zpp.train.training_runs import log_of
+from tests.megatron_zpp.train.training_runs import log_of, with_json
 from tests.ranks import ranks
 
-ZEROPP = {
-    "zero_optimization": {
+FLAGS = "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr-decay-style constant "
+FLAGS += with_json(
+    {
         "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 1,
         "zero_quantized_gradients": True,
     },
-    "zeropp": {"ranks_per_node": 1},
-}  # fmt: skip
-FLAGS = (
-    "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr-decay-style constant "
-    f"--deepspeed_config {json.dumps(ZEROPP, separators=(',', ':'))} "
-)
+    ranks_per_node=1,
+)  # fmt: skip
 
 
 @ranks(2, timeout=120)

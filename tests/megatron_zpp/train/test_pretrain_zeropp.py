@@ -20,8 +20,8 @@ from tests.megatron_zpp.train.training_runs import (
     field,
     log_of,
     loss_values,
-    losses,
     run,
+    with_json,
 )
 from tests.ranks import ranks
 from zeropp import InputError
@@ -34,11 +34,6 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
 NUMBERS = "--log-params-norm "
 UNQUANTIZED = f"{BATCH} {NO_DROPOUT} {NUMBERS} --train-iters 6 "
 QUANTIZED = UNQUANTIZED + ALL_THREE
-CASES = {
-    "fp32": "--untie-embeddings-and-output-weights ",
-    "bf16": "--bf16 --eval-iters 1 --eval-interval 2 --recompute-granularity full "
-    "--recompute-method uniform ",
-}
 # INT8 in blocks of 256 rounds a weight by at most its block's largest / 254. In blocks of a normal
 # distribution, whose largest is about 3 deviations, the error's norm is 3 / 254 / sqrt(3) = 0.7% of
 # the weights' norm. The gradients' is 0.118 of theirs (INT8, then INT4), which turns the sign of
@@ -77,36 +72,6 @@ def written(folder: Path) -> list[dict]:
     return [record for record in records if "lm_loss" in record]
 
 
-@pytest.mark.parametrize("case", list(CASES))
-@ranks(4, timeout=120)
-def test_a_stop_in_the_middle_changes_no_digit(case, tmp_path):
-    flags = f"{BATCH} {ALL_THREE} {CASES[case]} --train-iters 4 --lr-decay-style cosine "
-    straight = log_of(flags)
-    first = log_of(f"{flags} --save {tmp_path} --exit-interval 2")
-    second = log_of(f"{flags} --load {tmp_path}")
-    if dist.get_rank() != 0:
-        return
-    assert len(losses(straight)) == 4 and len(losses(first)) == 2
-    assert losses(first) + losses(second) == losses(straight)
-    assert field(first, "grad norm") + field(second, "grad norm") == field(straight, "grad norm")
-
-
-@pytest.mark.parametrize("coded", [True, False])
-@ranks(4, timeout=180)
-def test_steps_of_codes_go_on_after_a_stop_to_the_last_digit(coded, tmp_path):
-    settings = json.loads(EXAMPLE.read_text())
-    settings["zeropp"] |= {"weight_steps": True, "code_messages": coded}
-    flags = f"{BATCH} --train-iters 4 --lr-decay-style cosine --eval-iters 1 --eval-interval 2 "
-    flags += f"--deepspeed_config {json.dumps(settings, separators=(',', ':'))} "
-    straight = log_of(flags)
-    first = log_of(f"{flags} --save {tmp_path} --save-interval 1 --exit-interval 3")
-    second = log_of(f"{flags} --load {tmp_path}")
-    if dist.get_rank() != 0:
-        return
-    assert losses(first) + losses(second) == losses(straight)
-    assert field(first, "grad norm") + field(second, "grad norm") == field(straight, "grad norm")
-
-
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A checkpoint of 4 ranks after half of `QUANTIZED`, and the log of all of it."""
@@ -140,11 +105,9 @@ def test_resuming_on_other_ranks(num_ranks, stopped, tmp_path):
 @ranks(4, timeout=120)
 def test_stages_1_and_2_quantize_and_send_what_the_formula_says(stage, tmp_path):
     quantized = {"stage": stage, "zero_quantized_weights": True, "zero_quantized_gradients": True}
-    path = tmp_path / f"rank-{dist.get_rank()}.json"
-    path.write_text(json.dumps({"zero_optimization": quantized, "zeropp": {"ranks_per_node": 2}}))
     flags = f"{BATCH} {NO_DROPOUT} {NUMBERS} --train-iters 3 "
     expected = loss_values(log_of(f"{flags} --zero-stage {stage}"))
-    log = log_of(f"{flags} --deepspeed_config {path} --tensorboard-dir {tmp_path}")
+    log = log_of(f"{flags} {with_json(quantized, ranks_per_node=2)} --tensorboard-dir {tmp_path}")
     if dist.get_rank() != 0:
         return
     differences = [
@@ -176,40 +139,20 @@ def test_what_is_logged_is_the_formula_but_where_an_evaluation_left_copies(tmp_p
     assert "error" not in log and re.search(r"across nodes: 0\.\d\d \(formula: 0\.\d\d\) \|", log)
 
 
-@ranks(4, timeout=120)
-def test_the_weights_cross_once_for_a_step_whatever_its_micro_batches(tmp_path):
-    by_batch = []
-    for size in (8, 32):
-        folder = tmp_path / str(size)
-        flags = f"--micro-batch-size 2 --global-batch-size {size} {ALL_THREE} --train-iters 1 "
-        log_of(f"{flags} --tensorboard-dir {folder}")
-        if dist.get_rank() == 0:
-            by_batch.append(written(folder)[0])
-    if dist.get_rank() == 0:
-        one_micro_batch, four_micro_batches = by_batch
-        weights, gradients = "comm/weights_forward_across_nodes", "comm/gradients_across_nodes"
-        assert four_micro_batches[weights] == one_micro_batch[weights] > 0
-        assert four_micro_batches[gradients] == 4 * one_micro_batch[gradients] > 0
-
-
 @pytest.mark.parametrize(
     ("partition", "ranks_per_node", "message"),
     [(3, 2, "zero_hpz_partition_size = 3 does not divide the 4 ranks"),
      (2, 3, "zeropp.ranks_per_node = 3 does not divide the 4 ranks")],
 )  # fmt: skip
 @ranks(4)
-def test_what_does_not_fit_the_ranks_ends_before_data_is_opened(
-    partition, ranks_per_node, message, tmp_path
-):
-    path = tmp_path / f"rank-{dist.get_rank()}.json"
+def test_what_does_not_fit_the_ranks_ends_before_data_is_opened(partition, ranks_per_node, message):
     zero = {"stage": 3, "zero_hpz_partition_size": partition}
-    nodes = {"ranks_per_node": ranks_per_node}
-    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": nodes}))
+    flags = f"{BATCH} --train-iters 1 {with_json(zero, ranks_per_node=ranks_per_node)}"
     opened = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_zpp.train.inputs.resolve_data", lambda *_: opened.append(True))
         with pytest.raises(InputError, match=message):
-            with built_run(f"{BATCH} --train-iters 1 --deepspeed_config {path}"):
+            with built_run(flags):
                 pass
     assert not opened
 

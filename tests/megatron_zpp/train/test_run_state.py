@@ -21,7 +21,7 @@ from megatron_zpp.train.loop import train
 from megatron_zpp.train.run import Run
 from tests.documents import ROOT
 from tests.megatron_zpp.train.all_of_a_run import all_of, changed
-from tests.megatron_zpp.train.training_runs import built_run
+from tests.megatron_zpp.train.training_runs import built_run, with_json
 from tests.ranks import ranks
 from tests.worlds import elastic_nodes, wait_for_joiners, worlds
 from zeropp.checkpoint.rank_values import without_rank
@@ -37,13 +37,6 @@ MIXTURE = "--num-experts 4 --moe-ffn-hidden-size 12 --moe-router-score-function 
 MIXTURE += "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.03 "
 FLAGS = MIXTURE + "--micro-batch-size 1 --global-batch-size 4 --fp16 --initial-loss-scale 1024 "
 FLAGS += "--dataloader-type cyclic --use-checkpoint-opt_param-scheduler "
-
-
-def json_flags(folder: Path, zero: dict, **zeropp: object) -> str:
-    """Return the flag of a JSON of this rank, which is left in `folder`."""
-    path = folder / f"{dist.get_rank()}.json"
-    path.write_text(json.dumps({"zero_optimization": zero, "zeropp": zeropp}))
-    return f"--deepspeed_config {path} "
 
 
 def test_all_that_training_changes_is_in_one_row(tmp_path: Path) -> None:
@@ -80,7 +73,7 @@ def train_plainly(folder: Path) -> None:
 @ranks(2, timeout=120)
 def train_alone(folder: Path) -> None:
     every = {"sync_every": 3, "sync_bits": 2, "sync_fragments": 2, "sync_delay": 1}
-    flags = FLAGS + json_flags(folder, {}, ranks_per_node=1, **every)
+    flags = FLAGS + with_json({}, ranks_per_node=1, **every)
     with worlds(1, folder) as outer:
         look_at(flags + "--train-iters 5 ", folder, "alone", outer)
 
@@ -91,7 +84,7 @@ def train_with_codes(folder: Path) -> None:
     zero |= {"zero_quantized_gradients": True, "offload_optimizer": {"device": "cpu"}}
     zeropp = {"ranks_per_node": 2, "weight_steps": True, "delayed_param_update": True}
     flags = MIXTURE + "--micro-batch-size 1 --global-batch-size 4 --bf16 --train-iters 4 "
-    look_at(flags + json_flags(folder, zero, **zeropp), folder, "codes")
+    look_at(flags + with_json(zero, **zeropp), folder, "codes")
 
 
 def look_at(flags: str, folder: Path, name: str, outer: Any = None) -> None:
@@ -204,7 +197,7 @@ def take_steps(run: Run, count: int) -> dict[str, Any]:
 def steps_and_exchange(folder: Path) -> None:
     """Two nodes take two steps, save, and exchange; requires what the table says of the last."""
     every = {"sync_every": 3, "sync_bits": 2}
-    flags = FLAGS + json_flags(folder, {}, ranks_per_node=1, **every)
+    flags = FLAGS + with_json({}, ranks_per_node=1, **every)
     flags += f"--train-iters 9 --save {folder / 'alone'}"
     with worlds(1, folder) as outer, built_run(flags, outer) as run:
         values = take_steps(run, 2)
@@ -227,7 +220,7 @@ def go_on_with_means(folder: Path) -> None:
 
 @ranks(2, timeout=120)
 def save_on_two_ranks(folder: Path) -> None:
-    flags = FLAGS + json_flags(folder, {"stage": 2}) + "--expert-model-parallel-size 2 "
+    flags = FLAGS + with_json({"stage": 2}) + "--expert-model-parallel-size 2 "
     with built_run(f"{flags} --train-iters 9 --save {folder / 'two'}") as run:
         values = take_steps(run, 2)
         run.saver.save()
@@ -255,7 +248,7 @@ def join(folder: Path) -> None:
     """A node joins one that has loaded a shorter run of other rates; both train to the end."""
     own = folder / "joined"
     elastic = {"sync_store": "localhost:1", "sync_nodes": 1, "sync_every": 2, "sync_bits": 2}
-    flags = FLAGS + json_flags(folder, {}, ranks_per_node=1, **elastic)
+    flags = FLAGS + with_json({}, ranks_per_node=1, **elastic)
     flags += f"--lr 1e-4 --train-iters 12 --lr-decay-iters 9 --load {folder / 'two'}"
     with elastic_nodes(folder, 2, 1) as outer, built_run(flags, outer) as run:
         fresh, joins, trainer = values_of(run), outer.joins, run.trainer

@@ -113,6 +113,7 @@ def test_a_file_stops_a_run_which_saves(tmp_path, capsys):
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "stopping after iteration 1: --kill-switch-path" in printed
+    assert (tmp_path / "save/iter_0000001").is_dir()
     (tmp_path / "stop").unlink()
     assert main([*words, "--load", str(tmp_path / "save")]) == 0
     assert "stopping" not in capsys.readouterr().out

@@ -4,15 +4,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.train.inputs import TRAIN
-from tests.megatron_zpp.train.training_runs import built_run, field, log_of, loss_values, run
+from tests.megatron_zpp.train.training_runs import (
+    RELATIVE,
+    built_run,
+    field,
+    held_out,
+    log_of,
+    loss_values,
+    run,
+)
 from tests.ranks import ranks
 
 VOCAB, EOD = 50, 49  # of the NullTokenizer; it takes the last id for the end
-RELATIVE = 1e-5  # the promise for unquantized fp32 runs, whatever the stage and the ranks
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +48,13 @@ def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(1, data + "--micro-batch-size 8", tmp_path_factory.mktemp("whole"))
 
 
-def held_out(log: str) -> list[float]:
-    return [float(line.split("loss value: ")[1].split()[0]) for line in log.splitlines()
-            if "loss value" in line]  # fmt: skip
+def evaluated(log: str) -> list[float]:
+    return list(map(float, held_out(log)))
 
 
 def require_same_numbers(log: str, expected: str) -> None:
     assert loss_values(log) == pytest.approx(loss_values(expected), rel=RELATIVE)
-    assert held_out(log) == pytest.approx(held_out(expected), rel=RELATIVE)
+    assert evaluated(log) == pytest.approx(evaluated(expected), rel=RELATIVE)
     norms, expected_norms = (
         [float(norm) for norm in field(each, "grad norm")] for each in (log, expected)
     )
@@ -99,9 +104,9 @@ def test_without_it_a_micro_batch_counts_whatever_it_has(data, whole, tmp_path):
     split = data + "--micro-batch-size 1 --pipeline-model-parallel-size 2 --context-parallel-size 2"
     on_ranks = run(4, split, tmp_path)
     assert empty_shares(on_ranks) == empty_shares(divided)
-    untrained = held_out(whole)[0]
-    assert held_out(divided)[0] == pytest.approx(untrained, rel=RELATIVE)
-    assert held_out(on_ranks)[0] == pytest.approx(untrained, rel=RELATIVE)
+    untrained = evaluated(whole)[0]
+    assert evaluated(divided)[0] == pytest.approx(untrained, rel=RELATIVE)
+    assert evaluated(on_ranks)[0] == pytest.approx(untrained, rel=RELATIVE)
 
 
 @ranks(1, timeout=120)
@@ -117,13 +122,3 @@ def test_an_evaluation_without_any_token_reports_no_loss(tmp_path):
     prefix = tmp_path / "ends"
     write_dataset(prefix, VOCAB, [[np.full(50, EOD)]] * 10)
     evaluate_masked(prefix=prefix)
-
-
-@ranks(1, timeout=120)
-def run_twice(flags: str) -> None:
-    assert loss_values(log_of(flags)) == loss_values(log_of(flags + "--calculate-per-token-loss"))
-    assert dist.get_world_size() == 1
-
-
-def test_where_every_token_has_a_loss_nothing_changes():
-    run_twice(flags="--mock-data --micro-batch-size 1 --global-batch-size 4 --train-iters 2 ")

@@ -1,8 +1,9 @@
 """Runs `pretrain` on the ranks of a test, in process, and reads its log."""
 
 import io
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +11,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_zpp.capabilities.local_sgd.replicas import ElasticLocalSGD, LocalSGD
 from megatron_zpp.interchange.open_model import open_model
@@ -82,51 +85,38 @@ def write_log(flags: str, path: Path) -> None:
 def run(num_ranks: int, flags: str, folder: Path) -> str:
     """The log of a run on `num_ranks` ranks: 1, 2, 4 or 8."""
     path = folder / "log.txt"
-    {1: on_1, 2: on_2, 4: on_4, 8: on_8}[num_ranks](flags=flags, path=path)
+    ON_RANKS[num_ranks](write=write_log, arguments=(flags, path))
     return path.read_text()
-
-
-@ranks(1, timeout=120)
-def on_1(flags: str, path: Path) -> None:
-    """Run on one rank, and leave its log at `path`."""
-    write_log(flags, path)
-
-
-@ranks(2, timeout=120)
-def on_2(flags: str, path: Path) -> None:
-    """Run on two ranks."""
-    write_log(flags, path)
-
-
-@ranks(4, timeout=120)
-def on_4(flags: str, path: Path) -> None:
-    """Run on four ranks."""
-    write_log(flags, path)
-
-
-@ranks(8, timeout=240)
-def on_8(flags: str, path: Path) -> None:
-    """Run on eight ranks."""
-    write_log(flags, path)
 
 
 def run_alone(num_ranks: int, world: int, flags: str, folder: Path) -> str:
     """The log of a run on 2 or 4 ranks, of which `world` to a node step alone."""
     path = folder / "log.txt"
-    {2: worlds_on_2, 4: worlds_on_4}[num_ranks](world=world, flags=flags, path=path)
+    ON_RANKS[num_ranks](write=write_log_alone, arguments=(world, flags, path))
     return path.read_text()
 
 
+@ranks(1, timeout=120)
+def on_1(write: Callable, arguments: tuple) -> None:
+    write(*arguments)
+
+
 @ranks(2, timeout=120)
-def worlds_on_2(world: int, flags: str, path: Path) -> None:
-    """Run on two ranks, of which `world` to a node step alone."""
-    write_log_alone(world, flags, path)
+def on_2(write: Callable, arguments: tuple) -> None:
+    write(*arguments)
 
 
 @ranks(4, timeout=120)
-def worlds_on_4(world: int, flags: str, path: Path) -> None:
-    """Run on four ranks, of which `world` to a node step alone."""
-    write_log_alone(world, flags, path)
+def on_4(write: Callable, arguments: tuple) -> None:
+    write(*arguments)
+
+
+@ranks(8, timeout=240)
+def on_8(write: Callable, arguments: tuple) -> None:
+    write(*arguments)
+
+
+ON_RANKS = {1: on_1, 2: on_2, 4: on_4, 8: on_8}
 
 
 def write_log_alone(world: int, flags: str, path: Path) -> None:
@@ -143,6 +133,21 @@ def shared_folder(own: str) -> Path:
     folders = [None] * dist.get_world_size()
     dist.all_gather_object(folders, own)
     return Path(folders[0])
+
+
+def with_json(zero: Mapping | None = None, *, more: Mapping | None = None, **zeropp: object) -> str:
+    """The flag of a JSON with these sections, and `more` ones."""
+    sections = {"zero_optimization": dict(zero or {}), "zeropp": zeropp, **(more or {})}
+    return f" --deepspeed_config {json.dumps(sections, separators=(',', ':'))} "
+
+
+def tensors_of(run: Run) -> dict[str, Tensor]:
+    """Copies of the whole weights and of the buffers of a run."""
+    model = run.trainer.sharding.model
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+        for name, each in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 def losses(log: str) -> list[str]:
@@ -167,12 +172,26 @@ def require_equal(log: str, expected: str) -> None:
         assert numbers == pytest.approx(others, rel=RELATIVE), name
 
 
-def require_same_digits_after_a_stop(flags: str, folder: Path, stop: int) -> None:
-    """Require the losses of a run that ends after `stop` iterations and goes on to be those of one
-    that does not."""
-    straight = losses(log_of(flags))
-    first = losses(log_of(f"{flags} --save {folder} --exit-interval {stop}"))
-    assert first + losses(log_of(f"{flags} --load {folder}")) == straight
+def held_out(log: str) -> list[str]:
+    """The printed losses of evaluations."""
+    return re.findall(r"loss at .*? value: (\S+)", log)
+
+
+def require_same_digits_after_a_stop(
+    num_ranks: int, flags: str, folder: Path, stop: int = 2, rest: str = ""
+) -> tuple[str, str]:
+    """Require all digits of a run in one that goes on from its checkpoint after `stop` iterations.
+
+    `rest`: flags of what goes on. Returns the logs of both.
+    """
+    saved = folder / "saved"
+    straight = run(num_ranks, f"{flags} --save {saved} --save-interval {stop}", folder)
+    second = run(num_ranks, f"{flags} --load {saved} --ckpt-step {stop} {rest}", folder)
+    assert losses(second) == losses(straight)[stop:] != []
+    for name in ("grad norm", "learning rate", "loss scale", "consumed samples"):
+        assert field(second, name) == field(straight, name)[-len(field(second, name)) :], name
+    assert held_out(second) == held_out(straight)[len(held_out(straight)) - len(held_out(second)) :]
+    return straight, second
 
 
 @contextmanager

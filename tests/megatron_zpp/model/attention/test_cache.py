@@ -62,21 +62,6 @@ def test_rows_of_different_lengths_one_token_at_a_time(shape: ModelConfig) -> No
         lengths, counts = [length + 1 for length in lengths], [1, 1, 1]
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_pieces_of_any_size(shape: ModelConfig) -> None:
-    """Several new tokens after cached ones, in rows of different lengths."""
-    model, tokens = build(shape).eval(), rows(2)
-    cache, lengths = KeyValueCache(shape.num_layers, 2, 16), [0, 0]
-    for counts in ([3, 1], [2, 4], [1, 1], [5, 2]):
-        new = torch.zeros(2, max(counts), dtype=torch.int64)
-        for row, (start, count) in enumerate(zip(lengths, counts, strict=True)):
-            new[row, :count] = tokens[row, start : start + count]
-        lengths = [start + count for start, count in zip(lengths, counts, strict=True)]
-        logits = model(new, cache=cache.prepare(counts, tokens.device))
-        for row in range(2):
-            assert_close(logits[row, 0], logits_without_cache(model, tokens[row, : lengths[row]]))
-
-
 def test_finished_rows_are_removed() -> None:
     model, tokens = build(SHAPES["rotary, groups"]).eval(), rows(3)
     cache = KeyValueCache(3, 3, 8)
@@ -115,15 +100,3 @@ def test_memory_is_allocated_once_and_in_the_dtype_of_the_keys() -> None:
     assert {(part.shape, part.dtype) for part in memory} == {((2, 2, 2, 16, 8), torch.bfloat16)}
     model(tokens[:, 4:5], cache=cache.prepare([1, 1], tokens.device))
     assert all(layer._memory is part for layer, part in zip(cache.layers, memory, strict=True))
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_tolerance_detects_a_wrong_position(shape: ModelConfig) -> None:
-    """A token one slot too far attends to one slot too many; both change the logits."""
-    model, tokens = build(shape).eval(), rows(1)
-    cache = KeyValueCache(shape.num_layers, 1, 16)
-    model(tokens[:, :6], cache=cache.prepare([6], tokens.device))
-    cache.lengths = [7]
-    logits = model(tokens[:, 6:7], cache=cache.prepare([1], tokens.device))
-    with pytest.raises(AssertionError):
-        assert_close(logits[0, 0], logits_without_cache(model, tokens[0, :7]))

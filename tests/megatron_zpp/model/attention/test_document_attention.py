@@ -10,9 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_zpp.data.masks import document_edges
 from megatron_zpp.model.attention.document_attention import attend_documents
-from megatron_zpp.model.execution import Execution
-from megatron_zpp.settings.config import RecomputeConfig
-from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build
+from tests.megatron_zpp.model.small import GPT2, LLAMA, build
 
 EOD = 9
 TOKENS = torch.tensor([[1, EOD, 2, 3, EOD, EOD, 4, 5], [6, 7, 8, 1, 2, 3, 4, EOD]])
@@ -76,23 +74,3 @@ def test_logits_of_a_document_depend_on_that_document_only(config) -> None:
     same = (logits == changed_logits).all(dim=2)
     assert same.tolist() == [[True] * 2 + [False] * 3 + [True] * 3, [True] * 8]
     assert not torch.equal(mixed[0, 5:], logits[0, 5:])
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"recompute_granularity": "selective"},
-        {"recompute_granularity": "full", "recompute_method": "uniform"},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-    ],
-    ids=["selective", "uniform", "block"],
-)
-def test_recomputation_gives_the_same_gradients(settings: dict) -> None:
-    gradients = []
-    for config in (RecomputeConfig(), RecomputeConfig(**settings)):
-        model = build(GPT2, execution=Execution(config))
-        torch.manual_seed(1)
-        labels = (TOKENS + 1) % VOCABULARY
-        model(TOKENS, labels, edges=document_edges(TOKENS, EOD)).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients, strict=True))

@@ -20,12 +20,10 @@ from megatron_zpp.model.attention.latent_attention import LatentAttention
 from megatron_zpp.model.attention.rotary import rotary_tables
 from megatron_zpp.model.attention.scores import Scores
 from megatron_zpp.model.attention.sequences import Sequences
-from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.flops import core_attention, latent_projections
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.settings.config import LoraConfig, ModelConfig, RecomputeConfig
+from megatron_zpp.settings.config import LoraConfig, ModelConfig
 from tests.megatron_zpp.model.small import LLAMA, build, rows
-from zeropp import InputError
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "kv_lora_rank": 8,
@@ -114,18 +112,6 @@ def test_documents_are_apart() -> None:
     torch.testing.assert_close(both[:, 6:], alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("granularity", ["full", "selective"])
-def test_recomputation_changes_no_bit(granularity: str) -> None:
-    tokens, gradients = rows(), []
-    for plan in (RecomputeConfig(), RecomputeConfig(recompute_granularity=granularity)):
-        model = build(replace(LATENT, q_lora_rank=12), execution=Execution(plan))
-        torch.manual_seed(6)  # of dropout
-        model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other) and one.abs().max() > 0
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -179,23 +165,6 @@ def test_flags_mean_what_megatron_means() -> None:
     assert model.rope_type == "yarn" and model.turned_scale == 1.0
     scale = Scores.of(model, 0).scale
     assert scale == pytest.approx(192**-0.5 * (1 + 0.1 * math.log(40)) ** 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--position-embedding-type none", "none with --multi-latent-attention.* rope"),
-        ("--num-query-groups 2", "attention and --num-query-groups 2 contradict"),
-        ("--group-query-attention", "attention and --num-query-groups 1 contradict"),
-        ("--qk-layernorm --qk-layernorm-across-heads --normalization RMSNorm", "latents are norm"),
-        ("--qk-pos-emb-head-dim 5", "5 channels x --rotary-percent 1 is odd"),
-        ("--kv-lora-rank 0", "--kv-lora-rank 0: expected"),
-        ("--tensor-model-parallel-size 8", "heads 4 cannot be split over --tensor-model"),
-    ],
-)
-def test_what_does_not_fit_is_named(flags: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        parse(f"{LATENT_FLAGS}{flags}".split(), 8)
 
 
 def test_the_architecture_of_other_models_is_as_before() -> None:

@@ -73,16 +73,6 @@ def test_losses_and_their_gradients(config: ModelConfig) -> None:
         torch.testing.assert_close(logits.grad, 3 * torch.autograd.grad(total, again)[0])
 
 
-def test_balanced_tokens_have_a_loss_of_one() -> None:
-    logits = torch.zeros(8, E)
-    for token in range(8):
-        logits[token, token] = logits[token, (token + 1) % E] = 1e-3
-    record = recorded().routing
-    AuxiliaryLosses(ALL).attach(torch.ones(8, K), logits, record, 0, 1)
-    for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
-        assert record.losses[kind, 0].item() == pytest.approx(1, abs=1e-5)
-
-
 def test_without_a_record_there_are_no_losses() -> None:
     """As in evaluation; the gradients are those of a model whose coefficients are 0."""
     x = inputs()

@@ -1,19 +1,23 @@
 """The table of hardware is physical and has sources; what a user describes wrongly is explained."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron_zpp.planner.timing.computing import layer_passes
 from megatron_zpp.planner.timing.hardware import (
     GBIT,
     GIB,
+    TYPICAL,
     Description,
     find_cluster,
     hardware_table,
     parse_rate,
     table_gpu,
 )
+from tests.megatron_zpp.settings.command_lines import config_of
 from zeropp.errors import InputError
 
 TABLE = hardware_table()
@@ -59,22 +63,6 @@ def test_what_is_said_by_hand_replaces_the_table():
     assert by_hand.usable_bytes < by_hand.gpu.memory_bytes == 24 * GIB
 
 
-@pytest.mark.parametrize(
-    ("described", "message"),
-    [
-        ({"cluster": "dgx-a10"}, "did you mean dgx-a100 or dgx-a100-40gb"),
-        ({"gpus_per_node": 8, "link": "1gbit", "gpu": "a100"}, "a100-40gb or a100-80gb"),
-        ({"cluster": "dgx-h100", "gpu": "xyz"}, "known are v100"),
-        ({}, "give --cluster, one of dgx-2"),
-        ({"gpus_per_node": 2, "link": "1gbit", "gpu_tflops": 9.0}, "--gpu-bandwidth and --gpu-mem"),
-        ({"gpus_per_node": 2, "gpu": "h100", "num_nodes": 2}, "give --link RATE"),
-    ],
-)
-def test_mistakes_are_explained(described, message):
-    with pytest.raises(InputError, match=message):
-        find_cluster(Description(**described))
-
-
 @pytest.mark.parametrize("text", ["0gbit", "-1gbit", "fast", "10", "10gb", ""])
 def test_a_rate_that_is_none_is_refused(text):
     with pytest.raises(InputError, match="expected a rate above 0"):
@@ -85,3 +73,21 @@ def test_a_rate_that_is_none_is_refused(text):
 def test_a_gpu_without_a_format_says_what_to_do():
     with pytest.raises(InputError, match="plan with --fp16"):
         table_gpu("v100").peak(torch.bfloat16)
+
+
+LLAMA = (
+    "--hidden-size 1024 --num-attention-heads 8 --num-query-groups 2 --ffn-hidden-size 3072 "
+    "--swiglu --position-embedding-type rope --rotary-percent 0.5 --seq-length 256 "
+    "--micro-batch-size 2 --bf16"
+)
+
+
+def test_rotary_positions_and_gates_are_streamed_more_often_without_compile():
+    config = config_of(LLAMA)
+    compiled = replace(config, training=replace(config.training, compile=True))
+    rates = find_cluster(Description(cluster="dgx-h100")).at(TYPICAL, torch.bfloat16)
+    eager, fused = (layer_passes(each, 0, 0, 2, rates) for each in (config, compiled))
+    # 50 and 4 bytes of each turned channel of 10 heads of 128, 10 and 6 of each of the MLP
+    num_bytes = 512 * ((50 - 4) * 10 * 64 + (10 - 6) * 3072)
+    assert eager.forward - fused.forward == pytest.approx(num_bytes / rates.memory)
+    assert eager.backward - fused.backward == pytest.approx(2 * num_bytes / rates.memory)

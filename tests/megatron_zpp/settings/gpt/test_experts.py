@@ -1,6 +1,5 @@
 """Flags of mixtures of experts: what they fill, and which of them do not fit each other."""
 
-import json
 import logging
 
 import pytest
@@ -8,64 +7,12 @@ import pytest
 from megatron_zpp.checkpoint.training_state import architecture
 from megatron_zpp.settings.config import ModelConfig
 from megatron_zpp.settings.gpt.experts import OF_TRAINING, MoeConfig
-from tests.megatron_zpp.settings.command_lines import config_of, error_of, value_at
-from tests.megatron_zpp.settings.expert_flags import OF_EXPERTS
+from tests.megatron_zpp.settings.command_lines import config_of
 from zeropp.settings.schema import settings_of
 
 EXPERTS = "--num-experts 8 --disable-bias-linear"
 GROUPS = "--moe-router-num-groups 4 --moe-router-group-topk 2"
 SIGMOID = "--moe-router-score-function sigmoid"
-LINES = [line for line in OF_EXPERTS.splitlines() if line]
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_a_flag_fills_its_setting(line: str) -> None:
-    words = line.split()
-    at = next(i for i, word in enumerate(words) if word in ModelConfig.__dataclass_fields__)
-    typed, value = " ".join(words[:at]), json.loads(" ".join(words[at + 1 :]))
-    names = [word.replace("-", "_").replace("__", "--") if word[:2] == "--" else word
-             for word in typed.split()]  # fmt: skip
-    for spelled in (typed, " ".join(names)):
-        config = config_of(f"{EXPERTS} {spelled}" if "--num-experts" not in typed else EXPERTS)
-        assert value_at(config.model, words[at]) == value, spelled
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8"),
-        ("--moe-router-num-groups 3 --moe-router-group-topk 1", "not divisible by"),
-        ("--moe-router-num-groups 2 --moe-router-group-topk 3", "is more than"),
-        ("--moe-router-num-groups 4", "needs --moe-router-group-topk"),
-        ("--moe-router-group-topk 4", "--moe-router-num-groups"),
-        (f"{GROUPS} --moe-router-topk 5", "more than the 4 experts of --moe-router-group-topk 2"),
-        (f"{GROUPS} --moe-router-group-best 3", "give at most 2"),
-        ("--moe-router-enable-expert-bias", "sigmoid or sqrtsoftplus, not softmax"),
-        ("--moe-router-topk 1", "needs --moe-router-pre-softmax"),
-        ("--moe-router-load-balancing-type aux_loss aux_loss", "give each type once"),
-        ("--moe-router-load-balancing-type none aux_loss", "none only by itself"),
-        ("--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff .1",
-         "2 types need as many coefficients"),
-        ("--moe-aux-loss-coeff .1 .2", "1 types need as many coefficients"),
-        ("--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"),
-        ("--moe-expert-capacity-factor 0", "lets experts take no token at all"),
-        ("--moe-expert-capacity-factor 1 --moe-eval-capacity-factor 0", "no token at all"),
-        ("--moe-layer-freq [0,1]", "has 2 numbers, but there are 4 layers"),
-        ("--moe-layer-freq 0", "expected a whole number above 0"),
-        ("--moe-layer-freq [0]*4", "no layer of the 4 has experts"),
-        ("--expert-interval 5", "no layer of the 4 has experts"),
-        ("--expert-interval 2 --moe-layer-freq 2", "give one"),
-        ("--moe-router-score-function tanh", "expected one of softmax, sigmoid, sqrtsoftplus"),
-        ("--moe-token-dispatcher-type mail", "leave it out"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit(line: str, words: str) -> None:
-    assert words in error_of(f"{EXPERTS} {line}")
-
-
-def test_experts_without_their_number() -> None:
-    message = error_of("--moe-router-topk 4 --moe-aux-loss-coeff 0.1")
-    assert "--moe-router-topk 4, --moe-aux-loss-coeff 0.1: how many experts" in message
 
 
 @pytest.mark.parametrize("number", [0, 1])
