@@ -26,6 +26,7 @@ from megatron_zpp.planner.plan_table import plan_json, print_plan
 from megatron_zpp.planner.search import Plan, Search
 from megatron_zpp.planner.timing.hardware import Cluster, Description, find_cluster
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
+from megatron_zpp.settings.capability_flags import require_none
 from megatron_zpp.settings.command_line import (
     HELP,
     build_section,
@@ -210,11 +211,7 @@ def _describes_adapted_model(argv: Sequence[str]) -> bool:
 
 def require_plannable(config: Config) -> None:
     """Raise InputError for what has no time model."""
-    if config.zero.offloads_optimizer:
-        raise InputError(
-            "a plan has no times for an optimizer on the host: leave --cpu-optimizer out "
-            "(--dry-run reports its memory)"
-        )
+    require_none("OBSTACLES_TO_A_PLAN", config)
     if config.training.dry_run:
         raise InputError("--dry-run and a plan are two things: leave --dry-run out")
 

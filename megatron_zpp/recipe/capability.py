@@ -47,6 +47,9 @@ class Capability:
         """Whether a run has the capability."""
         return True
 
+    def before_allocation(self, sharding: "Sharding", device: torch.device) -> None:
+        """Raise InputError for too little memory, before weights get theirs; all ranks call it."""
+
     def build_optimizer(
         self,
         sharding: "Sharding",

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings import defaults
+from megatron_zpp.settings.capability_flags import require_none
 from megatron_zpp.settings.command_line import HELP, Assignment, read, vocabulary
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ParallelConfig
 from megatron_zpp.settings.flag import Section
@@ -76,12 +77,7 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
             f"expert_parallel.autoep_size = {config.zero.expert_ranks} is for models of "
             "zeropp.initialize: leave the section out, and give --expert-model-parallel-size"
         )
-    if config.zero.offloads_weights and not config.zero.offloads_optimizer:
-        raise InputError(
-            'zero_optimization.offload_param.device = "cpu" and '
-            'zero_optimization.offload_optimizer.device = "none": weights on the CPU are updated '
-            "there: it needs the optimizer on the CPU too (--cpu-optimizer)"
-        )
+    require_none("OBSTACLES", config)
     _log_notices(typed, config)
     default_line = defaults.describe(values, completed)
     if default_line:

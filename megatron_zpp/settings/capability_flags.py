@@ -1,7 +1,9 @@
-"""The flags that capabilities declare in their modules `settings`, as sections of the `Config`."""
+"""What capabilities declare in their modules `settings`: sections of the `Config`, refusals."""
 
 from dataclasses import field, make_dataclass
+from typing import Any
 
+from zeropp.errors import InputError
 from zeropp.settings.capabilities import declared
 
 CAPABILITIES = "megatron_zpp.capabilities"
@@ -12,3 +14,10 @@ def of_capabilities() -> type:
     sections = declared("SECTIONS", CAPABILITIES)
     fields = [(name, kind, field(default_factory=kind)) for name, kind in sections]
     return make_dataclass("SectionsOfCapabilities", fields, frozen=True, kw_only=True)
+
+
+def require_none(kind: str, config: Any) -> None:
+    """Raise InputError with the first text that capabilities' functions in `kind` return."""
+    for obstacle in declared(kind, CAPABILITIES):
+        if text := obstacle(config):
+            raise InputError(text)

@@ -43,6 +43,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def loaded(self, *, behind: bool) -> None:
         """Take note that masters were read from a file; with `behind` the model's weights too."""
 
+    def require_regrouping(self) -> None:
+        """Raise InputError if no parameter may be added or frozen now; by default it may."""
+
     def messages(self) -> Iterable[Message]:
         """Yield what this rank sends in a step, the mean of the steps; nothing by default."""
         return ()
@@ -63,6 +66,7 @@ class OtherOptimizer:
     masters, copies, is_delayed, ledger = NOTHING, NOTHING, False, None
     await_gradients, settle = ShardedOptimizer.await_gradients, ShardedOptimizer.settle
     loaded, messages = ShardedOptimizer.loaded, ShardedOptimizer.messages
+    require_regrouping = ShardedOptimizer.require_regrouping
     flops, state_numbers = ShardedOptimizer.flops, ShardedOptimizer.state_numbers
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -17,23 +17,18 @@ from types import MappingProxyType
 from typing import Any
 
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.json_keys import JsonSection, Key, json_text
 from zeropp.settings.keys_without_effect import keys_without_effect
 from zeropp.settings.schema import settings_of
 from zeropp.settings.sync_schedule import read_phases
 
 _ZERO = "zero_optimization"
-_DEVICE = MappingProxyType({True: "cpu", False: "none"})
 # Old name -> (today's names, and what true and false mean; None: the value stays as it is).
 OLD_NAMES: Mapping[str, tuple[tuple[str, ...], Mapping[bool, Any] | None]] = MappingProxyType(
     {
         "bfloat16": (("bf16",), None),
-        f"{_ZERO}.cpu_offload": ((f"{_ZERO}.offload_optimizer.device",), _DEVICE),
-        f"{_ZERO}.cpu_offload_param": ((f"{_ZERO}.offload_param.device",), _DEVICE),
-        f"{_ZERO}.cpu_offload_use_pin_memory": (
-            (f"{_ZERO}.offload_optimizer.pin_memory", f"{_ZERO}.offload_param.pin_memory"),
-            MappingProxyType({True: True, False: False}),
-        ),
+        **dict(declared("OLD_NAMES", CAPABILITIES)),
         f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": (
             (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",),
             None,

@@ -103,7 +103,7 @@ class TrainedWeights:
 
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The fp32 weights of an offloaded optimizer, after its last update."""
+        """The fp32 weights that an optimizer holds in the model's place, after its last step."""
         return sharded(self.optimizer).masters
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:

@@ -31,8 +31,8 @@ from zeropp.capabilities.muon.newton_schulz import (
     scale,
 )
 from zeropp.capabilities.muon.offloaded_muon import offloaded_muon
+from zeropp.capabilities.offload.offloaded import offloaded_adamw
 from zeropp.optim.adam import FusedAdam
-from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.rank_group import sum_of
 

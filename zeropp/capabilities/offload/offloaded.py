@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropp.capabilities.offload.master_weights import use_in_state_dicts
+from zeropp.capabilities.offload.offload import HOST, Offload
 from zeropp.errors import InputError
 from zeropp.optim.adam import FusedAdam, Update
-from zeropp.optim.master_weights import use_in_state_dicts
-from zeropp.optim.offload import HOST, Offload
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.sharding import Sharding
 
@@ -103,6 +103,13 @@ class OffloadedAdam(FusedAdam):
         With `behind`, the model's own weights were read too and are kept.
         """
         self.offload.write(send=not behind)
+
+    def require_regrouping(self) -> None:
+        """Raise InputError: masters are those of the parameters that were trained."""
+        raise InputError(
+            "an offloaded optimizer holds its own copies of the weights: freeze and add adapters "
+            "before zeropp.initialize, which then stores the frozen weights quantized by itself"
+        )
 
     def _updates(self, group: dict[str, Any], seed: int) -> Iterable[Update]:
         for bucket in self.offload.buckets(group["params"]):
