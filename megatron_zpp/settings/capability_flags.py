@@ -17,7 +17,7 @@ def of_capabilities() -> type:
 
 
 def require_none(kind: str, config: Any) -> None:
-    """Raise InputError with the first text that capabilities' functions in `kind` return."""
-    for obstacle in declared(kind, CAPABILITIES):
-        if text := obstacle(config):
+    """Raise InputError with what capabilities' `kind` of obstacles, text to condition, says."""
+    for text, is_met in declared(kind, CAPABILITIES):
+        if is_met(config):
             raise InputError(text)

@@ -241,8 +241,10 @@ def is_on_host(unit: FSDPModule) -> bool:
     return any(parameter.offload_to_cpu for parameter in parameters_of(unit))
 
 
-def shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a tensor sharded as `parameter` with this rank's part `local`, on any device."""
+def shard_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor sharded as `parameter`, if it is, with this rank's part `local`."""
+    if not isinstance(parameter, DTensor):
+        return local
     return DTensor(local, parameter._spec, requires_grad=False)
 
 

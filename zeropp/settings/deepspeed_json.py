@@ -20,6 +20,7 @@ from zeropp.errors import InputError
 from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.json_keys import JsonSection, Key, json_text
 from zeropp.settings.keys_without_effect import keys_without_effect
+from zeropp.settings.no_effect_tables import read_toml
 from zeropp.settings.schema import settings_of
 from zeropp.settings.sync_schedule import read_phases
 
@@ -27,26 +28,8 @@ _ZERO = "zero_optimization"
 # Old name -> (today's names, and what true and false mean; None: the value stays as it is).
 OLD_NAMES: Mapping[str, tuple[tuple[str, ...], Mapping[bool, Any] | None]] = MappingProxyType(
     {
-        "bfloat16": (("bf16",), None),
+        **{old: ((new,), None) for old, new in read_toml(__package__, "old_names.toml").items()},
         **dict(declared("OLD_NAMES", CAPABILITIES)),
-        f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": (
-            (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",),
-            None,
-        ),
-        **{
-            f"{_ZERO}.{name}": ((f"{_ZERO}.stage3_{name}",), None)
-            for name in (
-                "prefetch_bucket_size",
-                "param_persistence_threshold",
-                "model_persistence_threshold",
-                "max_live_parameters",
-                "max_reuse_distance",
-                "gather_16bit_weights_on_model_save",
-                "module_granularity_threshold",
-                "use_all_reduce_for_fetch_params",
-                "allgather_sequential",
-            )
-        },
     }
 )
 AUTO = "auto"

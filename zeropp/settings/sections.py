@@ -205,9 +205,6 @@ class Scheduler(_Named):
 _NEEDS_LOCAL_STEPS = NoEffect(
     "it needs zeropp.sync_every above 1", when=lambda c: c.zeropp.sync_every == 1
 )
-_NEEDS_SYNC_STORE = NoEffect(
-    "it needs zeropp.sync_store", when=lambda c: c.zeropp.sync_store is None
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,4 +268,4 @@ class Zeropp(*keys_of("zeropp"), JsonSection):
     outer_momentum: float = key(0.5, minimum=0, below=1, no_effect=_NEEDS_LOCAL_STEPS)
     sync_on_host: bool = key(False, no_effect=_NEEDS_LOCAL_STEPS)
     sync_store: str | None = key(None, no_effect=_NEEDS_LOCAL_STEPS)
-    sync_nodes: int | None = key(None, minimum=1, no_effect=_NEEDS_SYNC_STORE)
+    sync_nodes: int | None = key(None, minimum=1, no_effect=needs("zeropp.sync_store"))

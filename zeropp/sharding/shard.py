@@ -133,15 +133,11 @@ def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.de
     values copied into them are quantized on the way: no rank holds more than one of them
     unquantized.
     """
-    frozen_device = torch.device(config.placement.weights or device)
-    trained_device = torch.device(config.placement.trained or device)
+    frozen = torch.device(config.placement.weights or device)
+    trained = torch.device(config.placement.trained or device)
     if config.stores_frozen:
-        sharding = store_frozen(sharding, config, frozen_device)
-
-    def device_of(parameter: torch.Tensor) -> torch.device:
-        return trained_device if parameter.requires_grad else frozen_device
-
-    allocate_meta_tensors(sharding.model, device_of)
+        sharding = store_frozen(sharding, config, frozen)
+    allocate_meta_tensors(sharding.model, lambda each: trained if each.requires_grad else frozen)
     _refresh(sharding)
     return sharding
 

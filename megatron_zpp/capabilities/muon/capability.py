@@ -48,11 +48,7 @@ class MuonCapability(Capability):
         """Build Muon, or Muon on masters in host memory."""
         muon, zero = self.config.muon, self.config.zero
         steps = muon.muon_num_ns_steps
-        settings = {
-            "lr": adam["lr"],
-            "betas": adam["betas"],
-            "adam_eps": adam["eps"],
-            "weight_decay": adam["weight_decay"],
+        of_muon = {
             "momentum": muon.muon_momentum,
             "nesterov": muon.muon_nesterov,
             "ns_coefficients": coefficients_of(muon.muon_coefficient_type, steps),
@@ -63,8 +59,9 @@ class MuonCapability(Capability):
             "parts": matrix_parts(sharding.model, self.config.model, muon),
         }
         if zero.offloads_optimizer:
-            return offloaded_muon(sharding, groups, device, zero, **settings)
-        return Muon(groups, config=zero, **settings)
+            return offloaded_muon(sharding, groups, device, zero, adam, **of_muon)
+        settings = {"adam_eps" if name == "eps" else name: each for name, each in adam.items()}
+        return Muon(groups, config=zero, **settings, **of_muon)
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield which matrices are orthogonalized where, and what that costs a rank."""

@@ -23,11 +23,7 @@ class OffloadCapability(Capability):
 
     def before_allocation(self, sharding: Sharding, device: torch.device) -> None:
         """Raise InputError if the host has too little memory."""
-        zero = self.config.zero
-        placed, delayed = zero.zero_optimization.offload_optimizer, zero.zeropp.delayed_param_update
-        require_host_memory(
-            sharding, device, placed.ratio, pin_memory=placed.pin_memory, delayed=delayed
-        )
+        require_host_memory(sharding, device, **self.config.zero.masters)
 
     def build_optimizer(
         self, sharding: Sharding, groups: list[dict], device: torch.device, adam: Mapping[str, Any]
@@ -39,10 +35,8 @@ class OffloadCapability(Capability):
         """Yield where the optimizer is."""
         if self.optimizer is None:  # the run is planned, and the planner says what is where
             return
-        zero = self.config.zero
-        ratio = zero.zero_optimization.offload_optimizer.ratio
-        text = "on the host"
-        if ratio < 1.0:
+        zero, text = self.config.zero, "on the host"
+        if (ratio := zero.zero_optimization.offload_optimizer.ratio) < 1.0:
             text += f" for {ratio:.0%} of the weights"
         text += ": fp32 weights, gradients, moments, step"
         if zero.zeropp.delayed_param_update:

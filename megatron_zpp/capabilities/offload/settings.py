@@ -1,12 +1,11 @@
 """The flags of ZeRO-Offload, each a key of the JSON, and what speaks against a configuration."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_zpp.settings.flag import SameAs, Section, flag, needs
+from megatron_zpp.settings.flag import SameAs, Section, flag, flag_that_needs
 
 _ZERO = "zero_optimization"
-_NEEDS_OPTIMIZER = needs("--cpu-optimizer", lambda config: config.zero.offloads_optimizer)
+_optimizer_flag = flag_that_needs("--cpu-optimizer", lambda c: c.zero.offloads_optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +22,11 @@ class OffloadFlags(Section):
             to_json=lambda is_on: "cpu" if is_on else None,
         ),
     )
-    optimizer_offload_fraction: float = flag(
+    optimizer_offload_fraction: float = _optimizer_flag(
         1.0,
         "share of the optimizer that is on the CPU",
         minimum=0,
         maximum=1,
-        no_effect=_NEEDS_OPTIMIZER,
         same_as=f"{_ZERO}.offload_optimizer.ratio",
     )
     remote_device: str = flag(
@@ -37,35 +35,22 @@ class OffloadFlags(Section):
         choices=("none", "cpu", "nvme"),
         same_as=f"{_ZERO}.offload_param.device",
     )
-    use_pin_memory: bool = flag(
+    use_pin_memory: bool = _optimizer_flag(
         False,
         "page-locked memory for what is offloaded",
-        no_effect=_NEEDS_OPTIMIZER,
         same_as=f"{_ZERO}.offload_optimizer.pin_memory",
     )
 
 
-def weights_alone(config: Any) -> str:
-    """Refuse weights on the host whose optimizer is not."""
-    if config.zero.offloads_optimizer or not config.zero.offloads_weights:
-        return ""
-    return (
-        'zero_optimization.offload_param.device = "cpu" and '
-        'zero_optimization.offload_optimizer.device = "none": weights on the CPU are updated '
-        "there: it needs the optimizer on the CPU too (--cpu-optimizer)"
-    )
-
-
-def unknown_times(config: Any) -> str:
-    """Refuse a plan of steps on the host."""
-    if not config.zero.offloads_optimizer:
-        return ""
-    return (
-        "a plan has no times for an optimizer on the host: leave --cpu-optimizer out "
-        "(--dry-run reports its memory)"
-    )
-
-
 JSON_FLAGS = (OffloadFlags,)
-OBSTACLES = (weights_alone,)
-OBSTACLES_TO_A_PLAN = (unknown_times,)
+OBSTACLES = {
+    'zero_optimization.offload_param.device = "cpu" and '
+    'zero_optimization.offload_optimizer.device = "none": weights on the CPU are updated '
+    "there: it needs the optimizer on the CPU too (--cpu-optimizer)": (
+        lambda c: c.zero.offloads_weights and not c.zero.offloads_optimizer
+    )
+}
+OBSTACLES_TO_A_PLAN = {
+    "a plan has no times for an optimizer on the host: leave --cpu-optimizer out "
+    "(--dry-run reports its memory)": lambda c: c.zero.offloads_optimizer
+}

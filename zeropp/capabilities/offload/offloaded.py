@@ -30,19 +30,11 @@ def offloaded_adamw(
     Weights are moved there unless `offload_param` keeps them on the host. Raises InputError as
     `Offload` does.
     """
-    settings, delay = config.zero_optimization.offload_optimizer, config.zeropp
     if config.optimizer.params.torch_adam:
         log.info("torch_adam has no effect here: the offloaded AdamW is ours, in one pass")
-    offload = Offload(
-        sharding,
-        device,
-        ratio=settings.ratio,
-        pin_memory=settings.pin_memory,
-        delayed=delay.delayed_param_update,
-    )
-    if delay.delayed_param_update:
-        options["warmup"] = delay.delayed_param_update_warmup
-    kind = DelayedAdam if delay.delayed_param_update else OffloadedAdam
+    offload, kind = Offload(sharding, device, **config.masters), OffloadedAdam
+    if config.zeropp.delayed_param_update:
+        kind, options["warmup"] = DelayedAdam, config.zeropp.delayed_param_update_warmup
     optimizer = kind(offload, groups, **options)
     use_in_state_dicts(sharding.model, optimizer)
     return optimizer
@@ -66,10 +58,7 @@ class OffloadedAdam(FusedAdam):
         self.moment_dtype, self.seed = moments
         masters = offload.masters
         master_groups = [  # frozen parameters have no master
-            {
-                **group,
-                "params": [masters.get(parameter, parameter) for parameter in group["params"]],
-            }
+            {**group, "params": [masters.get(each, each) for each in group["params"]]}
             for group in groups
         ]
         super().__init__(master_groups, copies=offload.copies, **settings)

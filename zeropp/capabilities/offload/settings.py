@@ -1,6 +1,7 @@
 """The keys of ZeRO-Offload in the JSON, which of them contradict each other, and old names."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from zeropp.settings.json_keys import JsonSection, NoEffect, key, needs
@@ -11,23 +12,20 @@ _ZERO = "zero_optimization."
 _STAGE = _ZERO + "stage"
 _WEIGHTS_ON = _ZERO + "offload_param.device"
 _OPTIMIZER_ON = _ZERO + "offload_optimizer.device"
-_NVME = 'offload to NVMe is not available here; "cpu" and "none" are'
-_DEVICES = ("none", "cpu")
 _DEVICE = {True: "cpu", False: "none"}
+_NVME = 'offload to NVMe is not available here; "cpu" and "none" are'
+_device = partial(key, "none", choices=("none", "cpu"), refused={"nvme": _NVME})
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadParam(JsonSection):
     path: ClassVar[str] = "zero_optimization.offload_param"
 
-    device: str = key(
-        "none",
-        choices=_DEVICES,
-        refused={"nvme": _NVME},
+    device: str = _device(
         no_effect=NoEffect(
             "only stage 3 shards the weights that would be moved to the CPU",
             when=lambda c: c.stage != 3,
-        ),
+        )
     )
     pin_memory: bool = key(False, no_effect=needs(_WEIGHTS_ON))
 
@@ -36,7 +34,7 @@ class OffloadParam(JsonSection):
 class OffloadOptimizer(JsonSection):
     path: ClassVar[str] = "zero_optimization.offload_optimizer"
 
-    device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME})
+    device: str = _device()
     pin_memory: bool = key(False, no_effect=needs(_OPTIMIZER_ON))
     ratio: float = key(1.0, minimum=0, maximum=1, no_effect=needs(_OPTIMIZER_ON))
 
@@ -75,6 +73,12 @@ class Offloaded(JsonSection):
     def offloads_weights(self) -> bool:
         """Whether the shards are on the host; in 16 bit if the optimizer is offloaded as well."""
         return self.zero_optimization.offload_param.device == "cpu" and self.stage == 3
+
+    @property
+    def masters(self) -> dict[str, Any]:
+        """The arguments of `Offload`."""
+        placed, delayed = self.zero_optimization.offload_optimizer, self.zeropp.delayed_param_update
+        return dict(ratio=placed.ratio, pin_memory=placed.pin_memory, delayed=delayed)
 
 
 def placement(config: Any) -> Placement:
