@@ -35,9 +35,9 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_877,
-    "zeropp/deepspeed": 4_399,
-    "megatron_zpp": 24_859,
+    "zeropp": 22_801,
+    "zeropp/deepspeed": 4_374,
+    "megatron_zpp": 24_874,
     "megatron_zpp/planner": 5_895,
     "megatron_zpp/interchange": 7_950,
     "benchmarks": 12_240,

@@ -41,7 +41,11 @@ def quantize_nontrainable_params(
             "quantize_nontrainable_params() needs zero_optimization."
             "zero_quantized_nontrainable_weights = true in the JSON"
         )
-    sharded(optimizer).require_regrouping()
+    if why := sharded(optimizer).why_fixed:
+        raise InputError(
+            f"{why}: freeze and add adapters before zeropp.initialize, which then stores the "
+            "frozen weights quantized by itself"
+        )
     sharding = store_frozen(adopt(sharding, device), config)
     if optimizer is not None:
         hold_trained(optimizer, sharding.model)

@@ -20,13 +20,15 @@ class OptimizerFacts:
 
     masters: the model's parameters -> fp32 weights that it holds in their place, after the last
     step. copies: parameters -> 16-bit tensors that a step writes too. is_delayed: the model's
-    weights are those before the last step. ledger: of the bytes that it sends.
+    weights are those before the last step. ledger: of the bytes that it sends. why_fixed: why no
+    parameter may be added or frozen; "" where one may.
     """
 
     masters: Masters = NOTHING
     copies: Mapping[Tensor, Tensor] = NOTHING
     is_delayed = False
     ledger: Traffic | None = None
+    why_fixed = ""
 
     def await_gradients(self) -> None:
         """Wait until the gradients are where `step` reads them; by default they always are."""
@@ -36,9 +38,6 @@ class OptimizerFacts:
 
     def loaded(self, *, behind: bool) -> None:
         """Take note that masters were read from a file; with `behind` the model's weights too."""
-
-    def require_regrouping(self) -> None:
-        """Raise InputError if no parameter may be added or frozen now; by default it may."""
 
     def messages(self) -> Iterable[Message]:
         """Yield what this rank sends in a step, the mean of the steps; nothing by default."""

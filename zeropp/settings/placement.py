@@ -1,6 +1,7 @@
 """Where ranks keep their shards, as the plan of a model and the memory that it gets read it."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,3 +16,9 @@ class Placement:
     trained: str | None = None
     is_pinned: bool = False
     keys: tuple[str, ...] = ()
+
+
+class Placed:
+    """A configuration by which ranks keep shards where they compute with them."""
+
+    placement: ClassVar[Placement] = Placement()

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import CAPABILITIES, declared, keys_of
+from zeropp.settings.capabilities import keys_of
 from zeropp.settings.deepspeed_json import (
     OLD_NAMES,
     JsonValues,
@@ -27,7 +27,7 @@ from zeropp.settings.deepspeed_json import (
 )
 from zeropp.settings.json_keys import JsonSection, Key, NoEffect, key
 from zeropp.settings.keys_without_effect import keys_without_effect
-from zeropp.settings.placement import Placement
+from zeropp.settings.placement import Placed
 from zeropp.settings.rules import BATCH_KEYS, RULES
 from zeropp.settings.schema import no_effect_line
 from zeropp.settings.sections import (
@@ -54,7 +54,7 @@ class BatchSizes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroConfig(*keys_of(""), JsonSection):
+class ZeroConfig(*keys_of(""), Placed, JsonSection):
     """The top level of the JSON; `ZeroConfig()` is ZeRO stage 0 in fp32.
 
     `file_keys` are the dotted keys that a file gave a value; `auto_keys` are those it set to "auto"
@@ -135,11 +135,6 @@ class ZeroConfig(*keys_of(""), JsonSection):
     def stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
         return self.zero_optimization.stage
-
-    @property
-    def placement(self) -> Placement:
-        """Where ranks keep their shards."""
-        return next((of(self) for of in declared("PLACEMENTS", CAPABILITIES)), Placement())
 
     @property
     def always_gathers(self) -> bool:

@@ -36,11 +36,8 @@ def uses_muon(name: str, parameter: torch.nn.Parameter) -> bool:
 class MuonCapability(Capability):
     """Muon for matrices of blocks, and AdamW for the rest."""
 
+    setting = ("optimizer.optimizer", "muon")
     own_group = OwnGroup("use_muon", uses_muon)
-
-    @staticmethod
-    def is_on(config: Config) -> bool:
-        return config.optimizer.optimizer == "muon"
 
     def build_optimizer(
         self, sharding: Sharding, groups: list[dict], device: torch.device, adam: Mapping[str, Any]

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from megatron_zpp.recipe.capability import Capability
-from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.capabilities.offload.offload import require_host_memory
 from zeropp.capabilities.offload.offloaded import offloaded_adamw
@@ -17,9 +16,7 @@ from zeropp.capabilities.offload.offloaded import offloaded_adamw
 class OffloadCapability(Capability):
     """The optimizer on the host, and maybe the weights."""
 
-    @staticmethod
-    def is_on(config: Config) -> bool:
-        return config.zero.offloads_optimizer
+    setting = ("zero.zero_optimization.offload_optimizer.device", "cpu")
 
     def before_allocation(self, sharding: Sharding, device: torch.device) -> None:
         """Raise InputError if the host has too little memory."""

@@ -46,6 +46,8 @@ class OffloadedAdam(FusedAdam):
     moments: their dtype, and the seed of their stochastic rounding, as in `CPUAdam`.
     """
 
+    why_fixed = "an offloaded optimizer holds its own copies of the weights"
+
     def __init__(
         self,
         offload: Offload,
@@ -92,13 +94,6 @@ class OffloadedAdam(FusedAdam):
         With `behind`, the model's own weights were read too and are kept.
         """
         self.offload.write(send=not behind)
-
-    def require_regrouping(self) -> None:
-        """Raise InputError: masters are those of the parameters that were trained."""
-        raise InputError(
-            "an offloaded optimizer holds its own copies of the weights: freeze and add adapters "
-            "before zeropp.initialize, which then stores the frozen weights quantized by itself"
-        )
 
     def _updates(self, group: dict[str, Any], seed: int) -> Iterable[Update]:
         for bucket in self.offload.buckets(group["params"]):

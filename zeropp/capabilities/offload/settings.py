@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from zeropp.settings.json_keys import JsonSection, NoEffect, key, needs
-from zeropp.settings.placement import Placement
+from zeropp.settings.placement import Placed, Placement
 from zeropp.settings.schema import Rule
 
 _ZERO = "zero_optimization."
@@ -61,7 +61,7 @@ class DelayedUpdate(JsonSection):
     )
 
 
-class Offloaded(JsonSection):
+class Offloaded(Placed, JsonSection):
     """What the configuration says of all these keys."""
 
     @property
@@ -80,20 +80,19 @@ class Offloaded(JsonSection):
         placed, delayed = self.zero_optimization.offload_optimizer, self.zeropp.delayed_param_update
         return dict(ratio=placed.ratio, pin_memory=placed.pin_memory, delayed=delayed)
 
-
-def placement(config: Any) -> Placement:
-    """Return where ranks keep their shards, of a `ZeroConfig`."""
-    weights, optimizer = config.offloads_weights, config.offloads_optimizer
-    return Placement(
-        weights="cpu" if weights else None,
-        trained="cpu" if weights or optimizer else None,
-        is_pinned=config.zero_optimization.offload_param.pin_memory,
-        keys=("offload_optimizer",) * optimizer + ("offload_param",) * weights,
-    )
+    @property
+    def placement(self) -> Placement:
+        """Where ranks keep their shards."""
+        weights, optimizer = self.offloads_weights, self.offloads_optimizer
+        return Placement(
+            weights="cpu" if weights else None,
+            trained="cpu" if weights or optimizer else None,
+            is_pinned=self.zero_optimization.offload_param.pin_memory,
+            keys=("offload_optimizer",) * optimizer + ("offload_param",) * weights,
+        )
 
 
 KEYS = (Offloads, DelayedUpdate, Offloaded)
-PLACEMENTS = (placement,)
 RULES = (
     Rule(
         (_OPTIMIZER_ON, _STAGE),
