@@ -35,7 +35,7 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_801,
+    "zeropp": 22_805,
     "zeropp/deepspeed": 4_374,
     "megatron_zpp": 24_874,
     "megatron_zpp/planner": 5_895,

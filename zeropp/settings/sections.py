@@ -33,7 +33,7 @@ FORMATS: Mapping[str, str] = MappingProxyType(  # torch's name of each
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroOptimization(*keys_of("zero_optimization"), JsonSection):
+class _ZeroOptimization(JsonSection):
     path: ClassVar[str] = "zero_optimization"
 
     stage: int = key(0, choices=(0, 1, 2, 3))
@@ -41,6 +41,10 @@ class ZeroOptimization(*keys_of("zero_optimization"), JsonSection):
     zero_hpz_partition_size: int = key(1, minimum=1)
     zero_quantized_gradients: bool = key(False)
     zero_quantized_nontrainable_weights: bool = key(False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptimization(*keys_of("zero_optimization"), _ZeroOptimization):
     stage3_gather_16bit_weights_on_model_save: bool = key(False)
 
 
