@@ -26,6 +26,7 @@ from megatron_zpp.planner.plan_table import plan_json, print_plan
 from megatron_zpp.planner.search import Plan, Search
 from megatron_zpp.planner.timing.hardware import Cluster, Description, find_cluster
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.command_line import (
     HELP,
     build_section,
@@ -39,6 +40,7 @@ from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 from zeropp.settings.deepspeed_json import read_json
 from zeropp.settings.zero_config import ZeroConfig
 
@@ -210,11 +212,9 @@ def _describes_adapted_model(argv: Sequence[str]) -> bool:
 
 def require_plannable(config: Config) -> None:
     """Raise InputError for what has no time model."""
-    if config.zero.offloads_optimizer:
-        raise InputError(
-            "a plan has no times for an optimizer on the host: leave --cpu-optimizer out "
-            "(--dry-run reports its memory)"
-        )
+    for obstacle, is_met in declared("OBSTACLES_TO_A_PLAN", CAPABILITIES):
+        if is_met(config):
+            raise InputError(obstacle)
     if config.training.dry_run:
         raise InputError("--dry-run and a plan are two things: leave --dry-run out")
 

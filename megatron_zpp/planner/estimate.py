@@ -23,7 +23,7 @@ from megatron_zpp.planner.state_memory import (
     GRADIENTS,
     MOMENTS,
     WEIGHTS,
-    offloaded_bytes,
+    host_bytes,
     saved_bytes,
 )
 from megatron_zpp.planner.step_simulation import (
@@ -148,11 +148,9 @@ def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
     config = run.config
     simulation = StepSimulation(run, [_traced(run, stage, traces) for stage in run.stages])
     simulation.run_step()
-    device, host = simulation.peak, Counter()
+    device, host = simulation.peak, host_bytes(run)
     for each in run.capabilities:
         device.update(each.memory())
-    if run.offloads:
-        host = offloaded_bytes(run)
     if config.checkpoint.async_save and config.checkpoint.save:
         host[SAVED_COPY] += saved_bytes(run)
     if run.is_cpu:

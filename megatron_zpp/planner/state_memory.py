@@ -53,11 +53,13 @@ def saved_bytes(run: PlannedRun) -> int:
     return math.ceil(num_bytes * parts / (run.num_ranks * sum(unit.elements for unit in run.units)))
 
 
-def offloaded_bytes(run: PlannedRun) -> Counter:
+def host_bytes(run: PlannedRun) -> Counter:
     """Return what is offloaded to the host.
 
     With a GPU, the gradients of later micro-batches have a buffer of their own.
     """
+    if not run.offloads:
+        return Counter()
     offload_optimizer = run.config.zero.zero_optimization.offload_optimizer
     allocated_bytes: Callable[[int], int] = int
     if offload_optimizer.pin_memory and not run.is_cpu:

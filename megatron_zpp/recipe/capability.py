@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -39,13 +40,17 @@ class Capability:
     sharding: "Sharding | None" = None
     optimizer: torch.optim.Optimizer | None = None
 
+    setting: ClassVar[tuple[str, Any] | None] = None  # and its value in runs that have it
     own_group: ClassVar[OwnGroup | None] = None  # of its optimizer
     ledger: ClassVar[Traffic | None] = None  # of what it sends; an instance may have one
 
-    @staticmethod
-    def is_on(config: "Config") -> bool:
+    @classmethod
+    def is_on(cls, config: "Config") -> bool:
         """Whether a run has the capability."""
-        return True
+        return cls.setting is None or attrgetter(cls.setting[0])(config) == cls.setting[1]
+
+    def before_allocation(self, sharding: "Sharding", device: torch.device) -> None:
+        """Raise InputError for too little memory, before weights get theirs; all ranks call it."""
 
     def build_optimizer(
         self,

@@ -19,11 +19,11 @@ from megatron_zpp.parallel.expert_axis import AXIS_NAMES, ExpertAxis
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.recipe.apex import Apex
+from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import InputError, Sharding, shard
-from zeropp.optim.offload import require_host_memory
 from zeropp.settings.schema import no_effect_line
 from zeropp.sharding.shard import allocate_parameters
 from zeropp.wire.route import UNQUANTIZED
@@ -45,8 +45,7 @@ def build_model(
     `fill` writes the weights; without it they are drawn. LoRA adapters are added and drawn as
     `config.lora` says. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
-    experts, zero = None, config.zero
-    seed, shape = config.training.seed, config.model
+    experts, seed, shape = None, config.training.seed, config.model
     if shape.has_experts:
         experts = expert_axis(config, ranks)
         log_settings_without_effect(config, experts)
@@ -64,12 +63,9 @@ def build_model(
         sharding = _build_pipeline(config, ranks, whole, vocab_size)
     else:
         sharding = _shard_model(whole, config, ranks)
-    if zero.offloads_optimizer:
-        placed, delayed = zero.zero_optimization.offload_optimizer, zero.zeropp.delayed_param_update
-        require_host_memory(
-            sharding, ranks.device, placed.ratio, pin_memory=placed.pin_memory, delayed=delayed
-        )
-    sharding = allocate_parameters(sharding, zero, ranks.device)
+    for each in capabilities_of(config, ranks):
+        each.before_allocation(sharding, ranks.device)
+    sharding = allocate_parameters(sharding, config.zero, ranks.device)
     model = sharding.model
     if fill is None:
         initialize(model, seed, shape)

@@ -11,7 +11,6 @@ from megatron_zpp.recipe.capability import Capability, OwnGroup
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim.adam import fastest_adamw
-from zeropp.optim.offloaded import offloaded_adamw
 
 
 class _Group(NamedTuple):
@@ -29,10 +28,7 @@ def build_optimizer(
     apex: Apex | None,
     capabilities: Sequence[Capability],
 ) -> torch.optim.Optimizer:
-    """Build a capability's optimizer if one has its own, else AdamW.
-
-    With `offload_optimizer`, it is on the host, and the 16-bit weights are moved to `device`.
-    """
+    """Build a capability's optimizer if one has its own, else AdamW."""
     own = next((each.own_group for each in capabilities if each.own_group), None)
     groups = parameter_groups(
         sharding.model,
@@ -45,8 +41,6 @@ def build_optimizer(
         optimizer = each.build_optimizer(sharding, groups, device, settings)
         if optimizer is not None:
             return optimizer
-    if config.zero.offloads_optimizer:
-        return offloaded_adamw(sharding, groups, device, config.zero, **settings)
     if apex:
         return ApexAdam(apex, groups, **settings)
     return fastest_adamw(groups, **settings, torch_on_cpu=config.optimizer.cpu_torch_adam)

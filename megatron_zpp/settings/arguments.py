@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_zpp.settings import defaults
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.command_line import HELP, Assignment, read, vocabulary
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ParallelConfig
 from megatron_zpp.settings.flag import Section
@@ -22,6 +23,7 @@ from megatron_zpp.settings.merge import json_values, merge
 from megatron_zpp.settings.run_help import run_help
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 from zeropp.settings.deepspeed_json import JsonValues, read_json
 from zeropp.settings.no_effect_tables import read_toml
 from zeropp.settings.schema import settings_of
@@ -76,12 +78,9 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
             f"expert_parallel.autoep_size = {config.zero.expert_ranks} is for models of "
             "zeropp.initialize: leave the section out, and give --expert-model-parallel-size"
         )
-    if config.zero.offloads_weights and not config.zero.offloads_optimizer:
-        raise InputError(
-            'zero_optimization.offload_param.device = "cpu" and '
-            'zero_optimization.offload_optimizer.device = "none": weights on the CPU are updated '
-            "there: it needs the optimizer on the CPU too (--cpu-optimizer)"
-        )
+    for obstacle, is_met in declared("OBSTACLES", CAPABILITIES):
+        if is_met(config):
+            raise InputError(obstacle)
     _log_notices(typed, config)
     default_line = defaults.describe(values, completed)
     if default_line:

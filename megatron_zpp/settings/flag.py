@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from zeropp.errors import InputError
@@ -108,6 +109,11 @@ def needs(flags: str, condition: Callable[[Any], Any]) -> NoEffect:
     The condition takes the complete `Config`.
     """
     return NoEffect(f"it needs {flags}", when=lambda config: not condition(config))
+
+
+def flag_that_needs(flags: str, condition: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return what declares flags that have no effect unless `condition` holds, as `flag` does."""
+    return partial(flag, no_effect=needs(flags, condition))
 
 
 def shared(section: type[Section], name: str) -> Any:

@@ -3,19 +3,18 @@
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron_zpp.settings.flag import SameAs, Section, flag, needs
+from megatron_zpp.settings.capability_flags import CAPABILITIES
+from megatron_zpp.settings.flag import SameAs, Section, flag
+from zeropp.settings.capabilities import declared
 
 STRATEGIES = MappingProxyType(  # of --data-parallel-sharding-strategy, and their ZeRO stages
     {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 )
 _BF16 = ("bf16", "bfp16", "bfloat16")
-_ZERO = "zero_optimization"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroFlags(Section):
-    """ZeRO: the DeepSpeed JSON, and what Megatron-DeepSpeed's flags say of its keys."""
-
+class _ZeroFlags(Section):
     deepspeed_config: str | None = flag(None, "the DeepSpeed-style JSON")
     zero_stage: int | None = flag(
         None,
@@ -23,7 +22,7 @@ class ZeroFlags(Section):
         "JSON's, else 0)",
         minimum=0,
         maximum=3,
-        same_as=f"{_ZERO}.stage",
+        same_as="zero_optimization.stage",
     )
     use_distributed_optimizer: bool = flag(
         False, "shard the optimizer: ZeRO stage 1 if no stage is given"
@@ -57,33 +56,8 @@ class ZeroFlags(Section):
             to_json=lambda name: None if name == "auto" else name,
         ),
     )
-    cpu_optimizer: bool = flag(
-        False,
-        "optimizer state and step on the CPU",
-        aliases=("optimizer-cpu-offload",),
-        same_as=SameAs(
-            f"{_ZERO}.offload_optimizer.device",
-            to_flag=lambda device: device == "cpu",
-            to_json=lambda is_on: "cpu" if is_on else None,
-        ),
-    )
-    optimizer_offload_fraction: float = flag(
-        1.0,
-        "share of the optimizer that is on the CPU",
-        minimum=0,
-        maximum=1,
-        no_effect=needs("--cpu-optimizer", lambda config: config.zero.offloads_optimizer),
-        same_as=f"{_ZERO}.offload_optimizer.ratio",
-    )
-    remote_device: str = flag(
-        "none",
-        "where sharded weights are kept",
-        choices=("none", "cpu", "nvme"),
-        same_as=f"{_ZERO}.offload_param.device",
-    )
-    use_pin_memory: bool = flag(
-        False,
-        "page-locked memory for what is offloaded",
-        no_effect=needs("--cpu-optimizer", lambda config: config.zero.offloads_optimizer),
-        same_as=f"{_ZERO}.offload_optimizer.pin_memory",
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroFlags(*declared("JSON_FLAGS", CAPABILITIES), _ZeroFlags):
+    """ZeRO: the DeepSpeed JSON, and what Megatron-DeepSpeed's flags say of its keys."""

@@ -2,9 +2,10 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
+from megatron_zpp.settings.flag import NoEffect, Section, flag, flag_that_needs, needs
 from zeropp.settings.schema import Rule, one_of, requires
 
 LEVELS = MappingProxyType(
@@ -16,17 +17,20 @@ LEVELS = MappingProxyType(
 _NO_EVALUATION = NoEffect(
     "--eval-iters 0 switches evaluation off", when=lambda c: c.evaluation.eval_iters == 0
 )
-_NEEDS_PROMPT = needs("--sample-prompt", lambda c: c.evaluation.sample_prompt is not None)
-_NEEDS_MANUAL_GC = needs("--manual-gc", lambda c: c.training.manual_gc)
-_NEEDS_SAVE = needs("--save", lambda c: c.checkpoint.save is not None)
-NEEDS_LOAD = needs("--load", lambda c: c.checkpoint.load is not None)
-_NEEDS_TENSORBOARD = needs("--tensorboard-dir", lambda c: c.log.tensorboard_dir is not None)
-_NEEDS_PROFILE = needs("--profile", lambda c: c.log.profile)
-_NEEDS_WANDB = needs("--wandb-project", lambda c: c.log.wandb_project is not None)
-_NEEDS_WRITER = needs(
+_evaluation_flag = partial(flag, no_effect=_NO_EVALUATION)
+load_flag = flag_that_needs("--load", lambda c: c.checkpoint.load is not None)
+_save_flag = flag_that_needs("--save", lambda c: c.checkpoint.save is not None)
+_gc_flag = flag_that_needs("--manual-gc", lambda c: c.training.manual_gc)
+_tensorboard_flag = flag_that_needs(
+    "--tensorboard-dir", lambda c: c.log.tensorboard_dir is not None
+)
+_profile_flag = flag_that_needs("--profile", lambda c: c.log.profile)
+_wandb_flag = flag_that_needs("--wandb-project", lambda c: c.log.wandb_project is not None)
+_curve_flag = flag_that_needs(
     "--tensorboard-dir or --wandb-project",
     lambda c: c.log.tensorboard_dir is not None or c.log.wandb_project is not None,
 )
+_NEEDS_PROMPT = needs("--sample-prompt", lambda c: c.evaluation.sample_prompt is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +70,11 @@ class TrainingConfig(Section):
     manual_gc: bool = flag(
         False, "collect Python's garbage at --manual-gc-interval, at the same step on all ranks"
     )
-    manual_gc_interval: int = flag(
-        0,
-        "iterations between collections; 0: none while training",
-        minimum=0,
-        no_effect=_NEEDS_MANUAL_GC,
+    manual_gc_interval: int = _gc_flag(
+        0, "iterations between collections; 0: none while training", minimum=0
     )
-    no_manual_gc_eval: bool = flag(
-        False,
-        "no collection before and after an evaluation",
-        aliases=("disable-manual-gc-eval",),
-        no_effect=_NEEDS_MANUAL_GC,
+    no_manual_gc_eval: bool = _gc_flag(
+        False, "no collection before and after an evaluation", aliases=("disable-manual-gc-eval",)
     )
     deterministic_mode: bool = flag(
         False, "use only deterministic kernels; an operation without one is an error"
@@ -102,12 +100,8 @@ class EvaluationConfig(Section):
     """How often and on how much the held-out loss is measured, and a sample at the end."""
 
     eval_iters: int = flag(100, "batches of an evaluation; 0: none", minimum=0, synonyms={"-1": 0})
-    eval_interval: int = flag(
-        1000, "iterations between evaluations", minimum=1, no_effect=_NO_EVALUATION
-    )
-    eval_at_start: bool = flag(
-        False, "also evaluate before the first iteration", no_effect=_NO_EVALUATION
-    )
+    eval_interval: int = _evaluation_flag(1000, "iterations between evaluations", minimum=1)
+    eval_at_start: bool = _evaluation_flag(False, "also evaluate before the first iteration")
     sample_prompt: str | None = flag(None, "after training, generate a continuation of this text")
     sample_length: int = flag(128, "tokens to generate", minimum=1, no_effect=_NEEDS_PROMPT)
 
@@ -118,54 +112,38 @@ class CheckpointConfig(Section):
 
     save: str | None = flag(None, "folder to save checkpoints in")
     load: str | None = flag(None, "folder to resume from, if it holds a checkpoint")
-    ckpt_step: int | None = flag(
-        None,
-        "iteration of the checkpoint to load (default: the newest)",
-        minimum=0,
-        no_effect=NEEDS_LOAD,
+    ckpt_step: int | None = load_flag(
+        None, "iteration of the checkpoint to load (default: the newest)", minimum=0
     )
-    save_interval: int | None = flag(
+    save_interval: int | None = _save_flag(
         None,
         "iterations between checkpoints (default: only at the end)",
         minimum=1,
         aliases=("persistent-save-interval",),
-        no_effect=_NEEDS_SAVE,
     )
-    keep_checkpoints: int | None = flag(
-        None,
-        "how many of the newest checkpoints to keep (default: all)",
-        minimum=1,
-        no_effect=_NEEDS_SAVE,
+    keep_checkpoints: int | None = _save_flag(
+        None, "how many of the newest checkpoints to keep (default: all)", minimum=1
     )
-    save_retain_interval: int | None = flag(
+    save_retain_interval: int | None = _save_flag(
         None,
         "keep the checkpoints of every N-th iteration, and of the others only the newest, or "
         "--keep-checkpoints of them (default: all)",
         minimum=1,
-        no_effect=_NEEDS_SAVE,
     )
-    async_save: bool = flag(
+    async_save: bool = _save_flag(
         False,
         "save in the background; training pauses only while the state is copied to host memory",
-        no_effect=_NEEDS_SAVE,
     )
-    no_save_optim: bool = flag(False, "save without the optimizer's state", no_effect=_NEEDS_SAVE)
-    no_load_optim: bool = flag(False, "start with a fresh optimizer", no_effect=NEEDS_LOAD)
-    finetune: bool = flag(
-        False, "load only the weights, and train from iteration 0", no_effect=NEEDS_LOAD
-    )
+    no_save_optim: bool = _save_flag(False, "save without the optimizer's state")
+    no_load_optim: bool = load_flag(False, "start with a fresh optimizer")
+    finetune: bool = load_flag(False, "load only the weights, and train from iteration 0")
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
-    no_load_lr_state: bool = flag(
-        False, "start the schedules from the beginning", no_effect=NEEDS_LOAD
+    no_load_lr_state: bool = load_flag(False, "start the schedules from the beginning")
+    reset_iteration: bool = load_flag(
+        False, "start counting at iteration 0", aliases=("reset-progress",)
     )
-    reset_iteration: bool = flag(
-        False,
-        "start counting at iteration 0",
-        aliases=("reset-progress",),
-        no_effect=NEEDS_LOAD,
-    )
-    no_verify_checkpoint: bool = flag(
-        False, "load without reading the files to compare their checksums", no_effect=NEEDS_LOAD
+    no_verify_checkpoint: bool = load_flag(
+        False, "load without reading the files to compare their checksums"
     )
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load holds no checkpoint")
 
@@ -209,60 +187,39 @@ class LogConfig(Section):
         False, "log model TFLOP/s per rank, its share of the measured matmul rate, and MFU"
     )
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
-    tensorboard_queue_size: int = flag(
-        1000, "number of scalars to buffer before writing", minimum=1, no_effect=_NEEDS_TENSORBOARD
+    tensorboard_queue_size: int = _tensorboard_flag(
+        1000, "number of scalars to buffer before writing", minimum=1
     )
-    tensorboard_log_interval: int = flag(
-        1, "iterations between scalars", minimum=1, no_effect=_NEEDS_WRITER
+    tensorboard_log_interval: int = _curve_flag(1, "iterations between scalars", minimum=1)
+    log_timers_to_tensorboard: bool = _curve_flag(False, "write times as scalars")
+    log_batch_size_to_tensorboard: bool = _curve_flag(False, "write the batch size as a scalar")
+    log_validation_ppl_to_tensorboard: bool = _curve_flag(
+        False, "write held-out perplexity as a scalar"
     )
-    log_timers_to_tensorboard: bool = flag(False, "write times as scalars", no_effect=_NEEDS_WRITER)
-    log_batch_size_to_tensorboard: bool = flag(
-        False, "write the batch size as a scalar", no_effect=_NEEDS_WRITER
+    log_optimizer_states_to_tensorboard: bool = _curve_flag(
+        False, "write the norms of Adam's moments as scalars"
     )
-    log_validation_ppl_to_tensorboard: bool = flag(
-        False, "write held-out perplexity as a scalar", no_effect=_NEEDS_WRITER
+    log_memory_to_tensorboard: bool = _curve_flag(False, "write memory use as scalars")
+    log_all_axes_to_tensorboard: bool = _tensorboard_flag(
+        False, "curves over samples and over tokens too, as Megatron-DeepSpeed draws them"
     )
-    log_optimizer_states_to_tensorboard: bool = flag(
-        False, "write the norms of Adam's moments as scalars", no_effect=_NEEDS_WRITER
-    )
-    log_memory_to_tensorboard: bool = flag(
-        False, "write memory use as scalars", no_effect=_NEEDS_WRITER
-    )
-    log_all_axes_to_tensorboard: bool = flag(
-        False,
-        "curves over samples and over tokens too, as Megatron-DeepSpeed draws them",
-        no_effect=_NEEDS_TENSORBOARD,
-    )
-    log_world_size_to_tensorboard: bool = flag(
-        False, "write the number of ranks as a scalar", no_effect=_NEEDS_WRITER
+    log_world_size_to_tensorboard: bool = _curve_flag(
+        False, "write the number of ranks as a scalar"
     )
     profile: bool = flag(
         False, "write a trace of some iterations to the folder profile in --tensorboard-dir"
     )
-    profile_step_start: int = flag(
-        10, "iterations before the trace begins", minimum=0, no_effect=_NEEDS_PROFILE
-    )
-    profile_step_end: int = flag(
-        12, "iterations after which the trace ends", minimum=1, no_effect=_NEEDS_PROFILE
-    )
-    profile_ranks: tuple[int, ...] = flag(
-        (0,), "ranks that write a trace", minimum=0, no_effect=_NEEDS_PROFILE
-    )
+    profile_step_start: int = _profile_flag(10, "iterations before the trace begins", minimum=0)
+    profile_step_end: int = _profile_flag(12, "iterations after which the trace ends", minimum=1)
+    profile_ranks: tuple[int, ...] = _profile_flag((0,), "ranks that write a trace", minimum=0)
     wandb_project: str | None = flag(
         None, "Weights & Biases project; switches it on", aliases=("wandb-project-name",)
     )
-    wandb_exp_name: str | None = flag(
-        None, "name of the run at Weights & Biases", no_effect=_NEEDS_WANDB
+    wandb_exp_name: str | None = _wandb_flag(None, "name of the run at Weights & Biases")
+    wandb_entity: str | None = _wandb_flag(
+        None, "user or team at Weights & Biases", aliases=("wandb-entity-name",)
     )
-    wandb_entity: str | None = flag(
-        None,
-        "user or team at Weights & Biases",
-        aliases=("wandb-entity-name",),
-        no_effect=_NEEDS_WANDB,
-    )
-    wandb_save_dir: str | None = flag(
-        None, "folder of the Weights & Biases files", no_effect=_NEEDS_WANDB
-    )
+    wandb_save_dir: str | None = _wandb_flag(None, "folder of the Weights & Biases files")
 
     rules = (
         requires(

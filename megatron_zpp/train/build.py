@@ -199,7 +199,6 @@ def summary(run: Run) -> list[tuple[str, object]]:
         *(pipeline_rows(run, micro_batches) if ranks.pipeline_size > 1 else []),
         *([("plan", run.step_watch.expected)] if run.step_watch else []),
         ("ZeRO stage", sharding.stage),
-        *(offload_rows(config) if config.zero.offloads_optimizer else []),
         *(row for each in trainer.capabilities for row in each.rows()),
         *communication_rows(run, micro_batches),
     ]
@@ -310,21 +309,6 @@ def pipeline_rows(run: Run, micro_batches: int) -> list[tuple[str, str]]:
             f"{len(stages)} stages of {layers} layers; a rank waits in {waiting:.0%} of a step",
         )
     ]
-
-
-def offload_rows(config: Config) -> list[tuple[str, str]]:
-    """A row that says where the offloaded optimizer is."""
-    ratio = config.zero.zero_optimization.offload_optimizer.ratio
-    text = "on the host"
-    if ratio < 1.0:
-        text += f" for {ratio:.0%} of the weights"
-    text += ": fp32 weights, gradients, moments, step"
-    if config.zero.zeropp.delayed_param_update:
-        warmup = config.zero.zeropp.delayed_param_update_warmup
-        text += f"\nbeside the next step, after {warmup} steps"
-    if config.zero.offloads_weights:
-        text += "\nand the shards, fetched for each use"
-    return [("optimizer", text)]
 
 
 def matmul_rate_rows(rate: MatmulRate) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.trainer import Trainer
 from zeropp import Sharding
 from zeropp import fsdp_adapter as fsdp
+from zeropp.optim.sharded_optimizer import sharded
 from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.coordination import gather_objects
 
@@ -70,7 +71,7 @@ def describe_spike(trainer: Trainer, batches: Batches, pending: PendingIteration
     loss, rank, samples = max(losses)
     median = statistics.median(loss for loss, _, _ in losses)
     text = f"largest on rank {rank} for samples {samples}: {loss:.4g} (median {median:.4g})"
-    if trainer.config.zero.offloads_optimizer:  # gradients are on their way to the host
+    if sharded(trainer.optimizer).masters:  # gradients are on their way to them
         return text
     _compute_again(trainer, batches, pending.samples)
     norms = _gradient_norms(trainer.sharding)

@@ -5,7 +5,7 @@
     local.<parameter>.<state>              the optimizer's, as tensors of this rank's shard alone
     plain.<parameter>.<state>              the optimizer's, of any shape, not sharded
     number.<parameter>.<state>             the optimizer's, as a number of Python
-    behind.<parameter>                     the weights before the last update (delayed updates)
+    behind.<parameter>                     the model's, where masters are one update ahead
 
 and what `kept_codes.py` adds.
 

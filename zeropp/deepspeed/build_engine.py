@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zeropp.capabilities.offload.offloaded import offloaded_adamw
 from zeropp.deepspeed.comm import DEEPSPEED_PORT, init_distributed, refuse_port
 from zeropp.deepspeed.engine import Engine
 from zeropp.deepspeed.expert_parallel.ranks import experts_to_split, split
@@ -31,7 +32,6 @@ from zeropp.errors import RefusedCall
 from zeropp.optim.adam import FusedAdam, parameters_in
 from zeropp.optim.cpu_adam import CPUAdam
 from zeropp.optim.lr_schedule import build_scheduler
-from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.on_shards import require_on_shards
 from zeropp.optim.remap import Names, listed, names_of, remap, remapped
 from zeropp.ranks.coordination import among

@@ -225,7 +225,7 @@ class Engine(
         return self._was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients of this step, offloaded too; gather weights. All ranks call it."""
+        """Clear all gradients of this step, on the host too; gather weights. All ranks call it."""
         self.sharding.discard_gradients(set_to_none)
         self._end_pass()  # which may have failed
         self._has_unsent = False

@@ -145,7 +145,7 @@ class ParameterValues:
         weight, gathered = self.weight, self.whole_parameter
         is_known = whole and gathered is not None
         self.write(self.shard, value, whole=whole)
-        # an offloaded optimizer reads the rounded one
+        # an optimizer with masters reads the rounded one
         notify_written([self.shard], gathered=is_known)
         if local_part(weight).data_ptr() != local_part(self.shard).data_ptr():
             self.write(weight, value, whole=whole)

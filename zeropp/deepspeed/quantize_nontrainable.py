@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
+from zeropp.optim.sharded_optimizer import sharded
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.cut import Place, Subunits, by_unit, by_user, cut, offload_policy, places_of
+from zeropp.sharding.cut import Place, Subunits, by_unit, by_user, cut, places_of
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.plan import UnitPlan
 from zeropp.sharding.shard import store_frozen
@@ -32,25 +33,26 @@ def quantize_nontrainable_params(
     """Adopt what was added, store what is frozen quantized, and let the optimizer hold the rest.
 
     New parameters are those of the first rank, everywhere. Raises InputError where nothing is
-    frozen, where the model has run already and there are new parameters, and with offload.
+    frozen, where the model has run already and there are new parameters, and where the
+    optimizer holds copies of the weights.
     """
     if not config.stores_frozen:
         raise InputError(
             "quantize_nontrainable_params() needs zero_optimization."
             "zero_quantized_nontrainable_weights = true in the JSON"
         )
-    if config.offloads_optimizer:
+    if why := sharded(optimizer).why_fixed:
         raise InputError(
-            "an offloaded optimizer holds its own copies of the weights: freeze and add adapters "
-            "before zeropp.initialize, which then stores the frozen weights quantized by itself"
+            f"{why}: freeze and add adapters before zeropp.initialize, which then stores the "
+            "frozen weights quantized by itself"
         )
-    sharding = store_frozen(adopt(sharding, config, device), config)
+    sharding = store_frozen(adopt(sharding, device), config)
     if optimizer is not None:
         hold_trained(optimizer, sharding.model)
     return sharding
 
 
-def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
+def adopt(sharding: Sharding, device: torch.device) -> Sharding:
     """Shard parameters that were added to a sharded model, those of each unit as one more unit."""
     units = sharding.units
     sharded_ids = {id(shard.local) for unit in units for shard in fsdp.own_shards(unit)}
@@ -77,7 +79,7 @@ def adopt(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Shard
         if unit in places:
             like = replace(planned[unit], dtype=sharding.compute_dtype)
             users = by_user(places[unit], {place.parameter for place in places[unit]})
-            all_units |= _adopt_into(like, users, mesh, config, device)
+            all_units |= _adopt_into(like, users, mesh, device)
     all_units[root.model] = all_units.pop(root.model)  # last
     new = [unit for unit in all_units if unit not in planned]
     root.add(new, [all_units[unit] for unit in new])
@@ -89,7 +91,6 @@ def _adopt_into(
     plan: UnitPlan,
     added: Subunits,
     mesh: DeviceMesh,
-    config: ZeroConfig,
     device: torch.device,
 ) -> dict[fsdp.FSDPModule, UnitPlan]:
     """Make one more unit of what was added to the planned one; return it and its plan."""
@@ -98,7 +99,7 @@ def _adopt_into(
         copy_from_first_rank(module, mesh.get_group(), device)
     like = replace(plan, is_root=False, is_apart=True, casts_inputs=True)
     adopted = like.with_parameters(added, plain.values())
-    (module,) = cut([adopted], offload_policy(mesh, config))
+    (module,) = cut([adopted])
     return {module: replace(adopted, parameters=())}
 
 

@@ -20,17 +20,12 @@ attributes of its parameter groups: FSDP2's methods for that refuse units of sev
 | `FSDPParam._setattr_on_modules`  | `uncalled_units`             | uncalled units are gathered    |
 | `FSDPParam.init_unsharded_param` | `parameters`, `gathered`     | attributes and hooks stay      |
 | `FSDPParam.reset_sharded_param`  | `whole_parameters`           | whole parameters can be loaded |
-| `FSDPParam.to_sharded_dtensor`   | `gradients`                  | offload gets means unrounded   |
+| `FSDPParam.to_sharded_dtensor`   | `gradients`                  | masters get means unrounded    |
 | `generate` of wrapping models    | `passes`                     | it is a forward pass           |
 | `__deepcopy__` of units' classes | `plain_copies`               | engines' models can be copied  |
 """
 
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from zeropp.fsdp_adapter.foreign_units import (
@@ -98,7 +93,6 @@ from zeropp.fsdp_adapter.plain_copies import plain_copy, use_deepcopy
 from zeropp.fsdp_adapter.uncalled_units import UncalledUnits, shard_behind
 from zeropp.fsdp_adapter.units import (
     AHEAD,
-    ON_DEVICE,
     Shard,
     ShardSpec,
     divide_gradients,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -24,7 +25,6 @@ from zeropp.fsdp_adapter.parameters import inherit, inherit_when_gathered
 from zeropp.fsdp_adapter.passes import backward_id
 from zeropp.fsdp_adapter.whole_parameters import keep_shard_of_whole
 
-ON_DEVICE = OffloadPolicy()  # shards stay on the device
 # How many gathers are issued ahead of a unit's forward. With one, the links between nodes would be
 # idle during its second hop. Each costs the memory of one more gathered unit.
 AHEAD = 2
@@ -61,12 +61,13 @@ def shard_unit(
     precision: MixedPrecisionPolicy,
     *,
     reshard_after_forward: bool,
-    place: OffloadPolicy = ON_DEVICE,
+    on_host: bool = False,
+    pin_memory: bool = False,
 ) -> None:
     """Make modules an FSDP unit in place: one gather before its forward, one reduction after.
 
     It has these `parameters` of the modules, whose attributes and gradient hooks are kept. Its
-    collectives are set on the first module.
+    collectives are set on the first module. FSDP2 keeps the shards on the device or `on_host`.
     """
     owners = {owner for module in modules for owner in module.modules()}
     originals = {owner: dict(owner.named_parameters(recurse=False)) for owner in owners}
@@ -75,7 +76,7 @@ def shard_unit(
         [*modules],
         mesh=mesh,
         mp_policy=precision,
-        offload_policy=place,
+        offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if on_host else OffloadPolicy(),
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=partial(_placement, num_ranks=mesh.size(mesh.ndim - 1)),
         ignored_params=others,
@@ -240,8 +241,10 @@ def is_on_host(unit: FSDPModule) -> bool:
     return any(parameter.offload_to_cpu for parameter in parameters_of(unit))
 
 
-def shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a tensor sharded as `parameter` with this rank's part `local`, on any device."""
+def shard_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor sharded as `parameter`, if it is, with this rank's part `local`."""
+    if not isinstance(parameter, DTensor):
+        return local
     return DTensor(local, parameter._spec, requires_grad=False)
 
 

@@ -15,24 +15,20 @@ NOTHING: Mapping = MappingProxyType({})
 OPTIMIZER = "optimizer"  # the purpose of what optimizers send, in ledgers
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step takes a factor, and skips a step with a factor that is not finite.
+class OptimizerFacts:
+    """What holds of an optimizer; by default of one of torch's or a user's, on the model's weights.
 
     masters: the model's parameters -> fp32 weights that it holds in their place, after the last
     step. copies: parameters -> 16-bit tensors that a step writes too. is_delayed: the model's
-    weights are those before the last step. ledger: of the bytes that it sends.
+    weights are those before the last step. ledger: of the bytes that it sends. why_fixed: why no
+    parameter may be added or frozen; "" where one may.
     """
 
     masters: Masters = NOTHING
     copies: Mapping[Tensor, Tensor] = NOTHING
     is_delayed = False
     ledger: Traffic | None = None
-
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, factor: Tensor | None = None
-    ) -> Any:
-        """Update the parameters from their gradients times `factor`, 0-d."""
-        raise NotImplementedError
+    why_fixed = ""
 
     def await_gradients(self) -> None:
         """Wait until the gradients are where `step` reads them; by default they always are."""
@@ -57,21 +53,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return 2
 
 
-class OtherOptimizer:
-    """An optimizer of torch's or of a user's with what a `ShardedOptimizer` has."""
+class ShardedOptimizer(OptimizerFacts, torch.optim.Optimizer):
+    """An optimizer whose step takes a factor, and skips a step with a factor that is not finite."""
 
-    masters, copies, is_delayed, ledger = NOTHING, NOTHING, False, None
-    await_gradients, settle = ShardedOptimizer.await_gradients, ShardedOptimizer.settle
-    loaded, messages = ShardedOptimizer.loaded, ShardedOptimizer.messages
-    flops, state_numbers = ShardedOptimizer.flops, ShardedOptimizer.state_numbers
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = optimizer
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, factor: Tensor | None = None
+    ) -> Any:
+        """Update the parameters from their gradients times `factor`, 0-d."""
+        raise NotImplementedError
 
 
-def sharded(optimizer: torch.optim.Optimizer | None) -> ShardedOptimizer | OtherOptimizer:
+def sharded(optimizer: torch.optim.Optimizer | None) -> OptimizerFacts:
     """Return an optimizer as a `ShardedOptimizer`; None is one without parameters."""
-    return optimizer if takes_factor(optimizer) else OtherOptimizer(optimizer)
+    return optimizer if takes_factor(optimizer) else OptimizerFacts()
 
 
 def takes_factor(optimizer: torch.optim.Optimizer | None) -> bool:

@@ -17,41 +17,19 @@ from types import MappingProxyType
 from typing import Any
 
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.json_keys import JsonSection, Key, json_text
 from zeropp.settings.keys_without_effect import keys_without_effect
+from zeropp.settings.no_effect_tables import read_toml
 from zeropp.settings.schema import settings_of
 from zeropp.settings.sync_schedule import read_phases
 
 _ZERO = "zero_optimization"
-_DEVICE = MappingProxyType({True: "cpu", False: "none"})
 # Old name -> (today's names, and what true and false mean; None: the value stays as it is).
 OLD_NAMES: Mapping[str, tuple[tuple[str, ...], Mapping[bool, Any] | None]] = MappingProxyType(
     {
-        "bfloat16": (("bf16",), None),
-        f"{_ZERO}.cpu_offload": ((f"{_ZERO}.offload_optimizer.device",), _DEVICE),
-        f"{_ZERO}.cpu_offload_param": ((f"{_ZERO}.offload_param.device",), _DEVICE),
-        f"{_ZERO}.cpu_offload_use_pin_memory": (
-            (f"{_ZERO}.offload_optimizer.pin_memory", f"{_ZERO}.offload_param.pin_memory"),
-            MappingProxyType({True: True, False: False}),
-        ),
-        f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": (
-            (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",),
-            None,
-        ),
-        **{
-            f"{_ZERO}.{name}": ((f"{_ZERO}.stage3_{name}",), None)
-            for name in (
-                "prefetch_bucket_size",
-                "param_persistence_threshold",
-                "model_persistence_threshold",
-                "max_live_parameters",
-                "max_reuse_distance",
-                "gather_16bit_weights_on_model_save",
-                "module_granularity_threshold",
-                "use_all_reduce_for_fetch_params",
-                "allgather_sequential",
-            )
-        },
+        **{old: ((new,), None) for old, new in read_toml(__package__, "old_names.toml").items()},
+        **dict(declared("OLD_NAMES", CAPABILITIES)),
     }
 )
 AUTO = "auto"

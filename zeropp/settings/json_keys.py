@@ -79,8 +79,9 @@ def phase_values(value: Any) -> tuple[Any, ...]:
 
 
 def needs(dotted: str) -> NoEffect:
-    """The reason of a key that has an effect only if the key `dotted` is not false or "none"."""
-    return NoEffect(f"it needs {dotted}", when=lambda zero: zero.value(dotted) in (False, "none"))
+    """The reason of a key without effect while the key `dotted` is false, null or "none"."""
+    nothing = (False, None, "none")
+    return NoEffect(f"it needs {dotted}", when=lambda zero: zero.value(dotted) in nothing)
 
 
 def json_text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from math import inf
 
+from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.json_keys import phase_values
 from zeropp.settings.schema import Rule, one_of, requires
 
@@ -9,10 +10,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 _ZERO = "zero_optimization."
 _STAGE = _ZERO + "stage"
 _QUANTIZED_WEIGHTS = _ZERO + "zero_quantized_weights"
-_STORED_FROZEN = _ZERO + "zero_quantized_nontrainable_weights"
 _HPZ = _ZERO + "zero_hpz_partition_size"
-_WEIGHTS_ON = _ZERO + "offload_param.device"
-_OPTIMIZER_ON = _ZERO + "offload_optimizer.device"
 
 RULES = (
     one_of("fp16.enabled", "bf16.enabled", message="{}: only one of them can be true"),
@@ -26,36 +24,10 @@ RULES = (
         for name, why in (
             (_QUANTIZED_WEIGHTS, "stage 0 gathers no weights to quantize"),
             (_ZERO + "zero_quantized_gradients", "stage 0 shards no gradients to quantize"),
-            (_STORED_FROZEN, "stage 0 shards no weights"),
+            (_ZERO + "zero_quantized_nontrainable_weights", "stage 0 shards no weights"),
         )
     ),
-    Rule(
-        (_OPTIMIZER_ON, _STAGE),
-        lambda device, stage: device != "none" and stage == 0,
-        "{} and {}: offload moves a rank's shard to the CPU; stage 0 has none, and stages 1, 2 "
-        "and 3 have one",
-    ),
-    Rule(
-        (_WEIGHTS_ON, _ZERO + "offload_optimizer.ratio", _STAGE),
-        lambda device, ratio, stage: device == "cpu" and ratio < 1 and stage == 3,
-        "{} and {}: a part of the optimizer on the device needs its weights there",
-    ),
-    Rule(
-        (_STORED_FROZEN, _WEIGHTS_ON, _STAGE),
-        lambda stored, device, stage: stored and device == "cpu" and stage == 3,
-        "{} and {}: frozen weights that are stored quantized stay on the device",
-    ),
-    Rule(
-        ("zeropp.delayed_param_update", "zeropp.sync_every"),
-        lambda delayed, interval: delayed and interval != 1,
-        "{} and {}: nodes that step alone exchange weights after an update, and a delayed one is "
-        "not done then: leave one out",
-    ),
-    Rule(
-        ("zeropp.delayed_param_update", _OPTIMIZER_ON),
-        lambda delayed, device: delayed and device != "cpu",
-        "{} and {}: the delayed update runs on the CPU, so it needs the optimizer there",
-    ),
+    *declared("RULES", CAPABILITIES),
     Rule(
         ("zeropp.gradient_bits",),
         lambda bits: bits[0] == 3,

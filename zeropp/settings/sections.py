@@ -18,8 +18,6 @@ from zeropp.settings.schema import settings_of
 
 BITS = (4, 8, 16)
 GRADIENT_BITS = (3, *BITS)
-_NVME = 'offload to NVMe is not available here; "cpu" and "none" are'
-_DEVICES = ("none", "cpu")
 FORMATS: Mapping[str, str] = MappingProxyType(  # torch's name of each
     {
         "fp32": "float32",
@@ -35,34 +33,7 @@ FORMATS: Mapping[str, str] = MappingProxyType(  # torch's name of each
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadParam(JsonSection):
-    path: ClassVar[str] = "zero_optimization.offload_param"
-
-    device: str = key(
-        "none",
-        choices=_DEVICES,
-        refused={"nvme": _NVME},
-        no_effect=NoEffect(
-            "only stage 3 shards the weights that would be moved to the CPU",
-            when=lambda c: c.stage != 3,
-        ),
-    )
-    pin_memory: bool = key(False, no_effect=needs("zero_optimization.offload_param.device"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadOptimizer(JsonSection):
-    path: ClassVar[str] = "zero_optimization.offload_optimizer"
-
-    device: str = key("none", choices=_DEVICES, refused={"nvme": _NVME})
-    pin_memory: bool = key(False, no_effect=needs("zero_optimization.offload_optimizer.device"))
-    ratio: float = key(
-        1.0, minimum=0, maximum=1, no_effect=needs("zero_optimization.offload_optimizer.device")
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroOptimization(JsonSection):
+class _ZeroOptimization(JsonSection):
     path: ClassVar[str] = "zero_optimization"
 
     stage: int = key(0, choices=(0, 1, 2, 3))
@@ -70,8 +41,10 @@ class ZeroOptimization(JsonSection):
     zero_hpz_partition_size: int = key(1, minimum=1)
     zero_quantized_gradients: bool = key(False)
     zero_quantized_nontrainable_weights: bool = key(False)
-    offload_param: OffloadParam = key(OffloadParam())
-    offload_optimizer: OffloadOptimizer = key(OffloadOptimizer())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptimization(*keys_of("zero_optimization"), _ZeroOptimization):
     stage3_gather_16bit_weights_on_model_save: bool = key(False)
 
 
@@ -236,9 +209,6 @@ class Scheduler(_Named):
 _NEEDS_LOCAL_STEPS = NoEffect(
     "it needs zeropp.sync_every above 1", when=lambda c: c.zeropp.sync_every == 1
 )
-_NEEDS_SYNC_STORE = NoEffect(
-    "it needs zeropp.sync_store", when=lambda c: c.zeropp.sync_store is None
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +223,7 @@ class Zeropp(*keys_of("zeropp"), JsonSection):
     null, or "auto", where that takes less time.
     `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training does.
     `reduce_gradients_once`: ranks accumulate whole gradients and average them at the end of a step,
-    as stages 0 and 1 do. `delayed_param_update`: the host's update runs beside the next step, which
-    computes with the weights before it; not in the first `delayed_param_update_warmup` steps.
+    as stages 0 and 1 do.
     `sync_every`: nodes step alone and exchange how far they came after every so many steps, which
     may grow with the steps. A difference has `sync_bits`, and with `sync_feedback` what the one
     before lost by rounding is added to it (null: with two bits); `outer_lr` and `outer_momentum`
@@ -293,10 +262,6 @@ class Zeropp(*keys_of("zeropp"), JsonSection):
     reduce_gradients_once: bool = key(
         False, no_effect=NoEffect("stages 0 and 1 do so anyway", when=lambda c: c.stage < 2)
     )
-    delayed_param_update: bool = key(False)
-    delayed_param_update_warmup: int = key(
-        40, minimum=0, no_effect=needs("zeropp.delayed_param_update")
-    )
     sync_every: int = key(1, minimum=1, by_phase=True)
     sync_bits: int = key(4, choices=(2, 4, 8, 32), no_effect=_NEEDS_LOCAL_STEPS)
     sync_feedback: bool | None = key(None, no_effect=_NEEDS_LOCAL_STEPS)
@@ -307,4 +272,4 @@ class Zeropp(*keys_of("zeropp"), JsonSection):
     outer_momentum: float = key(0.5, minimum=0, below=1, no_effect=_NEEDS_LOCAL_STEPS)
     sync_on_host: bool = key(False, no_effect=_NEEDS_LOCAL_STEPS)
     sync_store: str | None = key(None, no_effect=_NEEDS_LOCAL_STEPS)
-    sync_nodes: int | None = key(None, minimum=1, no_effect=_NEEDS_SYNC_STORE)
+    sync_nodes: int | None = key(None, minimum=1, no_effect=needs("zeropp.sync_store"))

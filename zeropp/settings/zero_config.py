@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import keys_of
 from zeropp.settings.deepspeed_json import (
     OLD_NAMES,
     JsonValues,
@@ -26,6 +27,7 @@ from zeropp.settings.deepspeed_json import (
 )
 from zeropp.settings.json_keys import JsonSection, Key, NoEffect, key
 from zeropp.settings.keys_without_effect import keys_without_effect
+from zeropp.settings.placement import Placed
 from zeropp.settings.rules import BATCH_KEYS, RULES
 from zeropp.settings.schema import no_effect_line
 from zeropp.settings.sections import (
@@ -52,7 +54,7 @@ class BatchSizes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroConfig(JsonSection):
+class ZeroConfig(*keys_of(""), Placed, JsonSection):
     """The top level of the JSON; `ZeroConfig()` is ZeRO stage 0 in fp32.
 
     `file_keys` are the dotted keys that a file gave a value; `auto_keys` are those it set to "auto"
@@ -135,14 +137,9 @@ class ZeroConfig(JsonSection):
         return self.zero_optimization.stage
 
     @property
-    def offloads_optimizer(self) -> bool:
-        """Whether fp32 weights, moments and the step are on the host."""
-        return self.zero_optimization.offload_optimizer.device == "cpu"
-
-    @property
-    def offloads_weights(self) -> bool:
-        """Whether the shards are on the host; in 16 bit if the optimizer is offloaded as well."""
-        return self.zero_optimization.offload_param.device == "cpu" and self.stage == 3
+    def always_gathers(self) -> bool:
+        """Whether one rank gathers too, as shards are kept elsewhere than used, or as codes."""
+        return self.placement.weights is not None or self.stores_frozen
 
     @property
     def reduces_once(self) -> bool:

@@ -222,16 +222,12 @@ def require_attachable_settings(config: ZeroConfig) -> None:
             "let transformers split its experts, by DistributedConfig(ep_size=...), and leave it "
             "out"
         )
-    for is_set, key in (
-        (config.offloads_optimizer, "offload_optimizer"),
-        (config.offloads_weights, "offload_param"),
-        (config.stores_frozen, "zero_quantized_nontrainable_weights"),
-    ):
-        if is_set:
-            raise InputError(
-                f"zero_optimization.{key} changes where or how weights are stored, which "
-                "zeropp.attach leaves as it is: shard the model with zeropp.shard, or leave it out"
-            )
+    stored = ("zero_quantized_nontrainable_weights",) * config.stores_frozen
+    for key in (*config.placement.keys, *stored):
+        raise InputError(
+            f"zero_optimization.{key} changes where or how weights are stored, which "
+            "zeropp.attach leaves as it is: shard the model with zeropp.shard, or leave it out"
+        )
 
 
 def require_common_steps(config: ZeroConfig, caller: str) -> None:

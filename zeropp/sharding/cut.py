@@ -60,7 +60,7 @@ def plan_units(
     `places` are those of the model's parameters in these units. `experts` are units of their own
     inside the blocks, on axes of their own; each follows the block that it is in.
     """
-    has_shards = axis.num_losses > 1 or config.offloads_weights or config.stores_frozen
+    has_shards = axis.num_losses > 1 or config.always_gathers
     like = UnitPlan(
         specs=(),
         axis=axis,
@@ -70,6 +70,7 @@ def plan_units(
         casts_inputs=casts_inputs,
         num_shards=1 if config.stage == 0 else axis.nodes.num_ranks,
         stored_bits=config.zeropp.nontrainable_weight_bits if config.stores_frozen else None,
+        placement=config.placement,
     )
     units: list[UnitPlan] = []
     own = by_unit(places)
@@ -115,7 +116,7 @@ def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan
     return units
 
 
-def cut(plans: Sequence[UnitPlan], place: fsdp.OffloadPolicy) -> tuple[fsdp.FSDPModule, ...]:
+def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
     """Make FSDP2's units as planned, in place, each over its axis; return them in order."""
     copies: dict[DeviceMesh, DeviceMesh] = {}
     for plan in plans:
@@ -141,7 +142,8 @@ def cut(plans: Sequence[UnitPlan], place: fsdp.OffloadPolicy) -> tuple[fsdp.FSDP
                 cast_forward_inputs=plan.casts_inputs,
             ),
             reshard_after_forward=plan.regathers,
-            place=place,
+            on_host=plan.placement.weights is not None,
+            pin_memory=plan.placement.is_pinned and plan.axis.mesh.device_type != "cpu",
         )
     return tuple(plan.modules[0] for plan in plans)
 
@@ -182,14 +184,6 @@ def _part(parameter: nn.Parameter, axis: DeviceMesh, name: str) -> nn.Parameter:
     result = nn.Parameter(part, requires_grad=parameter.requires_grad)
     fsdp.inherit(result, parameter)
     return result
-
-
-def offload_policy(mesh: DeviceMesh, config: ZeroConfig) -> fsdp.OffloadPolicy:
-    """Return where the configuration keeps the shards of models on the data axis `mesh`."""
-    if not config.offloads_weights:
-        return fsdp.ON_DEVICE
-    pinned = config.zero_optimization.offload_param.pin_memory
-    return fsdp.CPUOffloadPolicy(pin_memory=pinned and mesh.device_type != "cpu")
 
 
 def trained_subunits(

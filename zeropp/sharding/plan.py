@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.fsdp_adapter import ShardSpec
+from zeropp.settings.placement import Placement
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.coding_choice import with_choice
 from zeropp.wire.frozen_weights import stored_layout
@@ -82,6 +83,7 @@ class UnitPlan:
     regathers: weights are freed after forward and gathered again for backward.
     num_shards: over how many ranks it is cut; 1 where each rank has a replica.
     stored_bits: of the codes as which its frozen matrices are stored; None for numbers.
+    placement: where its shards are kept.
     mixed_bytes: of one rank's shard, which is gathered as bytes; None unless it has several dtypes.
     """
 
@@ -95,6 +97,7 @@ class UnitPlan:
     casts_inputs: bool = True
     num_shards: int = 1
     stored_bits: int | None = None
+    placement: Placement = Placement()
     mixed_bytes: int | None = None
     modules: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
     parameters: tuple[nn.Parameter, ...] = field(default=(), compare=False, repr=False)

@@ -38,7 +38,7 @@ from zeropp.sharding.checks import (
     require_same_model,
     require_shardable,
 )
-from zeropp.sharding.cut import cut, is_called, offload_policy, places_of, plan_units, split_experts
+from zeropp.sharding.cut import cut, is_called, places_of, plan_units, split_experts
 from zeropp.sharding.grid import (
     Grid,
     data_axis,
@@ -119,7 +119,7 @@ def shard(
     uses = dict(casts_inputs=cast_forward_inputs, keeps_root=keeps_root, calls_units=calls_units)
     plan = _make_plan(model, mesh, data, config, units, experts, **uses)
     sharding = _carry_out(plan, Grid(model, mesh, data, experts), config, in_turn=keeps_root)
-    device = torch.device("cpu") if config.offloads_weights else _device_of(data)
+    device = torch.device(config.placement.weights or _device_of(data))
     materialize_shards(recorded_tensors, sharding.group, device)
     _refresh(sharding)
     return _store_frozen_values(sharding, config) if config.stores_frozen else sharding
@@ -128,21 +128,16 @@ def shard(
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
     """Allocate uninitialized memory for parameters that were sharded on the meta device.
 
-    Trained parameters are allocated where their optimizer is, frozen ones on `device`, or all on
-    the host with `offload_param`. With MixZ++, frozen matrices get memory for codes only, and
+    They are allocated on `device` or where the configuration places them: trained ones where their
+    optimizer is. With MixZ++, frozen matrices get memory for codes only, and
     values copied into them are quantized on the way: no rank holds more than one of them
     unquantized.
     """
-    frozen_device = torch.device("cpu") if config.offloads_weights else device
-    on_host = config.offloads_optimizer or config.offloads_weights
-    trained_device = torch.device("cpu") if on_host else device
+    frozen = torch.device(config.placement.weights or device)
+    trained = torch.device(config.placement.trained or device)
     if config.stores_frozen:
-        sharding = store_frozen(sharding, config, frozen_device)
-
-    def device_of(parameter: torch.Tensor) -> torch.device:
-        return trained_device if parameter.requires_grad else frozen_device
-
-    allocate_meta_tensors(sharding.model, device_of)
+        sharding = store_frozen(sharding, config, frozen)
+    allocate_meta_tensors(sharding.model, lambda each: trained if each.requires_grad else frozen)
     _refresh(sharding)
     return sharding
 
@@ -210,9 +205,8 @@ def _make_plan(
         calls_units=calls_units,
         compute_dtype=getattr(torch, config.compute_format),
     )
-    needs_engine = config.offloads_weights or config.stores_frozen
     is_alone = data is None or data.size() == 1
-    if is_alone and plan.compute_dtype == torch.float32 and not needs_engine:
+    if is_alone and plan.compute_dtype == torch.float32 and not config.always_gathers:
         return plan
     if data is None:
         raise InputError(
@@ -254,7 +248,7 @@ def _carry_out(plan: Plan, grid: Grid, config: ZeroConfig, *, in_turn: bool) -> 
     sharding = Sharding(model=model, plan=plan, grid=grid, group=group)
     if not plan.units:
         return sharding
-    units = cut(plan.units, offload_policy(data, config))
+    units = cut(plan.units)
     root = Root(model, plan, config, sharding.group, _device_of(data))
     root.add(units, plan.units)
     root.order(units, in_turn=in_turn)

@@ -36,11 +36,8 @@ def uses_muon(name: str, parameter: torch.nn.Parameter) -> bool:
 class MuonCapability(Capability):
     """Muon for matrices of blocks, and AdamW for the rest."""
 
+    setting = ("optimizer.optimizer", "muon")
     own_group = OwnGroup("use_muon", uses_muon)
-
-    @staticmethod
-    def is_on(config: Config) -> bool:
-        return config.optimizer.optimizer == "muon"
 
     def build_optimizer(
         self, sharding: Sharding, groups: list[dict], device: torch.device, adam: Mapping[str, Any]
@@ -48,11 +45,7 @@ class MuonCapability(Capability):
         """Build Muon, or Muon on masters in host memory."""
         muon, zero = self.config.muon, self.config.zero
         steps = muon.muon_num_ns_steps
-        settings = {
-            "lr": adam["lr"],
-            "betas": adam["betas"],
-            "adam_eps": adam["eps"],
-            "weight_decay": adam["weight_decay"],
+        of_muon = {
             "momentum": muon.muon_momentum,
             "nesterov": muon.muon_nesterov,
             "ns_coefficients": coefficients_of(muon.muon_coefficient_type, steps),
@@ -63,8 +56,9 @@ class MuonCapability(Capability):
             "parts": matrix_parts(sharding.model, self.config.model, muon),
         }
         if zero.offloads_optimizer:
-            return offloaded_muon(sharding, groups, device, zero, **settings)
-        return Muon(groups, config=zero, **settings)
+            return offloaded_muon(sharding, groups, device, zero, adam, **of_muon)
+        settings = {"adam_eps" if name == "eps" else name: each for name, each in adam.items()}
+        return Muon(groups, config=zero, **settings, **of_muon)
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield which matrices are orthogonalized where, and what that costs a rank."""

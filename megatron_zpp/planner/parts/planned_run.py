@@ -29,7 +29,7 @@ from megatron_zpp.recipe.capability import Capability, capabilities_of
 from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
-from zeropp.optim.offload import HOST, master_devices
+from zeropp.capabilities.offload.offload import HOST, master_devices
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan, spec_of
 from zeropp.wire.rank_group import Nodes
 
@@ -108,7 +108,7 @@ class PlannedRun:
 
     @property
     def _requires_engine(self) -> bool:
-        return self.config.zero.offloads_weights or self.config.zero.stores_frozen
+        return self.config.zero.always_gathers
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -1,6 +1,7 @@
 """The GPT model: its shape and numerics, and how its weights are first drawn."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
 from megatron_zpp.settings.gpt.experts import NEEDS_EXPERTS, MoeConfig
@@ -30,6 +31,8 @@ _NEEDS_NORM_BIAS = needs(
     lambda c: c.model.normalization == "LayerNorm" and not c.model.disable_norm_gain,
 )
 _NEEDS_NO_BIAS = needs("--disable-bias-linear", lambda c: c.model.disable_bias_linear)
+_qk_norm_flag = partial(model_flag, no_effect=(_NEEDS_QK_NORM,))
+_bias_flag = partial(model_flag, no_effect=(_NEEDS_NO_BIAS,))
 _NORMS = "{} contradict: there is no single normalization that the residual could follow"
 _GAINS = "{} contradict: leave one of them out"
 _CONTRADICTING_GAINS = (
@@ -140,31 +143,23 @@ class ModelConfig(MoeConfig, PositionConfig):
     )
     untie_embeddings_and_output_weights: bool = model_flag(False, "an output layer of its own")
     disable_bias_linear: bool = model_flag(False, "linear layers without bias")
-    add_qkv_bias: bool = model_flag(
-        False,
-        "add a bias to queries, keys and values if the other linear layers have none",
-        no_effect=(_NEEDS_NO_BIAS,),
+    add_qkv_bias: bool = _bias_flag(
+        False, "add a bias to queries, keys and values if the other linear layers have none"
     )
-    add_attention_output_bias: bool = model_flag(
-        False, "add a bias to the output layer of attention", no_effect=(_NEEDS_NO_BIAS,)
+    add_attention_output_bias: bool = _bias_flag(
+        False, "add a bias to the output layer of attention"
     )
-    add_mlp_bias: bool = model_flag(
-        False,
-        "add a bias to the layers of the MLP, of experts and of their router",
-        no_effect=(_NEEDS_NO_BIAS,),
+    add_mlp_bias: bool = _bias_flag(
+        False, "add a bias to the layers of the MLP, of experts and of their router"
     )
     qk_layernorm: bool = model_flag(
         False, "normalize queries and keys, each head by itself, before their scores"
     )
-    qk_layernorm_across_heads: bool = model_flag(
-        False,
-        "with --qk-layernorm: normalize all heads of the queries, and of the keys, at once",
-        no_effect=(_NEEDS_QK_NORM,),
+    qk_layernorm_across_heads: bool = _qk_norm_flag(
+        False, "with --qk-layernorm: normalize all heads of the queries, and of the keys, at once"
     )
-    qk_layernorm_per_head: bool = model_flag(
-        False,
-        "with --qk-layernorm: each head has gains of its own, and there is no bias",
-        no_effect=(_NEEDS_QK_NORM,),
+    qk_layernorm_per_head: bool = _qk_norm_flag(
+        False, "with --qk-layernorm: each head has gains of its own, and there is no bias"
     )
     qk_layernorm_after_rope: bool = model_flag(
         False,

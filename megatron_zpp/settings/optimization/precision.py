@@ -2,18 +2,17 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_zpp.settings.flag import NoEffect, SameAs, Section, flag, needs
 from zeropp.settings.schema import at_most, one_of
 
 _NEEDS_FP16 = needs("--fp16", lambda c: c.precision.fp16)
-_DYNAMIC_SCALE = (
-    _NEEDS_FP16,
-    NoEffect(
-        "the scale that --loss-scale gives is constant",
-        when=lambda c: c.precision.loss_scale is not None,
-    ),
+_IS_CONSTANT = NoEffect(
+    "the scale that --loss-scale gives is constant",
+    when=lambda c: c.precision.loss_scale is not None,
 )
+_scale_flag = partial(flag, no_effect=(_NEEDS_FP16, _IS_CONSTANT))
 
 
 def _power_of_two(scale: float) -> int | None:
@@ -42,11 +41,10 @@ class PrecisionConfig(Section):
             key_counts=True,
         ),
     )
-    initial_loss_scale: float = flag(
+    initial_loss_scale: float = _scale_flag(
         2.0**32,
         "first dynamic loss scale",
         above=0,
-        no_effect=_DYNAMIC_SCALE,
         same_as=SameAs(
             "fp16.initial_scale_power",
             to_flag=lambda power: 2.0**power,
@@ -54,25 +52,22 @@ class PrecisionConfig(Section):
             key_counts=True,
         ),
     )
-    min_loss_scale: float = flag(
+    min_loss_scale: float = _scale_flag(
         1.0,
         "smallest dynamic loss scale",
         above=0,
-        no_effect=_DYNAMIC_SCALE,
         same_as=SameAs("fp16.min_loss_scale", key_counts=True),
     )
-    loss_scale_window: int = flag(
+    loss_scale_window: int = _scale_flag(
         1000,
         "clean steps before the scale doubles",
         minimum=1,
-        no_effect=_DYNAMIC_SCALE,
         same_as=SameAs("fp16.loss_scale_window", key_counts=True),
     )
-    hysteresis: int = flag(
+    hysteresis: int = _scale_flag(
         2,
         "overflows before the scale halves",
         minimum=1,
-        no_effect=_DYNAMIC_SCALE,
         same_as=SameAs("fp16.hysteresis", key_counts=True),
     )
 

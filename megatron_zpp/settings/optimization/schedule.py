@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, needs, shared
+from megatron_zpp.settings.flag import NoEffect, Section, flag, flag_that_needs, shared
 from megatron_zpp.settings.optimization.optimizer import OptimizerConfig
-from megatron_zpp.settings.run import NEEDS_LOAD
+from megatron_zpp.settings.run import load_flag
 from zeropp.settings.schema import Rule, at_most, one_of
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 UNITS = ("iters", "samples", "tokens")
-_NEEDS_WSD = needs("--lr-decay-style WSD", lambda c: c.schedule.lr_decay_style == "WSD")
+_wsd_flag = flag_that_needs("--lr-decay-style WSD", lambda c: c.schedule.lr_decay_style == "WSD")
 _DECAY_IN_TOKENS = NoEffect(
     "--lr-decay-tokens counts, as in Megatron-DeepSpeed",
     when=lambda c: c.schedule.lr_decay_tokens is not None,
@@ -49,26 +49,20 @@ class ScheduleConfig(Section):
     lr_warmup_init: float = flag(
         0.0, "learning rate at the start of the warm-up", minimum=0, no_effect=_NO_WARMUP
     )
-    lr_wsd_decay_style: str = flag(
-        "exponential", "shape of WSD's last part", choices=WSD_STYLES, no_effect=_NEEDS_WSD
+    lr_wsd_decay_style: str = _wsd_flag(
+        "exponential", "shape of WSD's last part", choices=WSD_STYLES
     )
-    lr_wsd_decay_iters: int | None = flag(
-        None, "iterations of WSD's last part", minimum=0, no_effect=_NEEDS_WSD
-    )
-    lr_wsd_decay_samples: int | None = flag(
-        None, "samples of WSD's last part", minimum=0, no_effect=_NEEDS_WSD
-    )
-    override_opt_param_scheduler: bool = flag(
+    lr_wsd_decay_iters: int | None = _wsd_flag(None, "iterations of WSD's last part", minimum=0)
+    lr_wsd_decay_samples: int | None = _wsd_flag(None, "samples of WSD's last part", minimum=0)
+    override_opt_param_scheduler: bool = load_flag(
         False,
         "on resuming, these settings replace the checkpoint's",
         aliases=("override-lr-scheduler",),
-        no_effect=NEEDS_LOAD,
     )
-    use_checkpoint_opt_param_scheduler: bool = flag(
+    use_checkpoint_opt_param_scheduler: bool = load_flag(
         False,
         "on resuming, the checkpoint's settings replace these",
         aliases=("use-checkpoint-lr-scheduler",),
-        no_effect=NEEDS_LOAD,
     )
 
     rules = (

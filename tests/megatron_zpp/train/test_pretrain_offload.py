@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.settings.arguments import parse
@@ -23,7 +24,7 @@ from tests.megatron_zpp.train.training_runs import (
 )
 from tests.ranks import ranks
 from zeropp import InputError
-from zeropp.optim import offload
+from zeropp.capabilities.offload import offload
 from zeropp.ranks.topology import Environment
 
 FLAGS = "--train-iters 4 --global-batch-size 4 --micro-batch-size 1 --bf16 "
@@ -85,11 +86,12 @@ def test_host_memory_is_checked_before_the_draws_and_weights_count_once(ratio, w
         build_model(config, 50, joined, apex=None, fill=lambda _: pytest.fail("weights are filled"))
     with patch.object(offload, "free_bytes", lambda: needed):
         sharding = build_model(config, 50, joined, apex=None)
+    own = capabilities_of(config, joined)
     held = sum(each.to_local().nbytes for each in sharding.model.parameters())
     with patch.object(offload, "free_bytes", lambda: needed - held - 1), refused:
-        build_optimizer(sharding, config, joined.device, None, ())
+        build_optimizer(sharding, config, joined.device, None, own)
     with patch.object(offload, "free_bytes", lambda: needed - held):
-        build_optimizer(sharding, config, joined.device, None, ())
+        build_optimizer(sharding, config, joined.device, None, own)
 
 
 @ranks(2, timeout=180)

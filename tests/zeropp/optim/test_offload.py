@@ -22,10 +22,10 @@ from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
 from zeropp import fsdp_adapter as fsdp
+from zeropp.capabilities.offload import offload as module
+from zeropp.capabilities.offload.offload import HOST, Offload
+from zeropp.capabilities.offload.offloaded import DelayedAdam, OffloadedAdam
 from zeropp.optim import CPUAdam, FusedAdam
-from zeropp.optim import offload as module
-from zeropp.optim.offload import HOST, Offload
-from zeropp.optim.offloaded import DelayedAdam, OffloadedAdam
 
 STEPS, WITH_LOSS_SCALE = 4, 7  # optimizer steps: the scale overflows, grows and overflows in 7
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

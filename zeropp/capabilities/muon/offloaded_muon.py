@@ -10,10 +10,10 @@ from zeropp.capabilities.muon.blocks import Matrix
 from zeropp.capabilities.muon.groups import listed, muon_options
 from zeropp.capabilities.muon.matrix_step import MatrixStep, MuonOptions
 from zeropp.capabilities.muon.muon import MuonGroups
+from zeropp.capabilities.offload.master_weights import use_in_state_dicts
+from zeropp.capabilities.offload.offload import Offload
+from zeropp.capabilities.offload.offloaded import OffloadedAdam
 from zeropp.errors import InputError
-from zeropp.optim.master_weights import use_in_state_dicts
-from zeropp.optim.offload import Offload
-from zeropp.optim.offloaded import OffloadedAdam
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.sharding import Sharding
 
@@ -41,38 +41,25 @@ def offloaded_muon(
     groups: list[dict[str, Any]],
     device: torch.device,
     config: ZeroConfig,
+    adam: Mapping[str, Any],
     *,
     options: MuonOptions,
     parts: Mapping[Tensor, Matrix],
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    adam_eps: float,
     **of_muon: Any,
 ) -> OffloadedMuon:
     """Build Muon from the JSON's `offload_optimizer`, for a model that computes on `device`.
 
-    The other arguments are those of `Muon`. Raises InputError for delayed updates, and as `Offload`
-    and `Muon` do.
+    `adam` are the settings of AdamW, the other arguments those of `Muon`. Raises InputError for
+    delayed updates, and as `Offload` and `Muon` do.
     """
     if config.zeropp.delayed_param_update:
         raise InputError(
             "zeropp.delayed_param_update runs an update beside the next step, whose collectives "
             "those of Muon would meet: leave it out, or use Adam"
         )
-    placed = config.zero_optimization.offload_optimizer
-    offload = Offload(sharding, device, ratio=placed.ratio, pin_memory=placed.pin_memory)
+    offload = Offload(sharding, device, **config.masters)
     of_masters = {offload.masters[each]: matrix for each, matrix in parts.items()}
     matrices = MatrixStep(config, options, device, of_masters)
-    optimizer = OffloadedMuon(
-        offload,
-        listed(groups),
-        matrices,
-        muon_options(**of_muon),
-        lr=lr,
-        betas=betas,
-        eps=adam_eps,
-        weight_decay=weight_decay,
-    )
+    optimizer = OffloadedMuon(offload, listed(groups), matrices, muon_options(**of_muon), **adam)
     use_in_state_dicts(sharding.model, optimizer)
     return optimizer

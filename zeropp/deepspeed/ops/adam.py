@@ -41,8 +41,8 @@ class FusedAdam(adam.FusedAdam):
 class DeepSpeedCPUAdam(cpu_adam.CPUAdam):
     """Adam, or by default AdamW, on the CPU, with DeepSpeed's arguments.
 
-    `zeropp.initialize` moves the update to the CPU if the JSON's `offload_optimizer` says so; give
-    it the model before it is moved to a GPU. Raises InputError for `amsgrad`, and as
+    `zeropp.initialize` moves the update to the CPU if the JSON says so; give it the model before it
+    is moved to a GPU. Raises InputError for `amsgrad`, and as
     `zeropp.optim.CPUAdam` does.
     """
 

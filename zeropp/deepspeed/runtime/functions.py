@@ -32,7 +32,7 @@ class ZeROOptimizer(metaclass=_OfShards):
     """The kind of an engine's optimizer at stages 1 to 3, for `isinstance`."""
 
 
-class OffloadDeviceEnum(str, Enum):
+class StateDevice(str, Enum):
     """Where states may be; "nvme" is refused by the JSON."""
 
     none, cpu, nvme = "none", "cpu", "nvme"

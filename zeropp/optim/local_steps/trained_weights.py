@@ -11,7 +11,6 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.optim.local_steps.held_model import HeldModel
@@ -83,7 +82,7 @@ class TrainedWeights:
         """Return values in the order of `read` by their parameters' names, as these are sharded."""
         named = zip(self.named.items(), self._wholes(), values, strict=True)
         return {
-            name: fsdp.shard_like(parameter, joined) if isinstance(parameter, DTensor) else joined
+            name: fsdp.shard_like(parameter, joined)
             for (name, parameter), (_, whole), value in named
             for joined in [self._joined(parameter, value, whole.numel()).view(whole.shape)]
         }
@@ -103,7 +102,7 @@ class TrainedWeights:
 
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The fp32 weights of an offloaded optimizer, after its last update."""
+        """The fp32 weights that an optimizer holds in the model's place, after its last step."""
         return sharded(self.optimizer).masters
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:

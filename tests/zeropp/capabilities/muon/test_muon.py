@@ -31,8 +31,8 @@ from zeropp.capabilities.muon.newton_schulz import (
     scale,
 )
 from zeropp.capabilities.muon.offloaded_muon import offloaded_muon
+from zeropp.capabilities.offload.offloaded import offloaded_adamw
 from zeropp.optim.adam import FusedAdam
-from zeropp.optim.offloaded import offloaded_adamw
 from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.rank_group import sum_of
 
@@ -334,17 +334,17 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 def optimizer_of(sharding: Sharding, kind: str, zero: dict) -> torch.optim.Optimizer:
     """AdamW or Muon of a sharded model, on the host where the JSON says so."""
     config, device = zero_config(zero, 2), torch.device("cpu")
-    adam = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    adam = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.0, "eps": 1e-8}
     of_muon = {
         "momentum": 0.9, "nesterov": True, "ns_coefficients": JORDAN, "ns_steps": 5,
         "scale_mode": "spectral", "extra_scale_factor": 0.2,
     }  # fmt: skip
     groups = groups_of(sharding.model)
     if kind == "adam" and OFFLOADED.items() <= zero.items():
-        return offloaded_adamw(sharding, groups, device, config, eps=1e-8, **adam)
+        return offloaded_adamw(sharding, groups, device, config, **adam)
     if kind == "adam":
-        return FusedAdam(groups, eps=1e-8, **adam)
-    settings = adam | of_muon | {"adam_eps": 1e-8, "options": MuonOptions(), "parts": {}}
+        return FusedAdam(groups, **adam)
+    of_muon |= {"options": MuonOptions(), "parts": {}}
     if OFFLOADED.items() <= zero.items():
-        return offloaded_muon(sharding, groups, device, config, **settings)
-    return Muon(groups, config=config, **settings)
+        return offloaded_muon(sharding, groups, device, config, adam, **of_muon)
+    return Muon(groups, config=config, adam_eps=adam.pop("eps"), **adam, **of_muon)

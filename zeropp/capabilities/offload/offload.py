@@ -76,7 +76,7 @@ def trained_parameters(sharding: Sharding) -> list[nn.Parameter]:
 
 
 def require_host_memory(
-    sharding: Sharding, device: torch.device, ratio: float, *, pin_memory: bool, delayed: bool
+    sharding: Sharding, device: torch.device, *, ratio: float, pin_memory: bool, delayed: bool
 ) -> None:
     """Raise InputError if the host lacks memory for what `Offload` takes there; all ranks call it.
 
@@ -133,8 +133,7 @@ class Offload(ShardHolder):
     ) -> None:
         self._require_unused(sharding)
         self._compute_device, self._dtype = device, sharding.compute_dtype
-        keeps_on_host = any(fsdp.is_on_host(unit) for unit in sharding.units)
-        self._device = HOST if keeps_on_host else device  # of the weights
+        self._device = HOST if any(map(fsdp.is_on_host, sharding.units)) else device  # of weights
         self._pinned = pin_memory and device != HOST
         self._delayed, self._gradient_set = delayed, 0
         self._before_access: Callable[[], None] = lambda: None
@@ -142,7 +141,7 @@ class Offload(ShardHolder):
         # By backward pass: (gradient, what is to be added to it when the pass ends).
         self._late: dict[int, list[tuple[Tensor, Tensor]]] = {}
         trained = trained_parameters(sharding)
-        require_host_memory(sharding, device, ratio, pin_memory=pin_memory, delayed=delayed)
+        require_host_memory(sharding, device, ratio=ratio, pin_memory=pin_memory, delayed=delayed)
         devices = dict(zip(trained, master_devices(trained, ratio, device), strict=True))
         weights: dict[nn.Parameter, Tensor | None] = {}
         for unit in sharding.units:  # one after the other, so that only one is there twice
@@ -276,10 +275,9 @@ class Offload(ShardHolder):
             if self._is_separate(device):
                 rounded = self._empty(local, device, dtype)
         sets = 2 if self._delayed else 1
-        master = nn.Parameter(_sharded_like(parameter, weight))
         return Master(
             parameter=parameter,
-            weight=master,
+            weight=nn.Parameter(fsdp.shard_like(parameter, weight)),
             gradients=tuple(self._empty(local, device, torch.float32) for _ in range(sets)),
             rounded=rounded,
         )
@@ -335,7 +333,7 @@ class Offload(ShardHolder):
         record_use(mean)  # its memory belongs to the stream of the reduction
         is_first = master.weight.grad is None
         if is_first:
-            master.weight.grad = _sharded_like(master.weight, gradient)
+            master.weight.grad = fsdp.shard_like(master.weight, gradient)
         if master.device == mean.device:
             if is_first:
                 gradient.copy_(mean)
@@ -378,17 +376,11 @@ def _require_frozen(frozen: Mapping[str, nn.Parameter], *_: object) -> None:
             )
 
 
-def _sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return `local` as this rank's shard if `parameter` is sharded, else as it is."""
-    return fsdp.shard_like(parameter, local) if isinstance(parameter, DTensor) else local
-
-
 def _set_local_part(parameter: nn.Parameter, local: Tensor) -> None:
     """Replace the parameter's shard by `local`; it stays the same object."""
     if not isinstance(parameter, DTensor):  # may have weak references, which swapping refuses
         parameter.data = local
         return
-    sharded = fsdp.shard_like(parameter, local)
-    new_parameter = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    new_parameter = nn.Parameter(fsdp.shard_like(parameter, local), parameter.requires_grad)
     fsdp.inherit(new_parameter, parameter)
     torch.utils.swap_tensors(parameter, new_parameter)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropp.capabilities.offload.master_weights import use_in_state_dicts
+from zeropp.capabilities.offload.offload import HOST, Offload
 from zeropp.errors import InputError
 from zeropp.optim.adam import FusedAdam, Update
-from zeropp.optim.master_weights import use_in_state_dicts
-from zeropp.optim.offload import HOST, Offload
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.sharding import Sharding
 
@@ -30,19 +30,11 @@ def offloaded_adamw(
     Weights are moved there unless `offload_param` keeps them on the host. Raises InputError as
     `Offload` does.
     """
-    settings, delay = config.zero_optimization.offload_optimizer, config.zeropp
     if config.optimizer.params.torch_adam:
         log.info("torch_adam has no effect here: the offloaded AdamW is ours, in one pass")
-    offload = Offload(
-        sharding,
-        device,
-        ratio=settings.ratio,
-        pin_memory=settings.pin_memory,
-        delayed=delay.delayed_param_update,
-    )
-    if delay.delayed_param_update:
-        options["warmup"] = delay.delayed_param_update_warmup
-    kind = DelayedAdam if delay.delayed_param_update else OffloadedAdam
+    offload, kind = Offload(sharding, device, **config.masters), OffloadedAdam
+    if config.zeropp.delayed_param_update:
+        kind, options["warmup"] = DelayedAdam, config.zeropp.delayed_param_update_warmup
     optimizer = kind(offload, groups, **options)
     use_in_state_dicts(sharding.model, optimizer)
     return optimizer
@@ -53,6 +45,8 @@ class OffloadedAdam(FusedAdam):
 
     moments: their dtype, and the seed of their stochastic rounding, as in `CPUAdam`.
     """
+
+    why_fixed = "an offloaded optimizer holds its own copies of the weights"
 
     def __init__(
         self,
@@ -66,10 +60,7 @@ class OffloadedAdam(FusedAdam):
         self.moment_dtype, self.seed = moments
         masters = offload.masters
         master_groups = [  # frozen parameters have no master
-            {
-                **group,
-                "params": [masters.get(parameter, parameter) for parameter in group["params"]],
-            }
+            {**group, "params": [masters.get(each, each) for each in group["params"]]}
             for group in groups
         ]
         super().__init__(master_groups, copies=offload.copies, **settings)

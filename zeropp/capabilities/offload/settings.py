@@ -1,0 +1,132 @@
+"""The keys of ZeRO-Offload in the JSON, which of them contradict each other, and old names."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from zeropp.settings.json_keys import JsonSection, NoEffect, key, needs
+from zeropp.settings.placement import Placed, Placement
+from zeropp.settings.schema import Rule
+
+_ZERO = "zero_optimization."
+_STAGE = _ZERO + "stage"
+_WEIGHTS_ON = _ZERO + "offload_param.device"
+_OPTIMIZER_ON = _ZERO + "offload_optimizer.device"
+_DEVICE = {True: "cpu", False: "none"}
+_NVME = 'offload to NVMe is not available here; "cpu" and "none" are'
+_device = partial(key, "none", choices=("none", "cpu"), refused={"nvme": _NVME})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadParam(JsonSection):
+    path: ClassVar[str] = "zero_optimization.offload_param"
+
+    device: str = _device(
+        no_effect=NoEffect(
+            "only stage 3 shards the weights that would be moved to the CPU",
+            when=lambda c: c.stage != 3,
+        )
+    )
+    pin_memory: bool = key(False, no_effect=needs(_WEIGHTS_ON))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptimizer(JsonSection):
+    path: ClassVar[str] = "zero_optimization.offload_optimizer"
+
+    device: str = _device()
+    pin_memory: bool = key(False, no_effect=needs(_OPTIMIZER_ON))
+    ratio: float = key(1.0, minimum=0, maximum=1, no_effect=needs(_OPTIMIZER_ON))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offloads(JsonSection):
+    path: ClassVar[str] = "zero_optimization"
+
+    offload_param: OffloadParam = key(OffloadParam())
+    offload_optimizer: OffloadOptimizer = key(OffloadOptimizer())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedUpdate(JsonSection):
+    """`delayed_param_update`: the host's update runs beside the next step, which computes with the
+    weights before it; not in the first `delayed_param_update_warmup` steps.
+    """
+
+    path: ClassVar[str] = "zeropp"
+
+    delayed_param_update: bool = key(False)
+    delayed_param_update_warmup: int = key(
+        40, minimum=0, no_effect=needs("zeropp.delayed_param_update")
+    )
+
+
+class Offloaded(Placed, JsonSection):
+    """What the configuration says of all these keys."""
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether fp32 weights, moments and the step are on the host."""
+        return self.zero_optimization.offload_optimizer.device == "cpu"
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether the shards are on the host; in 16 bit if the optimizer is offloaded as well."""
+        return self.zero_optimization.offload_param.device == "cpu" and self.stage == 3
+
+    @property
+    def masters(self) -> dict[str, Any]:
+        """The arguments of `Offload`."""
+        placed, delayed = self.zero_optimization.offload_optimizer, self.zeropp.delayed_param_update
+        return dict(ratio=placed.ratio, pin_memory=placed.pin_memory, delayed=delayed)
+
+    @property
+    def placement(self) -> Placement:
+        """Where ranks keep their shards."""
+        weights, optimizer = self.offloads_weights, self.offloads_optimizer
+        return Placement(
+            weights="cpu" if weights else None,
+            trained="cpu" if weights or optimizer else None,
+            is_pinned=self.zero_optimization.offload_param.pin_memory,
+            keys=("offload_optimizer",) * optimizer + ("offload_param",) * weights,
+        )
+
+
+KEYS = (Offloads, DelayedUpdate, Offloaded)
+RULES = (
+    Rule(
+        (_OPTIMIZER_ON, _STAGE),
+        lambda device, stage: device != "none" and stage == 0,
+        "{} and {}: offload moves a rank's shard to the CPU; stage 0 has none, and stages 1, 2 "
+        "and 3 have one",
+    ),
+    Rule(
+        (_WEIGHTS_ON, _ZERO + "offload_optimizer.ratio", _STAGE),
+        lambda device, ratio, stage: device == "cpu" and ratio < 1 and stage == 3,
+        "{} and {}: a part of the optimizer on the device needs its weights there",
+    ),
+    Rule(
+        (_ZERO + "zero_quantized_nontrainable_weights", _WEIGHTS_ON, _STAGE),
+        lambda stored, device, stage: stored and device == "cpu" and stage == 3,
+        "{} and {}: frozen weights that are stored quantized stay on the device",
+    ),
+    Rule(
+        ("zeropp.delayed_param_update", "zeropp.sync_every"),
+        lambda delayed, interval: delayed and interval != 1,
+        "{} and {}: nodes that step alone exchange weights after an update, and a delayed one is "
+        "not done then: leave one out",
+    ),
+    Rule(
+        ("zeropp.delayed_param_update", _OPTIMIZER_ON),
+        lambda delayed, device: delayed and device != "cpu",
+        "{} and {}: the delayed update runs on the CPU, so it needs the optimizer there",
+    ),
+)
+OLD_NAMES = {  # today's names, and what true and false mean
+    f"{_ZERO}cpu_offload": ((_OPTIMIZER_ON,), _DEVICE),
+    f"{_ZERO}cpu_offload_param": ((_WEIGHTS_ON,), _DEVICE),
+    f"{_ZERO}cpu_offload_use_pin_memory": (
+        (f"{_ZERO}offload_optimizer.pin_memory", f"{_ZERO}offload_param.pin_memory"),
+        {True: True, False: False},
+    ),
+}
