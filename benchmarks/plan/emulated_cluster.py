@@ -18,7 +18,7 @@ from benchmarks.plan.cells import CheckedSet, Prediction, log_squares, read_cell
 from benchmarks.plan.cpu_steps import Blocking, Host
 from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.planner.parts.planned_run import PlannedRun, plan_run
-from megatron_zpp.planner.timing.links import HopTime, Message
+from megatron_zpp.planner.timing.links import HopTime, Load
 from megatron_zpp.planner.timing.messages import UnitMessages, unit_messages
 from megatron_zpp.planner.timing.timeline import Collective, UnitWork, step_seconds
 from megatron_zpp.settings.arguments import parse
@@ -83,7 +83,7 @@ class Work:
         forward = computing / num_micro_batches / PASSES / (len(self.messages) - 1)
         reduces = GLOO_REDUCE_SCATTER if self.blocks else 1
 
-        def collective(hops: Sequence[Message], factor: int = 1) -> Collective:
+        def collective(hops: Sequence[Load], factor: int = 1) -> Collective:
             return self._collective(hops, factor, _rate(cell), cost)
 
         works = [
@@ -104,7 +104,7 @@ class Work:
         return step_seconds(kind, works[:-1], works[-1], num_micro_batches)
 
     def _collective(
-        self, hops: Sequence[Message], factor: int, rate: float | None, cost: ProcessorCost
+        self, hops: Sequence[Load], factor: int, rate: float | None, cost: ProcessorCost
     ) -> Collective:
         """Return a collective of `factor` times the bytes of `hops`.
 
@@ -229,7 +229,7 @@ def _packet_cost(rows: Sequence[Cell]) -> tuple[tuple[float, ...], str]:
     )
 
 
-def _bytes_of_all(hop: Message) -> float:
+def _bytes_of_all(hop: Load) -> float:
     """Return the bytes that all ranks send in a hop, each of which gloo copies."""
     return (hop.near_bytes * PER_NODE + hop.far_bytes) * NODES
 
@@ -265,6 +265,6 @@ def _work(name: str, seq: int, micro_batches: int) -> Work:
     nodes = Nodes.of(range(RANKS), PER_NODE)
     run = plan_run(replace(config, zero=zero), VOCABULARY, nodes, is_cpu=True)
     plan = run.plan.plain() if name == FSDP2 else run.plan
-    edges = [0, *accumulate(len(unit.parts) for unit in run.planned)]
+    edges = [0, *accumulate(len(unit.parts) for unit in run.units)]
     messages = tuple(unit_messages(plan, plan.units[first:last]) for first, last in pairwise(edges))
     return Work(run=run, messages=messages, blocks=name == FSDP2)

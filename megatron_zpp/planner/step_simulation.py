@@ -308,8 +308,8 @@ def _chunks(run: PlannedRun, activations: Sequence[Activations]) -> list[_Chunk]
     """Return the stages of a rank, with the places of their units."""
     chunks, first = [], 0
     moe_layers = run.config.model.moe_layers
-    for stage, each in zip(run.stages, activations, strict=True):
-        root = next(i for i in range(first, len(run.units)) if run.units[i].layer is None)
+    for stage, of_stage, each in zip(run.stages, run.units_of_stages, activations, strict=True):
+        root = first + len(of_stage) - 1
         units = range(first, root)
         memory = [each.blocks[moe_layers[layer]] for layer in stage.layers]
         chunks.append(

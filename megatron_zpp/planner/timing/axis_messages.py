@@ -12,23 +12,10 @@ from megatron_zpp.planner.node_traffic import axis_forecast
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.planner.timing.hardware import Rates
-from megatron_zpp.planner.timing.links import Load, exchange, ring
-from megatron_zpp.planner.timing.messages import ALL_REDUCE_RINGS
+from megatron_zpp.planner.timing.links import ALL_REDUCE_RINGS, Load, exchange, ring
 from zeropp.wire.rank_group import EXCHANGE, REDUCE, Message
 
 PIPELINE = "pipeline"
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """A message that is sent several times, one after the other."""
-
-    load: Load
-    times: float
-
-    def seconds(self, rates: Rates) -> float:
-        """Return how long the links are occupied."""
-        return self.times * self.load.hop(rates).seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +25,19 @@ class StageMessages:
     onward: activations to the stage after this one. back: their gradients to the one before.
     """
 
-    layer_forward: tuple[Repeated, ...]
-    layer_backward: tuple[Repeated, ...]
-    ends_forward: tuple[Repeated, ...]
-    ends_backward: tuple[Repeated, ...]
-    onward: tuple[Repeated, ...]
-    back: tuple[Repeated, ...]
+    layer_forward: tuple[Load, ...]
+    layer_backward: tuple[Load, ...]
+    ends_forward: tuple[Load, ...]
+    ends_backward: tuple[Load, ...]
+    onward: tuple[Load, ...]
+    back: tuple[Load, ...]
 
 
 def stage_messages(run: PlannedRun, stage: Part) -> StageMessages:
     """Return the messages of a micro-batch in a stage of a rank."""
     messages = [each for each in axis_forecast(run).messages(stage) if each.times]
 
-    def chosen(
-        *, is_pipeline: bool, is_forward: bool, in_layers: bool = False
-    ) -> tuple[Repeated, ...]:
+    def chosen(*, is_pipeline: bool, is_forward: bool, in_layers: bool = False) -> tuple[Load, ...]:
         return repeated(
             (
                 each
@@ -74,11 +59,9 @@ def stage_messages(run: PlannedRun, stage: Part) -> StageMessages:
     )
 
 
-def repeated(
-    messages: Iterable[Message], ranks: PlannedRanks, parts: int = 1
-) -> tuple[Repeated, ...]:
+def repeated(messages: Iterable[Message], ranks: PlannedRanks, parts: int = 1) -> tuple[Load, ...]:
     """Return how messages occupy links, each of which is spread over equal parts."""
-    return tuple(Repeated(load_of(each, ranks), each.times / parts) for each in messages)
+    return tuple(replace(load_of(each, ranks), times=each.times / parts) for each in messages)
 
 
 def load_of(message: Message, ranks: PlannedRanks) -> Load:
@@ -96,6 +79,6 @@ def load_of(message: Message, ranks: PlannedRanks) -> Load:
     return ring(rings * len(members), rings * num_nodes, near, far)
 
 
-def seconds_of(messages: Iterable[Repeated], rates: Rates) -> float:
+def seconds_of(messages: Iterable[Load], rates: Rates) -> float:
     """Return how long messages take, one after the other."""
     return sum(each.seconds(rates) for each in messages)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from megatron_zpp.planner.timing.hardware import Protocol, Rates
 
+ALL_REDUCE_RINGS = 2  # it is a reduce-scatter and an all-gather
+
 
 @dataclass(frozen=True)
 class HopTime:
@@ -26,22 +28,28 @@ class HopTime:
 class Load:
     """What one hop puts on the links: bytes that a rank sends near, bytes that a node sends far.
 
-    `near_hops` and `far_hops` are the hops one after the other that add latency.
+    `near_hops` and `far_hops` are the hops one after the other that add latency. `times`: how often
+    it is sent, one after the other.
     """
 
     near_bytes: float = 0.0
     far_bytes: float = 0.0
     near_hops: int = 0
     far_hops: int = 0
+    times: float = 1
 
     @property
     def is_empty(self) -> bool:
         return not (self.near_bytes or self.far_bytes)
 
     def hop(self, rates: Rates) -> HopTime:
-        """Return how long the links are occupied, by the fastest protocol."""
+        """Return how long the links are occupied once, by the fastest protocol."""
         hops = [self._by(protocol, rates) for protocol in rates.protocols]
         return min(hops, key=lambda hop: hop.seconds)
+
+    def seconds(self, rates: Rates) -> float:
+        """Return how long the links are occupied, all times."""
+        return self.times * self.hop(rates).seconds
 
     def _by(self, protocol: Protocol, rates: Rates) -> HopTime:
         latency = protocol.start + self.near_hops * protocol.near + self.far_hops * protocol.far

@@ -43,8 +43,8 @@ def test_messages_add_up_to_the_forecast(flags):
                 (sent.ends_forward, count), (sent.ends_backward, count), (sent.onward, count),
                 (sent.back, count), (sent_once, 1 / len(run.stages)),
             ):  # fmt: skip
-                near += times * sum(each.times * each.load.near_bytes for each in messages)
-                far += times * sum(each.times * each.load.far_bytes for each in messages)
+                near += times * sum(each.times * each.near_bytes for each in messages)
+                far += times * sum(each.times * each.far_bytes for each in messages)
         node = node_of(run)
         expected = {
             hop: sum(node[axis, hop] for axis in ("tensor", "context", "pipeline")) for hop in HOPS

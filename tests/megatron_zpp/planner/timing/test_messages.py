@@ -6,8 +6,9 @@ import pytest
 
 from megatron_zpp.planner.parts.planned_run import plan_run
 from megatron_zpp.planner.timing.hardware import Description, find_cluster
+from megatron_zpp.planner.timing.messages import unit_messages
 from megatron_zpp.planner.timing.step_time import step_time
-from megatron_zpp.planner.timing.unit_work import RankWork, StepWork
+from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.settings.arguments import parse
 from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.rank_group import Nodes
@@ -46,7 +47,8 @@ def test_messages_add_up_to_the_forecast(zero, zeropp, tmp_path):
     count = run.num_micro_batches
     assert count == 3
     near = far = 0.0
-    for _, unit in RankWork(run, 256)._units[0]:
+    for planned_unit in run.units:
+        unit = unit_messages(run.plan, planned_unit.parts)
         for messages, times in (
             (unit.first_gather, 1), (unit.later_gather, count - 1), (unit.backward_gather, count),
             (unit.reduction, 1), (unit.early_reduction, count - 1),
