@@ -61,10 +61,15 @@ class PlannedRun:
         """Return the number of ranks of the data axis, over which weights are sharded."""
         return self.plan.num_ranks
 
-    @property
-    def num_layers(self) -> int:
-        """Return the number of layers of this rank's stages."""
-        return sum(len(stage.layers) for stage in self.stages)
+    @cached_property
+    def trained(self) -> int:
+        """Return the trained elements of this rank's padded shards."""
+        return sum(unit.trained for unit in self.units)
+
+    @cached_property
+    def frozen(self) -> int:
+        """Return the frozen bytes of this rank's padded shards."""
+        return sum(unit.frozen for unit in self.units)
 
     @property
     def shards(self) -> Iterator[tuple[nn.Parameter, ShardSpec]]:

@@ -1,5 +1,6 @@
 """The work of a step's units on given hardware, and how long the step takes."""
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 
 from megatron_zpp.model.part import Part
@@ -8,8 +9,10 @@ from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Units
 from megatron_zpp.planner.parts.planned_unit import Unit
 from megatron_zpp.planner.timing.axis_messages import (
-    StageMessages,
-    repeated,
+    AT_ENDS,
+    IN_LAYER,
+    PIPELINE,
+    load_of,
     seconds_of,
     stage_messages,
 )
@@ -123,22 +126,22 @@ class RankWork:
                 partial(kind, sending_share=rates.sending_share),
                 blocks,
                 root,
-                seconds_of(messages.onward, rates),
-                seconds_of(messages.back, rates),
+                seconds_of(messages[PIPELINE, True], rates),
+                seconds_of(messages[PIPELINE, False], rates),
             )
             for (blocks, root), messages in zip(works, self._stage_messages, strict=True)
         ]
 
     def after_passes(self, rates: Rates) -> float:
         """Return the seconds of what follows the passes: gradients of other axes, the update."""
-        trained = sum(unit.trained for unit in self.run.units)
-        update = update_seconds(trained, rates) + optimizer_seconds(self.run.optimizer, rates)
+        run = self.run
+        update = update_seconds(run.trained, rates) + optimizer_seconds(run.optimizer, rates)
         return seconds_of(self._gradient_messages, rates) + update
 
     def _stage_works(
         self,
         stage: Part,
-        messages: StageMessages,
+        messages: Mapping[tuple[str, bool], Sequence[Load]],
         units: Units,
         rates: Rates,
         *,
@@ -146,14 +149,14 @@ class RankWork:
     ) -> Works:
         works: dict[tuple[Unit, Passes], UnitWork] = {}
         result = []
-        forward, backward = messages.layer_forward, messages.layer_backward
-        in_layer = Passes(seconds_of(forward, rates), seconds_of(backward, rates))
-        forward, backward = messages.ends_forward, messages.ends_backward
-        at_ends = Passes(seconds_of(forward, rates), seconds_of(backward, rates))
+        waiting = {
+            where: Passes(*(seconds_of(messages[where, each], rates) for each in (True, False)))
+            for where in (AT_ENDS, IN_LAYER)
+        }
         for layer, unit in units:
             passes = self._passes(stage, layer, unit, rates)
             if not unit.is_experts:
-                passes += at_ends if layer is None else in_layer
+                passes += waiting[AT_ENDS if layer is None else IN_LAYER]
             key = unit, passes
             if key not in works:
                 works[key] = self._unit_work(unit, passes, rates, quantizing=quantizing)
@@ -161,13 +164,13 @@ class RankWork:
         return result[:-1], result[-1]
 
     @cached_property
-    def _stage_messages(self) -> list[StageMessages]:
+    def _stage_messages(self) -> list[Mapping[tuple[str, bool], Sequence[Load]]]:
         return [stage_messages(self.run, stage) for stage in self.run.stages]
 
     @cached_property
-    def _gradient_messages(self) -> tuple[Load, ...]:
+    def _gradient_messages(self) -> list[Load]:
         """What is sent once per step: gradients that ranks of an axis have parts of."""
-        return repeated(gradient_messages(self.run), self.run.ranks)
+        return [load_of(each, self.run.ranks) for each in gradient_messages(self.run)]
 
     @cached_property
     def _messages(self) -> dict[Unit, UnitMessages]:

@@ -118,7 +118,7 @@ def test_frozen_weights_become_codes_one_after_the_other(tmp_path):
     path = tmp_path / "zeropp.json"
     path.write_text(json.dumps({"zero_optimization": STORED} | BF16))
     predicted = assert_peak_is_foretold(f"{MODEL}{LORA} 2 --deepspeed-config {path}")
-    assert predicted.host[WEIGHTS] < 2 * predicted.model.num_parameters()
+    assert predicted.host[WEIGHTS] < 2 * predicted.run.model.whole.num_parameters()
 
 
 def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_zpp.planner.node_traffic import gradient_messages, node_of
 from megatron_zpp.planner.parts.planned_run import plan_places
-from megatron_zpp.planner.timing.axis_messages import repeated, stage_messages
+from megatron_zpp.planner.timing.axis_messages import IN_LAYER, load_of, stage_messages
 from megatron_zpp.planner.timing.hardware import Description, find_cluster
 from megatron_zpp.planner.timing.step_time import step_time
 from megatron_zpp.planner.timing.unit_work import StepWork
@@ -35,16 +35,13 @@ def test_messages_add_up_to_the_forecast(flags):
     for run, _ in places(flags):
         near = far = 0.0
         count = run.num_micro_batches
-        sent_once = repeated(gradient_messages(run), run.ranks)
+        sent = [(1, [load_of(each, run.ranks) for each in gradient_messages(run)])]
         for stage in run.stages:
-            sent, in_layers = stage_messages(run, stage), count * len(stage.layers)
-            for messages, times in (
-                (sent.layer_forward, in_layers), (sent.layer_backward, in_layers),
-                (sent.ends_forward, count), (sent.ends_backward, count), (sent.onward, count),
-                (sent.back, count), (sent_once, 1 / len(run.stages)),
-            ):  # fmt: skip
-                near += times * sum(each.times * each.near_bytes for each in messages)
-                far += times * sum(each.times * each.far_bytes for each in messages)
+            for (where, _), loads in stage_messages(run, stage).items():
+                sent.append((count * (len(stage.layers) if where == IN_LAYER else 1), loads))
+        for times, loads in sent:
+            near += times * sum(each.times * each.near_bytes for each in loads)
+            far += times * sum(each.times * each.far_bytes for each in loads)
         node = node_of(run)
         expected = {
             hop: sum(node[axis, hop] for axis in ("tensor", "context", "pipeline")) for hop in HOPS
