@@ -1,8 +1,10 @@
 """A model on the meta device, and the parts of it that the ranks of a planned run have."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import Config
 
 META = torch.device("meta")
+Kept = TypeVar("Kept")
 
 
 class MetaModel:
@@ -28,12 +31,13 @@ class MetaModel:
         self._config, self._vocab_size = config, vocab_size
         self._adapted = Part(lora=config.lora if config.lora.lora_rank else None)
         self.whole = self._build(GPT, self._adapted)
-        self._split: dict[tuple, GPT] = {}
-        self._ends: dict[tuple, GPT] = {}
-        self._alike: dict[tuple, tuple[int, ...]] = {}
-        self._parameters: dict[tuple, tuple[tuple[int | None, nn.Parameter], ...]] = {}
-        self._partial: dict[tuple, frozenset[nn.Parameter]] = {}
-        self._optimizers: dict[tuple, PlannedOptimizer] = {}
+        self._kept: dict[tuple, Any] = {}
+
+    def _once(self, make: Callable[[], Kept], *key: object) -> Kept:
+        """Return what `make` has returned for the same key."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def stages(self, ranks: PlannedRanks) -> list[Part]:
         """Return the stages of a rank."""
@@ -43,21 +47,18 @@ class MetaModel:
 
     def split(self, ranks: PlannedRanks) -> GPT:
         """Return all layers, with a rank's parts of their matrices."""
-        key = _axes_key(ranks)
-        if key not in self._split:
-            is_whole = ranks.tensor_size == ranks.context_size == ranks.expert_ranks == 1
-            self._split[key] = self.whole if is_whole else self._build(GPT, self._adapted, ranks)
-        return self._split[key]
+        if ranks.tensor_size == ranks.context_size == ranks.expert_ranks == 1:
+            return self.whole
+        return self._once(lambda: self._build(GPT, self._adapted, ranks), "all", _axes_key(ranks))
 
     def ends(self, ranks: PlannedRanks, stage: Part) -> GPT:
         """Return what a stage has beside its blocks, which one stands for that does nothing."""
-        key = _axes_key(ranks), stage.is_first, stage.is_last
-        if key not in self._ends:
-            part = Part(layers=range(1), is_first=stage.is_first, is_last=stage.is_last)
-            model = self._build(Ends, part, ranks)
-            model.requires_grad_(self.whole.tokens.weight.requires_grad)
-            self._ends[key] = model
-        return self._ends[key]
+        part = Part(layers=range(1), is_first=stage.is_first, is_last=stage.is_last)
+        trains = self.whole.tokens.weight.requires_grad
+        return self._once(
+            lambda: self._build(Ends, part, ranks).requires_grad_(trains),
+            (_axes_key(ranks), stage.is_first, stage.is_last),
+        )
 
     def root(self, ranks: PlannedRanks, stage: Part) -> nn.Module:
         """Return a module of what a stage has beside its blocks, with a rank's parts of it."""
@@ -72,38 +73,34 @@ class MetaModel:
 
     def alike(self, ranks: PlannedRanks) -> tuple[int, ...]:
         """Return for each layer the first one that has parameters of the same names and shapes."""
-        key = _axes_key(ranks)
-        if key not in self._alike:
-            first: dict[tuple, int] = {}
-            self._alike[key] = tuple(
-                first.setdefault(_shapes(block), layer)
-                for layer, block in enumerate(self.split(ranks).blocks)
-            )
-        return self._alike[key]
+        blocks = self.split(ranks).blocks
+
+        def firsts() -> tuple[int, ...]:
+            found: dict[tuple, int] = {}
+            return tuple(found.setdefault(_shapes(each), i) for i, each in enumerate(blocks))
+
+        return self._once(firsts, "alike", _axes_key(ranks))
 
     def parameters(self, ranks: PlannedRanks) -> tuple[tuple[int | None, nn.Parameter], ...]:
         """Return each parameter in order, as its layer, if any, and its like in the first alike."""
-        key = _axes_key(ranks)
-        if key not in self._parameters:
-            named, alike = dict(self.split(ranks).named_parameters()), self.alike(ranks)
-            result: list[tuple[int | None, nn.Parameter]] = []
+        alike = self.alike(ranks)
+
+        def found() -> Iterator[tuple[int | None, nn.Parameter]]:
+            named = dict(self.split(ranks).named_parameters())
             for name, parameter in named.items():
                 if name.startswith("blocks."):
                     _, layer, inside = name.split(".", 2)
-                    like = named[f"blocks.{alike[int(layer)]}.{inside}"]
-                    result.append((int(layer), like))
+                    yield int(layer), named[f"blocks.{alike[int(layer)]}.{inside}"]
                 else:
-                    result.append((None, parameter))
-            self._parameters[key] = tuple(result)
-        return self._parameters[key]
+                    yield None, parameter
+
+        return self._once(lambda: tuple(found()), "parameters", _axes_key(ranks))
 
     def partial(self, ranks: PlannedRanks) -> frozenset[nn.Parameter]:
         """Return the parameters of whose gradients each tensor rank computes a term."""
-        key = _axes_key(ranks)
-        if key not in self._partial:
-            splits_rows = ranks.parallel.sequence_parallel
-            self._partial[key] = frozenset(partial_parameters(self.split(ranks), splits_rows))
-        return self._partial[key]
+        model, splits_rows = self.split(ranks), ranks.parallel.sequence_parallel
+        found = partial(frozenset, partial_parameters(model, splits_rows))
+        return self._once(found, "partial", _axes_key(ranks))
 
     def optimizer(
         self,
@@ -118,10 +115,8 @@ class MetaModel:
         layers = tuple(stage.layers for stage in stages)
         nodes = ranks.data_nodes, ranks.expert_nodes, is_sharded
         key = kind, _axes_key(ranks), layers, nodes, kind.key(config)
-        if key not in self._optimizers:
-            model = self.split(ranks)
-            self._optimizers[key] = kind(config, model, ranks, stages, is_sharded=is_sharded)
-        return self._optimizers[key]
+        make = partial(kind, config, self.split(ranks), ranks, stages, is_sharded=is_sharded)
+        return self._once(make, *key)
 
     def _build(self, kind: type[GPT], part: Part, ranks: PlannedRanks | None = None) -> GPT:
         if ranks is not None:
