@@ -1,11 +1,13 @@
-"""What --dry-run predicts is what the fullest moment of real steps holds."""
+"""What --dry-run says of ranks that are not there: shares, sums over nodes, what is offloaded."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch.distributed as dist
 
 from benchmarks.memory.dry_run import VOCABULARY
+from benchmarks.shared.pretrain_run import cpu_ranks
 from megatron_zpp.planner.estimate import (
     ACTIVATIONS,
     GATHERED,
@@ -15,110 +17,69 @@ from megatron_zpp.planner.estimate import (
     WEIGHTS,
     estimate,
 )
+from megatron_zpp.planner.node_traffic import mean_of_nodes, node_of
+from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
+from megatron_zpp.recipe.activation_forecast import activation_traffic
+from megatron_zpp.recipe.model import build_model
 from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.interchange.family_flags import FLAGS
-from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold
+from tests.megatron_zpp.parallel.flags import CP2, EP2, EP4, PP2, PP4, SP, TP2, TWO_STAGES
 from tests.ranks import ranks
+from zeropp.errors import InputError
+from zeropp.sharding.plan import Plan
 from zeropp.wire.rank_group import Nodes
 
 MODEL = (
-    "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0 "
-    "--attention-dropout 0 --micro-batch-size 2 "
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --hidden-dropout 0 "
+    "--attention-dropout 0 --bf16 --mock-data --lr 1 --train-iters 1 "
 )
-BF16 = {"bf16": {"enabled": True}}
-PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-
-
-@ranks(4)
-def test_the_fullest_moment_is_foretold():
-    flags = "--zero-stage 3 --bf16 --global-batch-size 16 --recompute-granularity full"
-    assert_peak_is_foretold(MODEL + flags)
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --num-query-groups 2 "
+)
+MOE = (
+    "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+    "--moe-layer-freq [0,1,1,1] "
+)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        "--zero-stage 0 --bf16 --global-batch-size 8",
-        "--zero-stage 2 --bf16 --global-batch-size 4 --cpu-optimizer",
-        "--zero-stage 1 --global-batch-size 8 --recompute-granularity selective",
-        "--zero-stage 3 --global-batch-size 4 --swiglu --position-embedding-type rope",
-        f"--zero-stage 3 --global-batch-size 4 {FLAGS['olmo2']}",
-        f"--zero-stage 3 --global-batch-size 4 {FLAGS['gemma2']}",
-        f"--zero-stage 3 --global-batch-size 4 {FLAGS['bloom']}",
+        TP2 + SP + PP2,
+        PP2 + TWO_STAGES + LLAMA,
+        CP2 + TP2,
+        MOE + EP2,
+        MOE + EP4 + TP2 + SP,
+        MOE + EP2 + PP2,
     ],
 )
-@ranks(2)
-def test_on_two_ranks_and_with_other_models(flags):
-    assert_peak_is_foretold(MODEL + flags)
-
-
-@ranks(1)
-def test_one_rank_in_fp32_has_no_engine_and_offloads_too():
-    for flags in ("--global-batch-size 6", "--zero-stage 2 --cpu-optimizer --global-batch-size 4"):
-        assert_peak_is_foretold(MODEL + flags)
-
-
-@pytest.mark.parametrize(("once", "batch"), [(False, 8), (True, 24)])
-@ranks(4, ranks_per_node=2)
-def test_zeropp_too_with_the_copies_of_a_node(once, batch, tmp_path):
+@ranks(4, timeout=120)
+def test_the_forecast_of_a_planned_rank_is_that_of_the_rank(flags, tmp_path):
+    """Also of bytes: what the dry run says of a node is what its ranks send."""
     path = tmp_path / f"{dist.get_rank()}.json"
-    zero = {"stage": 3, **PLUS, "zero_hpz_partition_size": 2}
-    settings = BF16 | {"zeropp": {"reduce_gradients_once": once}}
-    path.write_text(json.dumps({"zero_optimization": zero} | settings))
-    assert_peak_is_foretold(f"{MODEL}--global-batch-size {batch} --deepspeed-config {path}")
+    path.write_text(json.dumps({"zeropp": {"ranks_per_node": 2}}))
+    text = f"--micro-batch-size 2 --zero-stage 3 --global-batch-size 8 {flags}"
+    config = parse(f"{MODEL}{text} --deepspeed-config {path}".split(), 4)
+    started = cpu_ranks(config)
+    sharding = build_model(config, VOCABULARY, started, apex=None)
+    nodes, place = Nodes.of(range(4), 2), started.pipeline_place
+    run = plan_run(config, VOCABULARY, nodes, is_cpu=True, place=place)
+    assert run.num_ranks == 1 or Counter(planned(sharding.plan)) == Counter(planned(run.plan))
+    count = run.num_micro_batches
+    sent = Counter(activation_traffic(config, started, sharding, count))
+    sent.update(sharding.expected_traffic(count))
+    everywhere = [None] * 4
+    dist.all_gather_object(everywhere, sent)
+    expected = mean_of_nodes(plan_places(config, VOCABULARY, nodes, is_cpu=True))
+    for key, num_bytes in sum(everywhere, Counter()).items():
+        assert expected[key] == pytest.approx(num_bytes / 2)
 
 
-@ranks(2)
-def test_an_update_beside_the_next_step_has_its_own_gradients_and_copies(tmp_path):
-    path = tmp_path / f"{dist.get_rank()}.json"
-    late = {"delayed_param_update": True, "delayed_param_update_warmup": 0}
-    for settings, ratio in (({}, 1.0), (BF16, 1.0), ({}, 0.4), (BF16, 0.0)):
-        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
-        path.write_text(json.dumps({"zero_optimization": zero, "zeropp": late} | settings))
-        assert_peak_is_foretold(f"{MODEL}--global-batch-size 8 --deepspeed-config {path}")
-
-
-@ranks(1)
-def test_one_rank_in_fp32_with_its_weights_on_the_host():
-    flags = "--zero-stage 3 --cpu-optimizer --remote-device cpu --global-batch-size 6"
-    assert_peak_is_foretold(MODEL + flags)
-
-
-LORA = "--lora-rank 4 --pretrained-checkpoint m --global-batch-size"
-STORED = {"stage": 3, "zero_quantized_nontrainable_weights": True}
-
-
-@pytest.mark.parametrize(
-    ("zero", "more"),
-    [
-        ({"stage": 2}, {}),
-        (STORED | {"stage": 1}, {"zeropp": {"nontrainable_weight_bits": 4}}),
-        (STORED | {"offload_optimizer": {"device": "cpu"}}, BF16),
-    ],
-    ids=["numbers", "INT4", "offloaded"],
-)
-@ranks(2)
-def test_adapters_beside_frozen_weights(zero, more, tmp_path):
-    path = tmp_path / f"{dist.get_rank()}.json"
-    path.write_text(json.dumps({"zero_optimization": zero} | more))
-    assert_peak_is_foretold(f"{MODEL}{LORA} 8 --deepspeed-config {path}")
-
-
-@ranks(4, ranks_per_node=2)
-def test_adapters_beside_the_codes_that_a_node_keeps(tmp_path):
-    path = tmp_path / f"{dist.get_rank()}.json"
-    zero = STORED | {"zero_hpz_partition_size": 2}
-    path.write_text(json.dumps({"zero_optimization": zero} | BF16))
-    assert_peak_is_foretold(f"{MODEL}{LORA} 16 --deepspeed-config {path}")
-
-
-@ranks(1)
-def test_frozen_weights_become_codes_one_after_the_other(tmp_path):
-    """All of them as numbers would be more than a step takes, where little is computed."""
-    path = tmp_path / "zeropp.json"
-    path.write_text(json.dumps({"zero_optimization": STORED} | BF16))
-    predicted = assert_peak_is_foretold(f"{MODEL}{LORA} 2 --deepspeed-config {path}")
-    assert predicted.host[WEIGHTS] < 2 * predicted.run.model.whole.num_parameters()
+def predict(flags, count=8, per_node=4):
+    """The estimate of a small GPT on GPUs that are not there."""
+    text = f"{MODEL}--micro-batch-size 1 --global-batch-size 48 {flags}"
+    nodes = Nodes.of(range(count), min(count, per_node))
+    return estimate(parse(text.split(), count), VOCABULARY, nodes, is_cpu=False)
 
 
 def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_path):
@@ -169,12 +130,64 @@ def test_more_ranks_recomputing_and_stage_3_take_less():
         < whole.device[ACTIVATIONS]
     )
     assert predict("--zero-stage 3").device[GATHERED] < whole.device[GATHERED] / 2
-    assert predict("--zero-stage 2", count=8).device[MOMENTS] < whole.device[MOMENTS] / 1.9
+    assert whole.device[MOMENTS] < predict("--zero-stage 2", count=4).device[MOMENTS] / 1.9
 
 
-def predict(flags, count=4):
-    """The estimate of a small GPT on GPUs that are not there."""
-    text = f"{MODEL}--bf16 --mock-data --lr 1 --train-iters 1 --global-batch-size 32 {flags}"
-    config = parse(text.replace("--micro-batch-size 2", "--micro-batch-size 1").split(), count)
-    nodes = Nodes(num_ranks=count, ranks_per_node=count)
-    return estimate(config, VOCABULARY, nodes, is_cpu=False)
+def test_states_are_divided_by_all_axes():
+    whole = predict("--zero-stage 0")
+    for flags in (TP2 + SP, PP2, TP2 + PP2, CP2 + "--zero-stage 3"):
+        split = predict(f"--zero-stage 1 {flags}" if "stage" not in flags else flags)
+        parameters = split.device[WEIGHTS] / 4 * 8
+        assert split.device[MOMENTS] == 2 * split.device[WEIGHTS]
+        assert 0.99 <= parameters / (whole.device[WEIGHTS] / 4) < 1.35  # ends of pipelines, norms
+
+
+def test_a_pipeline_holds_activations_of_as_many_micro_batches_as_it_has_ranks():
+    alone = predict("--zero-stage 1 --num-layers 16").device[ACTIVATIONS]
+    for size in (2, 4):
+        flags = f"--zero-stage 1 --num-layers 16 --pipeline-model-parallel-size {size}"
+        assert predict(flags).device[ACTIVATIONS] == pytest.approx(alone, rel=0.1)
+    chunks = predict(f"--zero-stage 1 --num-layers 16 {PP4}{TWO_STAGES}")
+    # 2 (P - 1) + (V - 1) P + 1 = 11 passes through half of a rank's layers, not 4 through all.
+    assert chunks.device[ACTIVATIONS] / alone == pytest.approx(11 / 8, rel=0.12)
+
+
+def test_sequences_and_their_activations_are_divided():
+    whole = predict("--zero-stage 1").device[ACTIVATIONS]
+    for flags in (CP2, TP2 + SP):
+        assert predict(f"--zero-stage 1 {flags}").device[ACTIVATIONS] < 0.62 * whole
+    assert 0.62 * whole < predict(f"--zero-stage 1 {TP2}").device[ACTIVATIONS] < whole
+
+
+@pytest.mark.parametrize(("count", "per_node"), [(8, 4), (16, 8), (16, 4), (8, 1)])
+@pytest.mark.parametrize("chunks", ["", TWO_STAGES])
+def test_a_pipeline_over_nodes_sends_what_all_its_places_do(count, per_node, chunks):
+    flags = "--num-layers 16 --pipeline-model-parallel-size 8 --zero-stage 1 " + chunks
+    text = f"{MODEL}--micro-batch-size 2 --global-batch-size 32 {flags}"
+    config = parse(text.split(), count)
+    nodes = Nodes.of(range(count), per_node)
+    total = Counter()
+    for place in range(8):
+        total.update(node_of(plan_run(config, VOCABULARY, nodes, is_cpu=False, place=place)))
+    mean = mean_of_nodes(plan_places(config, VOCABULARY, nodes, is_cpu=False))
+    assert mean["pipeline", "across_nodes"] > 0
+    assert mean == {key: pytest.approx(sent / 8) for key, sent in total.items()}
+
+
+def test_stages_that_nodes_cannot_hold_alike_are_refused():
+    with pytest.raises(InputError, match="the nodes would have 4, 2 of them"):
+        predict("--zero-stage 1 --num-layers 6 --pipeline-model-parallel-size 2", 12, 4)
+
+
+def planned(plan: Plan) -> list[tuple]:
+    """What is planned of each unit, whoever cuts it."""
+    return [
+        (
+            frozenset(Counter(unit.specs).items()),
+            unit.is_root,
+            unit.regathers,
+            unit.axis.weights,
+            unit.dtype,
+        )
+        for unit in plan.units
+    ]

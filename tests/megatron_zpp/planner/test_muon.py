@@ -19,7 +19,6 @@ from megatron_zpp.settings.arguments import parse
 from megatron_zpp.train.build import run_facts
 from megatron_zpp.train.inputs import TRAIN
 from tests.megatron_zpp.parallel.flags import EP2, EP4, NO_DROPOUT, PP2, SP, TP2, TWO_STAGES
-from tests.megatron_zpp.planner.peaks import assert_peak_is_foretold
 from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
 from zeropp.optim.sharded_optimizer import OPTIMIZER
@@ -72,17 +71,6 @@ def test_the_ledger_is_the_forecast(flags: str, zero: dict, muon: dict, tmp_path
     assert any(sent.values())
     if not muon.keys() & EVERY.keys():
         assert foretold.optimizer_flops == busiest
-
-
-@ranks(4, timeout=120, ranks_per_node=2)
-def test_the_fullest_moment_is_foretold(tmp_path: Path) -> None:
-    path = tmp_path / f"{dist.get_rank()}.json"
-    path.write_text(json.dumps({"zero_optimization": ZERO3}))
-    assert_peak_is_foretold(
-        "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --swiglu "
-        "--disable-bias-linear --micro-batch-size 2 --global-batch-size 24 --bf16 --optimizer muon "
-        f"{NO_DROPOUT} --deepspeed-config {path}"
-    )
 
 
 def test_the_plan_adds_what_muon_takes_to_the_time_of_adam() -> None:
