@@ -13,8 +13,8 @@ from megatron_zpp.planner.node_traffic import axis_forecast
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.planner.timing.hardware import Rates
-from megatron_zpp.planner.timing.links import ALL_REDUCE_RINGS, Load, exchange, ring
-from zeropp.wire.rank_group import EXCHANGE, REDUCE, Message
+from megatron_zpp.planner.timing.links import Load, collective
+from zeropp.wire.rank_group import Message
 
 IN_LAYER, AT_ENDS, PIPELINE = "layer", "ends", "pipeline"  # where: the last is a purpose, too
 
@@ -44,12 +44,9 @@ def load_of(message: Message, ranks: PlannedRanks, parts: int = 1) -> Load:
     # All ranks of a node that compute the same stage send at once, each in its own group.
     senders = min(ranks.nodes.ranks_per_node, ranks.num_ranks // ranks.pipeline_size)
     far = sum(each.get("across_nodes", 0) for each in sent) / len(members) * senders
-    times = message.times / parts
-    if message.kind == EXCHANGE:
-        return replace(exchange(near, far), times=times)
     num_nodes = len({rank // ranks.nodes.ranks_per_node for rank in members})
-    rings = ALL_REDUCE_RINGS if message.kind == REDUCE else 1
-    return replace(ring(rings * len(members), rings * num_nodes, near, far), times=times)
+    load = collective(message.kind, len(members), num_nodes, near, far)
+    return replace(load, times=message.times / parts)
 
 
 def seconds_of(messages: Iterable[Load], rates: Rates) -> float:

@@ -8,6 +8,7 @@ Source of the latencies' form: NCCL's tuner (src/graph/tuning.cc).
 from dataclasses import dataclass
 
 from megatron_zpp.planner.timing.hardware import Protocol, Rates
+from zeropp.wire.rank_group import EXCHANGE, REDUCE
 
 ALL_REDUCE_RINGS = 2  # it is a reduce-scatter and an all-gather
 
@@ -59,6 +60,14 @@ class Load:
             near=near + latency if self.near_bytes else 0.0,
             far=far + latency if self.far_bytes else 0.0,
         )
+
+
+def collective(kind: str, num_ranks: int, num_nodes: int, near: float, far: float) -> Load:
+    """Return the message of a collective of a kind of `Message` among ranks on so many nodes."""
+    if kind == EXCHANGE:
+        return exchange(near, far)
+    rings = ALL_REDUCE_RINGS if kind == REDUCE else 1
+    return ring(rings * num_ranks, rings * num_nodes, near, far)
 
 
 def ring(num_ranks: int, num_nodes: int, near_bytes: float, far_bytes: float) -> Load:

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from megatron_zpp.planner.timing.links import ALL_REDUCE_RINGS, Load, exchange, ring
+from megatron_zpp.planner.timing.links import Load, collective, exchange, ring
 from zeropp.sharding import forecast
 from zeropp.sharding.plan import Plan, UnitPlan
+from zeropp.wire.rank_group import REDUCE
 from zeropp.wire.route import Route
 
 Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes of a node's ranks
@@ -76,9 +77,7 @@ def _gather(route: Route, sent: Sent, purpose: str) -> Messages:
 def _reduction(stage: int, route: Route, sent: Sent) -> Messages:
     near, far = _by_hop(route, sent, GRADIENTS)
     if stage == 0:
-        nodes = route.nodes
-        rings = ring(ALL_REDUCE_RINGS * nodes.num_ranks, ALL_REDUCE_RINGS * nodes.count, near, far)
-        hops = [rings]
+        hops = [collective(REDUCE, route.nodes.num_ranks, route.nodes.count, near, far)]
     else:
         hops = [exchange(near, 0.0), exchange(0.0, far)]
     return tuple(hop for hop in hops if not hop.is_empty)
