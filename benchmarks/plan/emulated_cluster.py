@@ -26,7 +26,7 @@ from benchmarks.plan.cells import (
 from benchmarks.plan.cpu_steps import Blocking, Host
 from benchmarks.shared.zero_json import zero_json
 from megatron_zpp.planner.parts.planned_run import PlannedRun, plan_run
-from megatron_zpp.planner.timing.links import HopTime, Message
+from megatron_zpp.planner.timing.links import HopTime, Load
 from megatron_zpp.planner.timing.messages import UnitMessages, unit_messages
 from megatron_zpp.planner.timing.timeline import Collective, UnitWork, step_seconds
 from megatron_zpp.settings.arguments import parse
@@ -82,7 +82,7 @@ class Work:
         reduces = GLOO_REDUCE_SCATTER if self.blocks else 1
         rate = float(cell["rate_mbit"]) * MBIT if cell["rate_mbit"] else None  # bytes per second
 
-        def collective(hops: Sequence[Message], factor: int = 1) -> Collective:
+        def collective(hops: Sequence[Load], factor: int = 1) -> Collective:
             return self._collective(hops, factor, rate, cost)
 
         works = [
@@ -103,7 +103,7 @@ class Work:
         return step_seconds(kind, works[:-1], works[-1], num_micro_batches)
 
     def _collective(
-        self, hops: Sequence[Message], factor: int, rate: float | None, cost: ProcessorCost
+        self, hops: Sequence[Load], factor: int, rate: float | None, cost: ProcessorCost
     ) -> Collective:
         """Return a collective of `factor` times the bytes of `hops`.
 
@@ -240,6 +240,6 @@ def _work(name: str, seq: int, micro_batches: int) -> Work:
     nodes = Nodes.of(range(RANKS), PER_NODE)
     run = plan_run(replace(config, zero=zero), VOCABULARY, nodes, is_cpu=True)
     plan = run.plan.plain() if name == FSDP2 else run.plan
-    edges = [0, *accumulate(len(unit.parts) for unit in run.planned)]
+    edges = [0, *accumulate(len(unit.parts) for unit in run.units)]
     messages = tuple(unit_messages(plan, plan.units[first:last]) for first, last in pairwise(edges))
     return Work(run=run, messages=messages, blocks=name == FSDP2)

@@ -2,7 +2,7 @@
 recomputation."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from math import gcd, prod
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, STAGES_PER_RANK
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
+from zeropp.settings.json_keys import JsonSection
 from zeropp.settings.sync_schedule import SyncSchedule
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.rank_group import Nodes
@@ -26,6 +27,11 @@ LARGEST_MICRO_BATCH = 64  # samples
 LARGEST_PIPELINE = 16  # ranks
 NUMBERS_OF_STAGES = (1, 2)  # of a rank
 LONG_SEQUENCE = 16384  # tokens, of which context ranks have half or more each
+COMPARED = frozenset(
+    "zero_quantized_weights zero_quantized_gradients zero_hpz_partition_size weight_steps "
+    "zero_quantized_nontrainable_weights code_messages weight_bits gradient_bits sync_every "
+    "nontrainable_weight_bits reduce_gradients_once".split()
+)  # keys of the JSON
 RECOMPUTED = MappingProxyType({"none": None, "attention": "selective", "all": "full"})
 
 
@@ -349,28 +355,19 @@ def given_candidate(base: Config) -> Candidate:
 def _with_settings(
     zero: ZeroConfig, settings: ZeroSettings, micro_batch: int, num_micro_batches: int
 ) -> ZeroConfig:
-    plain = {
-        "zero_quantized_weights": False,
-        "zero_quantized_gradients": False,
-        "zero_hpz_partition_size": 1,
-        "zero_quantized_nontrainable_weights": False,
-    }
-    plain_zeropp = {
-        "weight_steps": False,
-        "code_messages": None,
-        "weight_bits": 8,
-        "gradient_bits": (8, 4),
-        "nontrainable_weight_bits": 8,
-        "reduce_gradients_once": False,
-        "sync_every": 1,
-    }
     sizes = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": num_micro_batches,
     }
     return replace(
         zero,
-        zero_optimization=replace(zero.zero_optimization, **{**plain, **settings.zero}),
-        zeropp=replace(zero.zeropp, **{**plain_zeropp, **settings.zeropp}),
+        zero_optimization=_changed(zero.zero_optimization, settings.zero),
+        zeropp=_changed(zero.zeropp, settings.zeropp),
         **{name: size for name, size in sizes.items() if zero.value(name) is not None},
     )
+
+
+def _changed(section: JsonSection, values: Mapping[str, Any]) -> JsonSection:
+    """Return a section in which keys that plans compare have these values, or their defaults."""
+    defaults = {each.name: each.default for each in fields(section) if each.name in COMPARED}
+    return replace(section, **defaults | values)

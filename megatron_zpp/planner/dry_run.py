@@ -138,7 +138,8 @@ def _memories(
 
 
 def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tuple[str, object]]:
-    model, plan = config.model, memory_estimate.plan
+    model, run = config.model, memory_estimate.run
+    plan = run.plan
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {vocab_size:,}"
@@ -152,7 +153,7 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
     }
     shared = [f"{size} ranks share {what}" for what, size in axes.items() if size > 1]
     batch = (
-        f"{memory_estimate.micro_batches} micro-batches of "
+        f"{run.num_micro_batches} micro-batches of "
         f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
         f"on each of {num_replicas} {'replicas' if shared else 'ranks'}"
     )
@@ -163,16 +164,16 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
     if memory_estimate.device:
         memory = {"device": memory_estimate.device, **memory}
     return [
-        ("model", f"{shape}: {memory_estimate.model.num_parameters():,} parameters"),
-        *lora_summary(config, memory_estimate.model),
-        *(expert_rows(model, memory_estimate.ranks.split_experts) if model.has_experts else []),
+        ("model", f"{shape}: {run.model.whole.num_parameters():,} parameters"),
+        *lora_summary(config, run.model.whole),
+        *(expert_rows(model, run.ranks.split_experts) if model.has_experts else []),
         ("batch", batch),
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", plan.stage),
         *_optimizer_rows(config, memory_estimate.optimizer_flops),
-        *memory_estimate.rows,
-        *describe(plan, memory_estimate.micro_batches, sent),
+        *(row for each in run.capabilities for row in each.rows()),
+        *describe(plan, run.num_micro_batches, sent),
         ("memory", _memory_table(memory) + (BALANCED if model.has_experts else "")),
     ]
 

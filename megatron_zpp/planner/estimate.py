@@ -5,11 +5,9 @@ The step is simulated (`step_simulation.py`), with activations that are traced o
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-
-from torch import nn
 
 from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.model.part import Part
@@ -17,7 +15,6 @@ from megatron_zpp.planner.activations import Activations, ActivationTraces, Micr
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
-from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, plan_places
 from megatron_zpp.planner.state_memory import (
     GRADIENTS,
@@ -50,22 +47,21 @@ KINDS = (
 class Estimate:
     """Bytes on the device and on the host at the peak of the fullest rank, by kind.
 
-    On a CPU everything is on the host. `plan` is that of a rank's part of `model`, the whole one on
-    the meta device. `sent` is what a node sends in a step, the mean over nodes. `rows` are those of
-    capabilities. `ranks` are those
-    of the run, seen from this one. `optimizer_flops` are the operations of the busiest
-    rank beside element-wise updates, the mean of the steps, None if there are none.
+    On a CPU everything is on the host. `run` is that of the rank. `sent` is what a node sends in a
+    step, the mean over nodes. `optimizer_flops` are the operations of the busiest rank beside
+    element-wise updates, the mean of the steps, None if there are none.
     """
 
     device: Mapping[str, int]
     host: Mapping[str, int]
-    micro_batches: int
-    plan: Plan
-    model: nn.Module
-    ranks: PlannedRanks
+    run: PlannedRun
     sent: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    rows: Sequence[tuple[str, str]] = ()
     optimizer_flops: float | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the rank's part of the model."""
+        return self.run.plan
 
     @property
     def device_bytes(self) -> int:
@@ -102,16 +98,17 @@ def estimate_places(
     places: Places, traces: ActivationTraces, local_steps: PlannedLocalSteps | None = None
 ) -> Estimate:
     """Return the memory of the rank that needs most; traces that are missing are added."""
-    result, fullest = _fullest(places, traces)
-    return result if local_steps is None else _with_local_steps(result, fullest, local_steps)
+    result = _fullest(places, traces)
+    return result if local_steps is None else _with_local_steps(result, local_steps)
 
 
-def _with_local_steps(result: Estimate, run: PlannedRun, planned: PlannedLocalSteps) -> Estimate:
+def _with_local_steps(result: Estimate, planned: PlannedLocalSteps) -> Estimate:
     """Add what a rank keeps of nodes that step alone.
 
     An exchange needs its buffers when gradients and activations are freed, and in steps if it runs
     beside them: the peak is then, or in the step.
     """
+    run = result.run
     agreed, owned = planned.state_bytes(run)
     device, host = Counter(result.device or result.host), Counter(result.host)
     (host if planned.config.zero.zeropp.sync_on_host and result.device else device)[AGREED] = agreed
@@ -127,8 +124,8 @@ def _with_local_steps(result: Estimate, run: PlannedRun, planned: PlannedLocalSt
     )
 
 
-def _fullest(places: Places, traces: ActivationTraces) -> tuple[Estimate, PlannedRun]:
-    """Return the run that needs most memory, and its estimate.
+def _fullest(places: Places, traces: ActivationTraces) -> Estimate:
+    """Return the estimate of the run that needs most memory.
 
     Of ranks between the ends of a pipeline with the same kinds of layers, the first holds the most
     micro-batches.
@@ -139,8 +136,8 @@ def _fullest(places: Places, traces: ActivationTraces) -> tuple[Estimate, Planne
     for run, _ in places:
         layers = tuple(kinds[layer] for stage in run.stages for layer in stage.layers)
         chosen.setdefault((layers, run.stages[-1].is_last), run)
-    estimates = ((estimate_run(run, traces), run) for run in chosen.values())
-    return max(estimates, key=lambda each: each[0].device_bytes + each[0].host_bytes)
+    estimates = (estimate_run(run, traces) for run in chosen.values())
+    return max(estimates, key=lambda each: each.device_bytes + each.host_bytes)
 
 
 def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
@@ -155,15 +152,7 @@ def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
         host[SAVED_COPY] += saved_bytes(run)
     if run.is_cpu:
         device, host = {}, device + host
-    return Estimate(
-        device=MappingProxyType(device),
-        host=MappingProxyType(host),
-        micro_batches=run.num_micro_batches,
-        plan=run.plan,
-        ranks=run.ranks,
-        model=run.model.whole,
-        rows=[row for each in run.capabilities for row in each.rows()],
-    )
+    return Estimate(device=MappingProxyType(device), host=MappingProxyType(host), run=run)
 
 
 def _traced(run: PlannedRun, stage: Part, traces: ActivationTraces) -> Activations:

@@ -1,9 +1,7 @@
 """The bytes that the nodes of a planned run send in a step, on every axis."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-
-from torch import nn
+from collections.abc import Iterator
 
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
@@ -58,14 +56,11 @@ def axis_forecast(run: PlannedRun) -> Forecast:
 def gradient_messages(run: PlannedRun) -> Iterator[Message]:
     """Return what is sent once per step: gradients that ranks of an axis have parts of."""
     model = run.model
-    partial: Sequence[nn.Parameter] = ()
-    if run.ranks.tensor_size > 1:
-        own = set(run.parameters)
-        partial = [each for each in model.partial(run.ranks) if each in own]
+    partial = model.partial(run.ranks) if run.ranks.tensor_size > 1 else set()
     tokens = model.split(run.ranks).tokens.weight
-    is_tied = run.ranks.pipeline_size > 1 and run.has_end and model.whole.head is None
-    tied = [tokens] if is_tied and tokens.requires_grad else []
-    return axis_forecast(run).gradients(map(run.shard_size, partial), map(run.shard_size, tied))
+    is_tied = run.ranks.pipeline_size > 1 and model.whole.head is None and tokens.requires_grad
+    tied = {tokens} if is_tied else set()  # with its gradient at both ends
+    return axis_forecast(run).gradients(run.shard_sizes(partial), run.shard_sizes(tied))
 
 
 def _add(sent: Counter, run: PlannedRun, message: Message, times: int) -> None:

@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import rich.box
@@ -46,6 +47,14 @@ SHARES = (
     "kernels",
     "in node\nM",
     "HFU",
+)
+SECONDS = MappingProxyType(  # in JSON: parts of `StepTime`
+    {
+        "step": "typical",
+        **{each: each for each in ("fastest", "slowest", "computing", "bubble")},
+        **{each: each for each in ("across_nodes", "in_node", "kernels")},
+        "orthogonalizing": "optimizer",
+    }
 )
 LOCAL_STEPS = (*CONFIGURATION[:-2], "times\nas fast", "loss")
 NOTES = (
@@ -236,20 +245,9 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
     }
     if time is None:
         return result | {"why_not": why_not(row)}
-    return result | {
-        "step_s": time.typical,
-        "fastest_s": time.fastest,
-        "slowest_s": time.slowest,
-        "computing_s": time.computing,
-        "bubble_s": time.bubble,
-        "across_nodes_s": time.across_nodes,
-        "in_node_s": time.in_node,
-        "kernels_s": time.kernels,
-        "orthogonalizing_s": time.optimizer,
-        "tokens_per_second": row.tokens_per_second,
-        "mfu": row.mfu,
-        "hfu": row.hfu,
-    }
+    seconds = {f"{name}_s": getattr(time, part) for name, part in SECONDS.items()}
+    rates = {name: getattr(row, name) for name in ("tokens_per_second", "mfu", "hfu")}
+    return result | seconds | rates
 
 
 def _loss_json(row: Row) -> dict[str, Any]:

@@ -13,7 +13,7 @@ WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
 
 def initial_bytes(run: PlannedRun) -> Counter:
     """Return what is on the device before a step: weights, and optimizer state if not offloaded."""
-    trained, frozen = _shard_sizes(run)
+    trained, frozen = run.trained, run.frozen
     if not run.offloads:
         return Counter({WEIGHTS: FP32_BYTES * trained + frozen, MOMENTS: moments_bytes(run)})
     not_offloaded = trained - sum(run.offloaded_shards)
@@ -34,19 +34,13 @@ def moments_bytes(run: PlannedRun) -> int:
     return FP32_BYTES * numbers
 
 
-def _shard_sizes(run: PlannedRun) -> tuple[int, int]:
-    """Return the trained elements and the frozen bytes of this rank's padded shards."""
-    return sum(unit.trained for unit in run.units), sum(unit.frozen for unit in run.units)
-
-
 def saved_bytes(run: PlannedRun) -> int:
     """Return this rank's part of a checkpoint; at stage 0 ranks with the same weights share it."""
-    trained, frozen = _shard_sizes(run)
-    num_bytes = FP32_BYTES * trained
+    num_bytes = FP32_BYTES * run.trained
     if not run.config.checkpoint.no_save_optim:
         num_bytes += moments_bytes(run)
     if not run.config.zero.stores_frozen:  # frozen weights that are stored as codes are not saved
-        num_bytes += frozen
+        num_bytes += run.frozen
     if run.stage:
         return num_bytes
     parts = sum(unit.elements * run.num_ranks // unit.axis.nodes.num_ranks for unit in run.units)
@@ -75,10 +69,9 @@ def host_bytes(run: PlannedRun) -> Counter:
             allocated_bytes(FP32_BYTES * elements) for elements in run.offloaded_shards
         )
     if run.config.zero.offloads_weights and not run.is_cpu:
-        _, frozen = _shard_sizes(run)
-        offloaded[WEIGHTS] += frozen
+        offloaded[WEIGHTS] += run.frozen
     if not run.is_cpu:  # all are drawn there, those too that stay on the device
-        offloaded[WEIGHTS] += max(0, FP32_BYTES * _shard_sizes(run)[0] - offloaded.total())
+        offloaded[WEIGHTS] += max(0, FP32_BYTES * run.trained - offloaded.total())
     return offloaded
 
 
@@ -105,8 +98,7 @@ def _master_bytes(
         gradients += allocated_bytes(FP32_BYTES * size)
     if run.has_delayed_update:
         gradients *= 2
-    trained, _ = _shard_sizes(run)
-    share = sum(shard_sizes) / trained if trained else 0.0
+    share = sum(shard_sizes) / run.trained if run.trained else 0.0
     return Counter(
         {WEIGHTS: weights, MOMENTS: round(share * moments_bytes(run)), GRADIENTS: gradients}
     )

@@ -34,6 +34,7 @@ class _Chunk:
     stage: Part
     units: range
     blocks: Sequence[int]
+    experts: Mapping[int, int]  # of a block, if they are a unit
     root: int
     activations: Activations
     memory: Sequence[BlockMemory]
@@ -43,13 +44,6 @@ class _Chunk:
     def message(self) -> int:
         """Bytes of activations, or of their gradients, that a stage sends another."""
         return self.activations.stream
-
-    def experts(self, position: int) -> int | None:
-        """Return the experts of a block, if they are a unit."""
-        following = self.blocks[position] + 1
-        is_last = position + 1 == len(self.blocks)
-        is_next = following == (self.root if is_last else self.blocks[position + 1])
-        return None if is_next else following
 
 
 class StepSimulation:
@@ -126,7 +120,7 @@ class StepSimulation:
         )
         self.allocated[ACTIVATIONS] += activations.embedding.saved
         for position, index in enumerate(chunk.blocks):
-            experts, memory = chunk.experts(position), chunk.memory[position]
+            experts, memory = chunk.experts.get(chunk.blocks[position]), chunk.memory[position]
             before, *inside = memory.forward
             self._compute(chunk, index, before)
             if experts is not None:
@@ -174,7 +168,7 @@ class StepSimulation:
 
     def _backward_of_block(self, chunk: _Chunk, position: int, *, is_last: bool) -> None:
         """Simulate the backward pass of a block, in which experts that are a unit have theirs."""
-        index, experts = chunk.blocks[position], chunk.experts(position)
+        index, experts = chunk.blocks[position], chunk.experts.get(chunk.blocks[position])
         memory, units = chunk.memory[position], self.run.units
         self._gather(index, prefetched=())
         self.allocated[ACTIVATIONS] -= chunk.saved[position]
@@ -213,7 +207,7 @@ class StepSimulation:
         is_end = layers[position] % group_size == group_size - 1
         if is_end or position == len(chunk.blocks) - 1:
             # The whole group is recomputed, and stays gathered until its backward passes.
-            experts = chunk.experts(position)
+            experts = chunk.experts.get(chunk.blocks[position])
             last = chunk.blocks[position] if experts is None else experts
             for earlier in range(chunk.blocks[position - num_earlier], last + 1):
                 self._gather(earlier, prefetched=())
@@ -308,15 +302,17 @@ def _chunks(run: PlannedRun, activations: Sequence[Activations]) -> list[_Chunk]
     """Return the stages of a rank, with the places of their units."""
     chunks, first = [], 0
     moe_layers = run.config.model.moe_layers
-    for stage, each in zip(run.stages, activations, strict=True):
-        root = next(i for i in range(first, len(run.units)) if run.units[i].layer is None)
+    for stage, of_stage, each in zip(run.stages, run.units_of_stages, activations, strict=True):
+        root = first + len(of_stage) - 1
         units = range(first, root)
+        experts = [index for index in units if run.units[index].is_experts]
         memory = [each.blocks[moe_layers[layer]] for layer in stage.layers]
         chunks.append(
             _Chunk(
                 stage=stage,
                 units=units,
-                blocks=[index for index in units if not run.units[index].is_experts],
+                blocks=[index for index in units if index not in experts],
+                experts={index - 1: index for index in experts},
                 root=root,
                 activations=each,
                 memory=memory,

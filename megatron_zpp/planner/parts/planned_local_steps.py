@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
-from torch import nn
 
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.settings.config import Config
@@ -14,7 +13,6 @@ from zeropp.optim.local_steps.fragment import places_in
 from zeropp.optim.local_steps.outer_group import PURPOSE
 from zeropp.optim.local_steps.outer_mean import OuterMean
 from zeropp.settings.sync_schedule import SyncSchedule
-from zeropp.sharding.plan import UnitPlan
 from zeropp.wire.rank_group import Nodes
 
 FP32_BYTES = 4
@@ -147,16 +145,22 @@ def _mean(sizes: Sequence[int], num_worlds: int, bits: int, feeds: bool | None =
     return OuterMean(sizes, place, bits, torch.device("meta"), feeds=feeds)
 
 
-def _trained(run: PlannedRun) -> Iterator[tuple[nn.Parameter, UnitPlan]]:
-    """Yield the trained parameters in the order of the model, and their units."""
-    units = {each: unit for unit in run.plan.units for each in unit.parameters}
-    for parameter in run.model.split(run.ranks).parameters():
-        if parameter.requires_grad and parameter in units:
-            yield parameter, units[parameter]
+def _trained(run: PlannedRun) -> Iterator[tuple[int, int, int]]:
+    """Yield (elements, elements of a shard, number of shards) of what is trained, in order."""
+    shards = {
+        parameter: (spec.elements, unit.num_shards)
+        for unit in run.plan.units
+        for parameter, spec in zip(unit.parameters, unit.specs, strict=True)
+        if spec.trainable
+    }
+    own = {None, *(layer for stage in run.stages for layer in stage.layers)}
+    for layer, parameter in run.model.parameters(run.ranks):
+        if layer in own and parameter in shards:
+            yield parameter.numel(), *shards[parameter]
 
 
 def _numels(run: PlannedRun) -> list[int]:
-    return [parameter.numel() for parameter, _ in _trained(run)]
+    return [numel for numel, *_ in _trained(run)]
 
 
 def _sizes_by_rank(run: PlannedRun) -> list[list[int]]:
@@ -167,13 +171,12 @@ def _sizes_by_rank(run: PlannedRun) -> list[list[int]]:
     """
     num_ranks = run.num_ranks
     result: list[list[int]] = [[] for _ in range(num_ranks)]
-    for parameter, unit in _trained(run):
-        parts = num_ranks if run.stage == 0 else unit.num_shards
-        size = parameter.numel()
-        each = -(-size // parts) if run.stage == 0 else run.shard_size(parameter)
+    for numel, each, parts in _trained(run):
+        if run.stage == 0:
+            each, parts = -(-numel // num_ranks), num_ranks
         for rank, sizes in enumerate(result):
             first = rank * parts // num_ranks * each
-            sizes.append(max(0, min(each, size - first)))
+            sizes.append(max(0, min(each, numel - first)))
     return result
 
 

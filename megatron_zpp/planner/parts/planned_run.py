@@ -3,8 +3,9 @@
 The parameters are cut as FSDP2 and ZeRO-Offload cut them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from types import MappingProxyType
@@ -12,27 +13,25 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from megatron_zpp.model.moe.experts import Experts
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.planner.parts.planned_unit import (
-    FP32_BYTES,
-    PlannedUnit,
-    Unit,
-    sizes_of,
-    stored_bytes,
-)
+from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit, stored_bytes
 from megatron_zpp.recipe.capability import Capability, capabilities_of
 from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.capabilities.offload.offload import HOST, master_devices
-from zeropp.sharding.plan import DataAxis, Plan, UnitPlan, spec_of
+from zeropp.fsdp_adapter import ShardSpec
+from zeropp.sharding.cut import places_of, plan_units
+from zeropp.sharding.plan import DataAxis, Plan
 from zeropp.wire.rank_group import Nodes
 
+Units = tuple[tuple[int | None, Unit], ...]  # each with its layer, None for a root
 OPTIMIZERS = MappingProxyType({"muon": PlannedMuon})  # others than AdamW
 
 
@@ -40,39 +39,47 @@ OPTIMIZERS = MappingProxyType({"muon": PlannedMuon})  # others than AdamW
 class PlannedRun:
     """Everything about a rank of a run that its memory depends on.
 
-    `stages` are those of the rank, one without a pipeline. `units` has their blocks, each followed
-    by its experts if ranks split them, and then their root, stage after stage. `planned` is, for
-    each of these units, the units of `plan` that it consists of; adapters are separate ones.
+    `stages` are those of the rank, one without a pipeline. `units_of_stages` has the blocks of
+    each, each block followed by its experts if ranks split them, and then the root.
     """
 
     config: Config
     model: MetaModel
     ranks: PlannedRanks
     stages: tuple[Part, ...]
+    units_of_stages: tuple[Units, ...]
     plan: Plan
-    planned: tuple[PlannedUnit, ...]
-    units: tuple[Unit, ...]
     is_cpu: bool
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """Return the units of all stages."""
+        return tuple(unit for units in self.units_of_stages for _, unit in units)
 
     @property
     def num_ranks(self) -> int:
         """Return the number of ranks of the data axis, over which weights are sharded."""
         return self.plan.num_ranks
 
-    @property
-    def num_layers(self) -> int:
-        """Return the number of layers of this rank's stages."""
-        return sum(len(stage.layers) for stage in self.stages)
-
-    @property
-    def has_end(self) -> bool:
-        """Return whether one of this rank's stages is the first or the last."""
-        return self.stages[0].is_first or self.stages[-1].is_last
+    @cached_property
+    def trained(self) -> int:
+        """Return the trained elements of this rank's padded shards."""
+        return sum(unit.trained for unit in self.units)
 
     @cached_property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Return the parameters of this rank's stages, whole or its parts of matrices."""
-        return tuple(parameter for unit in self.plan.units for parameter in unit.parameters)
+    def frozen(self) -> int:
+        """Return the frozen bytes of this rank's padded shards."""
+        return sum(unit.frozen for unit in self.units)
+
+    @property
+    def shards(self) -> Iterator[tuple[nn.Parameter, ShardSpec]]:
+        """Yield each parameter, or the one of its size in the first layer alike, and its shard."""
+        for unit in self.plan.units:
+            yield from zip(unit.parameters, unit.specs, strict=True)
+
+    def shard_sizes(self, parameters: AbstractSet[nn.Parameter]) -> list[int]:
+        """Return the elements of this rank's padded shards of parameters, in all layers alike."""
+        return [spec.elements for each, spec in self.shards if each in parameters]
 
     @cached_property
     def optimizer(self) -> PlannedOptimizer:
@@ -128,23 +135,14 @@ class PlannedRun:
         """Return the elements of each of this rank's padded shards that the host updates."""
         if not self.offloads:
             return ()
-        parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
+        trained = [(each, spec) for each, spec in self.shards if spec.trainable]
         ratio = self.config.zero.zero_optimization.offload_optimizer.ratio
-        devices = master_devices(parameters, ratio, META)
+        devices = master_devices([each for each, _ in trained], ratio, META)
         return tuple(
-            self.shard_size(parameter)
-            for parameter, device in zip(parameters, devices, strict=True)
+            spec.elements
+            for (_, spec), device in zip(trained, devices, strict=True)
             if device == HOST
         )
-
-    def shard_size(self, parameter: nn.Parameter) -> int:
-        """Return the elements of this rank's padded shard of a parameter."""
-        return spec_of(parameter, self._num_shards[parameter]).elements
-
-    @cached_property
-    def _num_shards(self) -> dict[nn.Parameter, int]:
-        """The number of ranks over which each parameter is cut."""
-        return {each: unit.num_shards for unit in self.plan.units for each in unit.parameters}
 
     @property
     def recompute_group(self) -> int:
@@ -180,7 +178,7 @@ class PlannedRun:
         encoded = [spec.elements for spec in specs if spec.packed_bytes]
         temporary_elements = max(encoded, default=0)
         if self.is_cpu:
-            temporary_elements += max(parameter.numel() for parameter in self.parameters)
+            temporary_elements += max(each.numel() for each, _ in self.shards)
         elif self.offloads:
             specs = [spec for spec in specs if not spec.trainable]
         return stored_bytes(specs) + FP32_BYTES * temporary_elements
@@ -214,68 +212,59 @@ def plan_run(
         expert_ranks=expert_ranks(config, nodes),
     )
     stages = model.stages(ranks)
-    planned = _planned_units(config, model, ranks, stages)
+    units = tuple(_units_of_stages(config, model, ranks, stages))
     plan = Plan(
         stage=zero.stage,
         reduces_once=zero.reduces_once,
         keeps_roots=zero.reduces_once or ranks.pipeline_size > 1,
         compute_dtype=getattr(torch, zero.compute_format),
-        units=tuple(part for unit in planned for part in unit.parts),
+        units=tuple(part for each in units for _, unit in each for part in unit.parts),
     )
     return PlannedRun(
         config=config,
         model=model,
         ranks=ranks,
         stages=tuple(stages),
+        units_of_stages=units,
         plan=plan,
-        planned=tuple(planned),
-        units=sizes_of(planned, plan),
         is_cpu=is_cpu,
     )
 
 
-def _planned_units(
-    config: Config, model: MetaModel, ranks: PlannedRanks, stages: Sequence[Part]
-) -> list[PlannedUnit]:
-    """Return the units of a rank's stages, those of experts on the axis that these have."""
-    zero, nodes = config.zero, ranks.data_nodes
-    like = UnitPlan(
-        specs=(),
-        axis=DataAxis.of(zero, nodes),
-        dtype=getattr(torch, zero.compute_format),
-        wire_dtype=getattr(torch, zero.wire_format),
-        num_shards=1 if zero.stage == 0 else nodes.num_ranks,
-        stored_bits=zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None,
-    )
-    of_experts = like
+def _units_of_stages(
+    config: Config, model: MetaModel, ranks: PlannedRanks, stages: Iterable[Part]
+) -> Iterator[Units]:
+    """Yield the units of each of a rank's stages, those of experts on the axis that these have."""
+    axis = its_axis = DataAxis.of(config.zero, ranks.data_nodes)
     if ranks.expert_ranks > 1:
-        its_nodes = ranks.expert_nodes
-        axis = DataAxis.of(zero, its_nodes, num_losses=nodes.num_ranks)
-        shards = 1 if zero.stage == 0 else its_nodes.num_ranks
-        of_experts = replace(like, axis=axis, num_shards=shards, is_apart=True)
-    planned = []
-    alike: dict[tuple, list[UnitPlan]] = {}  # layers have the same sizes
+        num_losses = ranks.data_nodes.num_ranks
+        its_axis = DataAxis.of(config.zero, ranks.expert_nodes, num_losses=num_losses)
+    alike, blocks = model.alike(ranks), model.split(ranks).blocks
+    by_layer: dict[int, list[Unit]] = {}
     for stage in stages:
-        units = model.units(
-            ranks,
-            stage,
-            separates_trained=like.separates_trained,
-            separates_experts=of_experts.separates_trained,
-        )
-        for unit in units:
-            kind = of_experts if unit.is_experts else like
-            kind = replace(kind, regathers=zero.stage == 3 and unit.layer is not None)
-            key = unit.is_experts, unit.layer is None, unit.shapes
-            if key not in alike:
-                alike[key] = [kind.with_parameters((), each) for each in unit.subunits]
-            parts = [
-                replace(part, parameters=each)
-                for part, each in zip(alike[key], unit.subunits, strict=True)
-            ]
-            if unit.layer is None:
-                parts[-1] = replace(parts[-1], is_root=True)
-            planned.append(PlannedUnit(unit.layer, unit.is_experts, tuple(parts)))
-    return planned
+        root = model.root(ranks, stage)
+        units: list[tuple[int | None, Unit]] = []
+        for layer in stage.layers:
+            first = alike[layer]
+            if first not in by_layer:
+                by_layer[first] = _units_of_block(config, blocks[first], axis, its_axis)
+            units += ((layer, unit) for unit in by_layer[first])
+        cut = plan_units(root, (), places_of(root), axis, config.zero)
+        yield (*units, (None, Unit(parts=cut)))
+
+
+def _units_of_block(
+    config: Config, block: nn.Module, axis: DataAxis, its_axis: DataAxis
+) -> list[Unit]:
+    """Return a block, and its experts if these have an axis of their own."""
+    experts = [each for each in block.modules() if isinstance(each, Experts)]
+    apart = dict.fromkeys(experts if its_axis is not axis else (), its_axis)
+    root = nn.ModuleList([block])  # without parameters of its own
+    places = places_of(root, (block, *apart))
+    *cut, _ = plan_units(root, [block], places, axis, config.zero, experts=apart)
+    first = next((i for i, unit in enumerate(cut) if unit.modules[0] in apart), len(cut))
+    own, its_own = Unit(parts=tuple(cut[:first])), tuple(cut[first:])
+    return [own, Unit(parts=its_own, is_experts=True)] if its_own else [own]
 
 
 def plan_places(

@@ -45,7 +45,7 @@ class Exchange:
             interval=planned.interval,
             fragments=settings.sync_fragments,
             hidden_share=planned.hidden_share,
-            elements=max(sum(unit.trained for unit in run.units) for run in runs),
+            elements=max(run.trained for run in runs),
             packed_bytes=max(planned.packed_bytes(run) for run in runs),
             far_bytes=max(sent) if spans_nodes else sum(sent) / len(sent),
             is_coded=settings.sync_bits < FP32_BITS,

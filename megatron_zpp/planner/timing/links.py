@@ -8,6 +8,9 @@ Source of the latencies' form: NCCL's tuner (src/graph/tuning.cc).
 from dataclasses import dataclass
 
 from megatron_zpp.planner.timing.hardware import Protocol, Rates
+from zeropp.wire.rank_group import EXCHANGE, REDUCE
+
+ALL_REDUCE_RINGS = 2  # it is a reduce-scatter and an all-gather
 
 
 @dataclass(frozen=True)
@@ -26,22 +29,28 @@ class HopTime:
 class Load:
     """What one hop puts on the links: bytes that a rank sends near, bytes that a node sends far.
 
-    `near_hops` and `far_hops` are the hops one after the other that add latency.
+    `near_hops` and `far_hops` are the hops one after the other that add latency. `times`: how often
+    it is sent, one after the other.
     """
 
     near_bytes: float = 0.0
     far_bytes: float = 0.0
     near_hops: int = 0
     far_hops: int = 0
+    times: float = 1
 
     @property
     def is_empty(self) -> bool:
         return not (self.near_bytes or self.far_bytes)
 
     def hop(self, rates: Rates) -> HopTime:
-        """Return how long the links are occupied, by the fastest protocol."""
+        """Return how long the links are occupied once, by the fastest protocol."""
         hops = [self._by(protocol, rates) for protocol in rates.protocols]
         return min(hops, key=lambda hop: hop.seconds)
+
+    def seconds(self, rates: Rates) -> float:
+        """Return how long the links are occupied, all times."""
+        return self.times * self.hop(rates).seconds
 
     def _by(self, protocol: Protocol, rates: Rates) -> HopTime:
         latency = protocol.start + self.near_hops * protocol.near + self.far_hops * protocol.far
@@ -51,6 +60,14 @@ class Load:
             near=near + latency if self.near_bytes else 0.0,
             far=far + latency if self.far_bytes else 0.0,
         )
+
+
+def collective(kind: str, num_ranks: int, num_nodes: int, near: float, far: float) -> Load:
+    """Return the message of a collective of a kind of `Message` among ranks on so many nodes."""
+    if kind == EXCHANGE:
+        return exchange(near, far)
+    rings = ALL_REDUCE_RINGS if kind == REDUCE else 1
+    return ring(rings * num_ranks, rings * num_nodes, near, far)
 
 
 def ring(num_ranks: int, num_nodes: int, near_bytes: float, far_bytes: float) -> Load:

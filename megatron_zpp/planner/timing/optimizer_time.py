@@ -13,7 +13,7 @@ from megatron_zpp.planner.timing.links import exchange
 
 def optimizer_seconds(optimizer: PlannedOptimizer, rates: Rates) -> float:
     """Return the seconds of a step's rounds, the mean of the steps; groups wait for the slowest."""
-    return sum(each.share * _slowest(each, rates) for each in optimizer.turns)
+    return sum((each.share * _slowest(each, rates) for each in optimizer.turns), 0.0)
 
 
 def _slowest(turns: Turns, rates: Rates) -> float:

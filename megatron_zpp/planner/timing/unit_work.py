@@ -1,17 +1,18 @@
 """The work of a step's units on given hardware, and how long the step takes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.node_traffic import gradient_messages
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
-from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
+from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Units
 from megatron_zpp.planner.parts.planned_unit import Unit
 from megatron_zpp.planner.timing.axis_messages import (
-    Repeated,
-    StageMessages,
-    repeated,
+    AT_ENDS,
+    IN_LAYER,
+    PIPELINE,
+    load_of,
     seconds_of,
     stage_messages,
 )
@@ -24,6 +25,7 @@ from megatron_zpp.planner.timing.computing import (
 )
 from megatron_zpp.planner.timing.exchange_time import Exchange
 from megatron_zpp.planner.timing.hardware import Rates, hardware_table
+from megatron_zpp.planner.timing.links import Load
 from megatron_zpp.planner.timing.messages import Messages, UnitMessages, unit_messages
 from megatron_zpp.planner.timing.optimizer_time import optimizer_seconds
 from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds, pipeline_seconds
@@ -110,7 +112,7 @@ class RankWork:
         return [
             self._stage_works(stage, messages, units, rates, quantizing=quantizing)
             for stage, messages, units in zip(
-                self.run.stages, self._stage_messages, self._units, strict=True
+                self.run.stages, self._stage_messages, self.run.units_of_stages, strict=True
             )
         ]
 
@@ -124,85 +126,76 @@ class RankWork:
                 partial(kind, sending_share=rates.sending_share),
                 blocks,
                 root,
-                seconds_of(messages.onward, rates),
-                seconds_of(messages.back, rates),
+                seconds_of(messages[PIPELINE, True], rates),
+                seconds_of(messages[PIPELINE, False], rates),
             )
             for (blocks, root), messages in zip(works, self._stage_messages, strict=True)
         ]
 
     def after_passes(self, rates: Rates) -> float:
         """Return the seconds of what follows the passes: gradients of other axes, the update."""
-        trained = sum(unit.trained for unit in self.run.units)
-        update = update_seconds(trained, rates) + optimizer_seconds(self.run.optimizer, rates)
+        run = self.run
+        update = update_seconds(run.trained, rates) + optimizer_seconds(run.optimizer, rates)
         return seconds_of(self._gradient_messages, rates) + update
 
     def _stage_works(
         self,
         stage: Part,
-        messages: StageMessages,
-        units: Sequence[tuple[Unit, UnitMessages]],
+        messages: Mapping[tuple[str, bool], Sequence[Load]],
+        units: Units,
         rates: Rates,
         *,
         quantizing: bool,
     ) -> Works:
-        works: dict[tuple[int, Passes], UnitWork] = {}
+        works: dict[tuple[Unit, Passes], UnitWork] = {}
         result = []
-        forward, backward = messages.layer_forward, messages.layer_backward
-        in_layer = Passes(seconds_of(forward, rates), seconds_of(backward, rates))
-        forward, backward = messages.ends_forward, messages.ends_backward
-        at_ends = Passes(seconds_of(forward, rates), seconds_of(backward, rates))
-        for unit, sent in units:
-            passes = self._passes(stage, unit, rates)
+        waiting = {
+            where: Passes(*(seconds_of(messages[where, each], rates) for each in (True, False)))
+            for where in (AT_ENDS, IN_LAYER)
+        }
+        for layer, unit in units:
+            passes = self._passes(stage, layer, unit, rates)
             if not unit.is_experts:
-                passes += at_ends if unit.layer is None else in_layer
-            key = id(sent), passes
+                passes += waiting[AT_ENDS if layer is None else IN_LAYER]
+            key = unit, passes
             if key not in works:
-                works[key] = self._unit_work(unit, sent, passes, rates, quantizing=quantizing)
+                works[key] = self._unit_work(unit, passes, rates, quantizing=quantizing)
             result.append(works[key])
         return result[:-1], result[-1]
 
     @cached_property
-    def _stage_messages(self) -> list[StageMessages]:
+    def _stage_messages(self) -> list[Mapping[tuple[str, bool], Sequence[Load]]]:
         return [stage_messages(self.run, stage) for stage in self.run.stages]
 
     @cached_property
-    def _gradient_messages(self) -> tuple[Repeated, ...]:
+    def _gradient_messages(self) -> list[Load]:
         """What is sent once per step: gradients that ranks of an axis have parts of."""
-        return repeated(gradient_messages(self.run), self.run.ranks)
+        return [load_of(each, self.run.ranks) for each in gradient_messages(self.run)]
 
     @cached_property
-    def _units(self) -> list[list[tuple[Unit, UnitMessages]]]:
-        """The units of each stage with their messages; those of equal units are one object."""
-        distinct: dict[tuple, UnitMessages] = {}
-        result: list[list] = [[]]
-        for unit, planned in zip(self.run.units, self.run.planned, strict=True):
-            if planned.parts not in distinct:
-                distinct[planned.parts] = unit_messages(self.run.plan, planned.parts)
-            result[-1].append((unit, distinct[planned.parts]))
-            if unit.layer is None:
-                result.append([])
-        return result[:-1]
+    def _messages(self) -> dict[Unit, UnitMessages]:
+        """The messages of each unit."""
+        return {unit: unit_messages(self.run.plan, unit.parts) for unit in set(self.run.units)}
 
-    def _passes(self, stage: Part, unit: Unit, rates: Rates) -> Passes:
+    def _passes(self, stage: Part, layer: int | None, unit: Unit, rates: Rates) -> Passes:
         """Return what a unit of a stage computes; the experts of a block may be another one."""
         config, itemsize = self.run.config, self.run.compute_dtype.itemsize
         size = self.run.ranks.expert_ranks
-        if unit.layer is None:
+        if layer is None:
             is_last = stage.is_last
             nothing = Passes(0.0, 0.0)
             return head_passes(config, self.vocab_size, itemsize, rates) if is_last else nothing
-        place = unit.layer - stage.layers.start
-        has_experts = config.model.moe_layers[unit.layer]
+        place = layer - stage.layers.start
+        has_experts = config.model.moe_layers[layer]
         experts = Passes(0.0, 0.0)
         if has_experts and (unit.is_experts or size == 1):
             experts = expert_passes(config, place, size, itemsize, rates)
         if unit.is_experts:
             return experts
-        return layer_passes(config, unit.layer, place, itemsize, rates) + experts
+        return layer_passes(config, layer, place, itemsize, rates) + experts
 
-    def _unit_work(
-        self, unit: Unit, messages: UnitMessages, passes: Passes, rates: Rates, *, quantizing: bool
-    ) -> UnitWork:
+    def _unit_work(self, unit: Unit, passes: Passes, rates: Rates, *, quantizing: bool) -> UnitWork:
+        messages = self._messages[unit]
         axis, kernels = unit.axis, hardware_table()["kernels"]
         decode, encode = kernels["copy_out"], kernels["reduce_buffers"]
         if quantizing and not axis.weights.is_flat:

@@ -1,4 +1,4 @@
-"""What --dry-run predicts of GPUs that are not there: which states are where, and how large."""
+"""What --dry-run says of ranks that are not there: shares, sums over nodes, what is offloaded."""
 
 import json
 from collections import Counter
@@ -8,6 +8,7 @@ import pytest
 from benchmarks.memory.dry_run import VOCABULARY
 from megatron_zpp.planner.estimate import (
     ACTIVATIONS,
+    GATHERED,
     GRADIENTS,
     MOMENTS,
     SAVED_COPY,
@@ -17,14 +18,29 @@ from megatron_zpp.planner.estimate import (
 from megatron_zpp.planner.node_traffic import mean_of_nodes, node_of
 from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
 from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.parallel.flags import PP4, TWO_STAGES
+from tests.megatron_zpp.parallel.flags import CP2, PP2, PP4, SP, TP2, TWO_STAGES
 from zeropp.errors import InputError
 from zeropp.wire.rank_group import Nodes
 
 MODEL = (
-    "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0 "
-    "--attention-dropout 0 --micro-batch-size 2 "
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --hidden-dropout 0 "
+    "--attention-dropout 0 --bf16 --mock-data --lr 1 --train-iters 1 "
 )
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --num-query-groups 2 "
+)
+MOE = (
+    "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+    "--moe-layer-freq [0,1,1,1] "
+)
+
+
+def predict(flags, count=8, per_node=4):
+    """The estimate of a small GPT on GPUs that are not there."""
+    text = f"{MODEL}--micro-batch-size 1 --global-batch-size 48 {flags}"
+    nodes = Nodes.of(range(count), min(count, per_node))
+    return estimate(parse(text.split(), count), VOCABULARY, nodes, is_cpu=False)
 
 
 def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_path):
@@ -68,42 +84,47 @@ def test_on_a_gpu_weights_that_are_offloaded_are_filled_on_the_host():
     assert stays[WEIGHTS] == whole.device[WEIGHTS] // 2
 
 
-def predict(flags, count=4):
-    """The estimate of a small GPT on GPUs that are not there."""
-    text = f"{MODEL}--bf16 --mock-data --lr 1 --train-iters 1 --global-batch-size 32 {flags}"
-    config = parse(text.replace("--micro-batch-size 2", "--micro-batch-size 1").split(), count)
-    nodes = Nodes(num_ranks=count, ranks_per_node=count)
-    return estimate(config, VOCABULARY, nodes, is_cpu=False)
+def test_more_ranks_recomputing_and_stage_3_take_less():
+    whole = predict("--zero-stage 2")
+    assert (
+        predict("--zero-stage 2 --recompute-granularity full").device[ACTIVATIONS]
+        < whole.device[ACTIVATIONS]
+    )
+    assert predict("--zero-stage 3").device[GATHERED] < whole.device[GATHERED] / 2
+    assert whole.device[MOMENTS] < predict("--zero-stage 2", count=4).device[MOMENTS] / 1.9
 
 
-SPLIT = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --hidden-dropout 0 "
-    "--attention-dropout 0 --micro-batch-size 2 --bf16 "
-)
-
-
-def predict_split(flags, count=8, per_node=4):
-    """The estimate of ranks that share the model, on GPUs that are not there."""
-    text = f"{SPLIT}--mock-data --lr 1 --train-iters 1 --global-batch-size 48 {flags}"
-    config = parse(text.replace("--micro-batch-size 2", "--micro-batch-size 1").split(), count)
-    return estimate(config, VOCABULARY, Nodes.of(range(count), per_node), is_cpu=False)
+def test_states_are_divided_by_all_axes():
+    whole = predict("--zero-stage 0")
+    for flags in (TP2 + SP, PP2, TP2 + PP2, CP2 + "--zero-stage 3"):
+        split = predict(f"--zero-stage 1 {flags}" if "stage" not in flags else flags)
+        parameters = split.device[WEIGHTS] / 4 * 8
+        assert split.device[MOMENTS] == 2 * split.device[WEIGHTS]
+        assert 0.99 <= parameters / (whole.device[WEIGHTS] / 4) < 1.35  # ends of pipelines, norms
 
 
 def test_a_pipeline_holds_activations_of_as_many_micro_batches_as_it_has_ranks():
-    alone = predict_split("--zero-stage 1 --num-layers 16").device[ACTIVATIONS]
+    alone = predict("--zero-stage 1 --num-layers 16").device[ACTIVATIONS]
     for size in (2, 4):
         flags = f"--zero-stage 1 --num-layers 16 --pipeline-model-parallel-size {size}"
-        assert predict_split(flags).device[ACTIVATIONS] == pytest.approx(alone, rel=0.1)
-    chunks = predict_split(f"--zero-stage 1 --num-layers 16 {PP4}{TWO_STAGES}")
+        assert predict(flags).device[ACTIVATIONS] == pytest.approx(alone, rel=0.1)
+    chunks = predict(f"--zero-stage 1 --num-layers 16 {PP4}{TWO_STAGES}")
     # 2 (P - 1) + (V - 1) P + 1 = 11 passes through half of a rank's layers, not 4 through all.
     assert chunks.device[ACTIVATIONS] / alone == pytest.approx(11 / 8, rel=0.12)
+
+
+def test_sequences_and_their_activations_are_divided():
+    whole = predict("--zero-stage 1").device[ACTIVATIONS]
+    for flags in (CP2, TP2 + SP):
+        assert predict(f"--zero-stage 1 {flags}").device[ACTIVATIONS] < 0.62 * whole
+    assert 0.62 * whole < predict(f"--zero-stage 1 {TP2}").device[ACTIVATIONS] < whole
 
 
 @pytest.mark.parametrize(("count", "per_node"), [(8, 4), (16, 8), (16, 4), (8, 1)])
 @pytest.mark.parametrize("chunks", ["", TWO_STAGES])
 def test_a_pipeline_over_nodes_sends_what_all_its_places_do(count, per_node, chunks):
     flags = "--num-layers 16 --pipeline-model-parallel-size 8 --zero-stage 1 " + chunks
-    text = f"{SPLIT}--mock-data --lr 1 --train-iters 1 --global-batch-size 32 {flags}"
+    text = f"{MODEL}--micro-batch-size 2 --global-batch-size 32 {flags}"
     config = parse(text.split(), count)
     nodes = Nodes.of(range(count), per_node)
     total = Counter()
@@ -116,4 +137,4 @@ def test_a_pipeline_over_nodes_sends_what_all_its_places_do(count, per_node, chu
 
 def test_stages_that_nodes_cannot_hold_alike_are_refused():
     with pytest.raises(InputError, match="the nodes would have 4, 2 of them"):
-        predict_split("--zero-stage 1 --num-layers 6 --pipeline-model-parallel-size 2", 12, 4)
+        predict("--zero-stage 1 --num-layers 6 --pipeline-model-parallel-size 2", 12, 4)

@@ -47,7 +47,7 @@ def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
         assert dict(row.memory) == dict(expected.device)
         sent = expected.sent
         if not row.candidate.is_divided:
-            sent = node_bytes(expected.plan, expected.micro_batches, typical=True)
+            sent = node_bytes(expected.plan, expected.run.num_micro_batches, typical=True)
         far = sum(num_bytes for (_, hop), num_bytes in sent.items() if hop == "across_nodes")
         assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2
     assert {row.candidate.sizes[0] for row in slow_plan.rows} == {1, 2, 4}
