@@ -68,7 +68,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"zeropp.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'zeropp' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ from megatron_zpp.parallel.expert_axis import AXIS_NAMES, ExpertAxis
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.recipe.apex import Apex
-from megatron_zpp.recipe.capability import capabilities_of
+from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
@@ -39,6 +39,7 @@ def build_model(
     ranks: Ranks,
     apex: Apex | None,
     fill: Callable[[torch.nn.Module], None] | None = None,
+    capabilities: Sequence[Capability] = (),
 ) -> Sharding:
     """Build the GPT of `config.model`, sharded over `ranks` as `config.zero` says.
 
@@ -63,7 +64,7 @@ def build_model(
         sharding = _build_pipeline(config, ranks, whole, vocab_size)
     else:
         sharding = _shard_model(whole, config, ranks)
-    for each in capabilities_of(config, ranks):
+    for each in capabilities:
         each.before_allocation(sharding, ranks.device)
     sharding = allocate_parameters(sharding, config.zero, ranks.device)
     model = sharding.model

@@ -30,7 +30,7 @@ def build_trained(
 ) -> Trained:
     """Build the model, whose weights `fill` writes or which are drawn, and what trains it."""
     apex, capabilities = find_apex(ranks.device), capabilities_of(config, ranks)
-    sharding = build_model(config, vocab_size, ranks, apex, fill)
+    sharding = build_model(config, vocab_size, ranks, apex, fill, capabilities)
     warn_if_float32_is_faster(ranks.device, sharding.compute_dtype)
     optimizer = build_optimizer(sharding, config, ranks.device, apex, capabilities)
     for each in capabilities:

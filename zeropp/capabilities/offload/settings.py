@@ -1,7 +1,7 @@
 """The keys of ZeRO-Offload in the JSON, which of them contradict each other, and old names."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from zeropp.settings.json_keys import JsonSection, NoEffect, key, needs
@@ -67,12 +67,12 @@ class Offloaded(Placed, JsonSection):
     @property
     def offloads_optimizer(self) -> bool:
         """Whether fp32 weights, moments and the step are on the host."""
-        return self.zero_optimization.offload_optimizer.device == "cpu"
+        return "offload_optimizer" in self.placement.keys
 
     @property
     def offloads_weights(self) -> bool:
         """Whether the shards are on the host; in 16 bit if the optimizer is offloaded as well."""
-        return self.zero_optimization.offload_param.device == "cpu" and self.stage == 3
+        return self.placement.weights is not None
 
     @property
     def masters(self) -> dict[str, Any]:
@@ -80,14 +80,16 @@ class Offloaded(Placed, JsonSection):
         placed, delayed = self.zero_optimization.offload_optimizer, self.zeropp.delayed_param_update
         return dict(ratio=placed.ratio, pin_memory=placed.pin_memory, delayed=delayed)
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """Where ranks keep their shards."""
-        weights, optimizer = self.offloads_weights, self.offloads_optimizer
+        zero = self.zero_optimization
+        optimizer = zero.offload_optimizer.device == "cpu"
+        weights = zero.offload_param.device == "cpu" and zero.stage == 3
         return Placement(
             weights="cpu" if weights else None,
             trained="cpu" if weights or optimizer else None,
-            is_pinned=self.zero_optimization.offload_param.pin_memory,
+            is_pinned=zero.offload_param.pin_memory,
             keys=("offload_optimizer",) * optimizer + ("offload_param",) * weights,
         )
 
