@@ -82,11 +82,11 @@ def test_host_memory_is_checked_before_the_draws_and_weights_count_once(ratio, w
     config = parse(flags.split(), 1)
     joined, refused = ranks_of_a_device(1), pytest.raises(InputError, match="GiB of host memory")
     needed = width * GPT(config.model, 50).num_parameters()
+    own, fill = capabilities_of(config, joined), lambda _: pytest.fail("weights are filled")
     with patch.object(offload, "free_bytes", lambda: needed - 1), refused:
-        build_model(config, 50, joined, apex=None, fill=lambda _: pytest.fail("weights are filled"))
+        build_model(config, 50, joined, apex=None, fill=fill, capabilities=own)
     with patch.object(offload, "free_bytes", lambda: needed):
-        sharding = build_model(config, 50, joined, apex=None)
-    own = capabilities_of(config, joined)
+        sharding = build_model(config, 50, joined, apex=None, capabilities=own)
     held = sum(each.to_local().nbytes for each in sharding.model.parameters())
     with patch.object(offload, "free_bytes", lambda: needed - held - 1), refused:
         build_optimizer(sharding, config, joined.device, None, own)
