@@ -9,6 +9,7 @@ from dataclasses import replace
 from benchmarks.convergence.variants import EVAL_MICRO_BATCH, SPIKE, SPIKE_FACTOR, Recipe
 from benchmarks.shared.pretrain_run import held_out_loss, run_step, silent_run, training_batches
 from megatron_zpp.parallel.mesh import join_ranks
+from megatron_zpp.parallel.replicas import joining_of
 from megatron_zpp.settings.scheduled_values import is_due
 from megatron_zpp.train.run import Run
 from zeropp.ranks.topology import Environment
@@ -17,13 +18,9 @@ from zeropp.ranks.topology import Environment
 def build_variant(variant: str, seed: int, recipe: Recipe) -> Run:
     """Join the ranks, and build what they train."""
     config = recipe.config(variant, seed)
-    settings = config.zero.zeropp
-    ranks = join_ranks(
-        Environment.read(),
-        config.parallel,
-        settings.ranks_per_node,
-        steps_alone=settings.sync_every != 1,
-    )
+    environment, per_node = Environment.read(), config.zero.zeropp.ranks_per_node
+    joining = joining_of(config, environment, {})
+    ranks = join_ranks(environment, config.parallel, per_node, joining=joining)
     run = silent_run(config, ranks)
     if not recipe.lr_spike:
         return run

@@ -36,6 +36,7 @@ from zeropp.capabilities.muon.blocks import group_of, rows_within, shard_rows
 from zeropp.capabilities.muon.matrix_step import MOMENTUM, cpu_has_bf16
 from zeropp.capabilities.muon.newton_schulz import orthogonalize, scale
 from zeropp.errors import InputError
+from zeropp.optim.sharded_optimizer import sharded
 from zeropp.optim.step_or_skip import local_part
 
 ADAMW, LOOPS = "AdamW", ("AdamW", "Muon, node", "Muon, rank")
@@ -165,8 +166,7 @@ def expected_updates(
 
 def operations(loop: TrainingLoop) -> float:
     """The operations of the Newton-Schulz iterations of the rank that has most; AdamW has none."""
-    own = getattr(loop.optimizer, "flops", int)()
-    return largest_of_ranks(own, CPU)
+    return largest_of_ranks(sharded(loop.optimizer).flops() or 0, CPU)
 
 
 def state_bytes(loop: TrainingLoop) -> float:

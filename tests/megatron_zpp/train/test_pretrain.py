@@ -205,7 +205,7 @@ def test_a_checkpoint_of_an_older_version(data, expected, caplog):
         tokenizer="", configuration=configuration,
     )  # fmt: skip
     caplog.set_level(logging.INFO, "megatron_zpp")
-    _log_other_settings(now, state)
+    _log_other_settings(now, state, ())
     said = ": this changes which samples come next"
     assert [line.removesuffix(said) for line in caplog.messages if said in line] == expected
 

@@ -102,7 +102,8 @@ def test_what_all_ranks_refuse_is_said_on_each_machine(
     heartbeat.publish_own_failure.return_value = is_first
     console = MagicMock(notice=lambda level, text: said.append(text))
     ranks = MagicMock(environment=environment)
-    assert pretrain._pretrain_and_report(None, ranks, console, stopping, heartbeat) == 1
+    status = pretrain._pretrain_and_report(None, ranks, console, stopping, None, heartbeat)
+    assert status == 1
     assert said == ["no such folder"] * lines
 
 
