@@ -64,7 +64,7 @@ class ShardedOptimizer(OptimizerFacts, torch.optim.Optimizer):
 
 
 def sharded(optimizer: torch.optim.Optimizer | None) -> OptimizerFacts:
-    """Return an optimizer as a `ShardedOptimizer`; None is one without parameters."""
+    """Return an optimizer of ours as it is, and the default facts for any other, or None."""
     return optimizer if takes_factor(optimizer) else OptimizerFacts()
 
 
