@@ -4,7 +4,7 @@ A capability is a folder of `zeropp.capabilities`, or of a package like it; a si
 one, too. Its module `settings` is imported without torch.
 """
 
-from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
@@ -14,14 +14,14 @@ from typing import Any
 CAPABILITIES = "zeropp.capabilities"
 
 
-def modules_of(part: str, package: str = CAPABILITIES) -> Iterator[ModuleType]:
-    """Yield the module `part` of each capability that has one, in the order of their names."""
+@cache  # a plan asks for each candidate
+def modules_of(part: str, package: str = CAPABILITIES) -> tuple[ModuleType, ...]:
+    """Return the module `part` of each capability that has one, in the order of their names."""
+    names = []
     for each in iter_modules(import_module(package).__path__):
         name = f"{package}.{each.name}"
-        if not each.ispkg:
-            yield import_module(name)
-        elif find_spec(f"{name}.{part}") is not None:
-            yield import_module(f"{name}.{part}")
+        names.append(f"{name}.{part}" if each.ispkg else name)
+    return tuple(import_module(name) for name in names if find_spec(name) is not None)
 
 
 def keys_of(path: str) -> tuple[type, ...]:
