@@ -18,6 +18,7 @@ from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.report.run_record import RunFacts
+from megatron_zpp.monitor.step_profiler import StepProfiler
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
@@ -27,6 +28,7 @@ from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN, open_inputs
 from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
@@ -99,6 +101,8 @@ def build_run(
         ),
         metrics=metrics,
         stopping=stopping,
+        profiler=StepProfiler(config.log, ranks.rank),
+        garbage=GarbageCollection(config.training),
         step_watch=open_step_watch(config, ranks),
     )
     console.table("Megatron-Z++", rows := summary(run))
