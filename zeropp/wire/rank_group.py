@@ -204,6 +204,14 @@ class RankGroup:
         coded = is_coded and uses_gloo(group)
         return replace(self, purpose=purpose, ledger=ledger, group=group, is_coded=coded)
 
+    def hops(
+        self, inner: int, ledger: Traffic, purpose: str, *, is_coded: bool
+    ) -> "tuple[RankGroup | None, RankGroup | None]":
+        """Return the inner hop, of `inner` consecutive members, and the outer one, connected."""
+        near, far = self.consecutive(inner), self.strided(inner)
+        connected = near.connected(ledger, purpose)
+        return connected, far.connected(ledger, purpose, is_coded=is_coded)
+
     def message(self, kind: str, num_bytes: int | tuple[int, ...], **others: object) -> Message:
         """Return a collective of this group as data; `others` are further fields of `Message`."""
         return Message(group=self, kind=kind, num_bytes=num_bytes, purpose=self.purpose, **others)
