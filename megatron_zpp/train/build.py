@@ -26,7 +26,7 @@ from megatron_zpp.recipe.expert_ranks import expert_rows, with_expert_ranks
 from megatron_zpp.recipe.model import lora_summary
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import CheckpointConfig, Config
+from megatron_zpp.settings.config import Config
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN, open_inputs
@@ -83,6 +83,7 @@ def build_run(
             trained.capabilities,
         ),
     )
+    saves = bool(config.checkpoint.save)
     run = Run(
         config=config,
         ranks=ranks,
@@ -97,7 +98,7 @@ def build_run(
             console=console,
             lock=save_lock,
             batches=batches,
-            writer=open_writer(config.checkpoint),
+            writer=AsyncWriter() if saves and config.checkpoint.async_save else None,
         ),
         metrics=metrics,
         stopping=stopping,
@@ -108,11 +109,6 @@ def build_run(
     console.table("Megatron-Z++", rows := summary(run))
     metrics.use_facts(partial(run_facts, run, rows))
     return run
-
-
-def open_writer(checkpoint: CheckpointConfig) -> AsyncWriter | None:
-    """What writes checkpoints beside training; None without `--async-save`."""
-    return AsyncWriter() if checkpoint.save and checkpoint.async_save else None
 
 
 def passes_of(sharding: Sharding, ranks: Ranks) -> OneStage | Pipeline:

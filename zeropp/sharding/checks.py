@@ -17,7 +17,7 @@ from zeropp.errors import InputError
 from zeropp.quant.packing import FLOATS
 from zeropp.ranks.coordination import among, require_same
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.places import Place, Places
+from zeropp.sharding.places import Place
 from zeropp.wire.collectives import WeightGather
 from zeropp.wire.route import UNQUANTIZED, Route
 
@@ -46,7 +46,7 @@ def require_shardable(
     config: ZeroConfig,
     *,
     blocks: Sequence[nn.Module],
-    places: Places,
+    places: Sequence[Place],
     experts: Mapping[nn.Module, DeviceMesh],
 ) -> bool:
     """Raise InputError for what keeps a model from being sharded by units, its blocks and itself.
@@ -66,12 +66,6 @@ def require_shardable(
     _require_blocks(model, blocks)
     if experts or config.expert_ranks > 1:
         _require_experts(experts, blocks, data, config)
-    _require_parameters([*places])
-    return True
-
-
-def _require_parameters(places: Sequence[Place]) -> None:
-    """Require plain parameters, each in one unit, and the trained ones of a unit of one type."""
     for place in places:
         _require_plain(place.name, place.parameter)
     owners: dict[nn.Parameter, Place] = {}
@@ -87,6 +81,7 @@ def _require_parameters(places: Sequence[Place]) -> None:
             )
         if place.parameter.requires_grad:
             _require_one_type(trained.setdefault(place.unit, place), place)
+    return True
 
 
 def _require_dense_gradients(model: nn.Module) -> None:
