@@ -20,9 +20,10 @@ HOMES = {
         (1, 3),
     ),
     "local SGD": (
-        r"local.?steps|local.?sgd|diloco|outer_(lr|momentum|group|mean)|sync_every|elastic",
-        ("zeropp/optim/local_steps", "zeropp/ranks/nodes", "megatron_zpp/capabilities/local_sgd"),
-        (21, 13),
+        r"local.?steps|local.?sgd|diloco|\bouter_(lr|momentum|group|mean)|sync_every"
+        r"|(?<!torch)elastic",
+        ("zeropp/capabilities/local_sgd", "megatron_zpp/capabilities/local_sgd"),
+        (7, 13),
     ),
     "LoRA and MixZ++": (r"lora|mixz|nontrainable|stores_frozen|adapter", (), (76, 11)),
     "offload": (

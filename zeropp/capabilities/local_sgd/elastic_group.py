@@ -11,14 +11,14 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from zeropp.capabilities.local_sgd.entry import Entering, Entry, Saved
+from zeropp.capabilities.local_sgd.member import Members
+from zeropp.capabilities.local_sgd.outer_group import PURPOSE, OuterError, OuterGroup
+from zeropp.capabilities.local_sgd.pulse import Liveness, Pulse
+from zeropp.capabilities.local_sgd.rounds import Rounds
+from zeropp.capabilities.local_sgd.sync_store import open_sync_store, reported_store
 from zeropp.errors import InputError
-from zeropp.optim.local_steps.outer_group import PURPOSE, OuterError, OuterGroup
 from zeropp.ranks.coordination import broadcast_object
-from zeropp.ranks.nodes.entry import Entering, Entry, Saved
-from zeropp.ranks.nodes.member import Members
-from zeropp.ranks.nodes.pulse import Liveness, Pulse
-from zeropp.ranks.nodes.rounds import Rounds
-from zeropp.ranks.nodes.sync_store import open_sync_store, reported_store
 from zeropp.ranks.topology import Environment
 from zeropp.wire.traffic import Traffic
 

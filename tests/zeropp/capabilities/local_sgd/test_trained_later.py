@@ -7,8 +7,8 @@ from torch import nn
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.optim.local_steps.diloco import Recipe, diloco
-from tests.zeropp.optim.local_steps.trained_node import CLOSE, STEPS, Node, sgd
+from tests.zeropp.capabilities.local_sgd.diloco import Recipe, diloco
+from tests.zeropp.capabilities.local_sgd.trained_node import CLOSE, STEPS, Node, sgd
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 
 

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from zeropp.capabilities.local_sgd import sync_store
 from zeropp.errors import InputError, NetworkError
-from zeropp.ranks.nodes import sync_store
 
 LIMIT = timedelta(seconds=20)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.optim.local_steps.held_model import HeldModel
+from zeropp.capabilities.local_sgd.held_model import HeldModel
 from zeropp.optim.sharded_optimizer import sharded
 from zeropp.optim.step_or_skip import local_part
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.ranks import ranks
 from tests.worlds import worlds
-from zeropp.optim.local_steps.outer_mean import OuterMean
+from zeropp.capabilities.local_sgd.outer_mean import OuterMean
 
 CPU = torch.device("cpu")
 # Root mean square of the error of a mean of normal numbers. The codes of a block of 128, or 256,

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from zeropp.capabilities.local_sgd.averaged_buffers import OUTER, AveragedBuffers
+from zeropp.capabilities.local_sgd.fragment import Fragment, OuterOptions, fragments_of
+from zeropp.capabilities.local_sgd.outer_group import OuterGroup
+from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
+from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
 from zeropp.errors import InputError
-from zeropp.optim.local_steps.averaged_buffers import OUTER, AveragedBuffers
-from zeropp.optim.local_steps.fragment import Fragment, OuterOptions, fragments_of
-from zeropp.optim.local_steps.outer_group import OuterGroup
-from zeropp.optim.local_steps.trained_weights import TrainedWeights
 from zeropp.settings.sections import Zeropp
-from zeropp.settings.sync_schedule import SyncSchedule
 
 ALIKE, ALONE = f"{OUTER}alike", f"{OUTER}alone"
 

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeropp.optim.local_steps.elastic_group import ElasticGroup, Result, Round
-from zeropp.optim.local_steps.fragment import HOST, Fragment, require_finite
-from zeropp.optim.local_steps.local_steps import LocalSteps
-from zeropp.optim.local_steps.outer_mean import OuterMean
+from zeropp.capabilities.local_sgd.elastic_group import ElasticGroup, Result, Round
+from zeropp.capabilities.local_sgd.fragment import HOST, Fragment, require_finite
+from zeropp.capabilities.local_sgd.local_steps import LocalSteps
+from zeropp.capabilities.local_sgd.member import Members
+from zeropp.capabilities.local_sgd.outer_mean import OuterMean
 from zeropp.ranks.coordination import gather_objects
-from zeropp.ranks.nodes.member import Members
 
 DEALT_BITS = 8  # of a number on its way to a new owner, where fewer than 32 are sent
 FP32_BYTES = 4

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.mortal_nodes import Killed, Lives
+from zeropp.capabilities.local_sgd.elastic_group import ElasticGroup
+from zeropp.capabilities.local_sgd.elastic_steps import ElasticSteps
+from zeropp.capabilities.local_sgd.fragment import OuterOptions
+from zeropp.capabilities.local_sgd.held_model import OfModule
+from zeropp.capabilities.local_sgd.member import Member, Members
+from zeropp.capabilities.local_sgd.rounds import NobodyLeftError, Rounds
+from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
+from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
 from zeropp.errors import InputError
-from zeropp.optim.local_steps.elastic_group import ElasticGroup
-from zeropp.optim.local_steps.elastic_steps import ElasticSteps
-from zeropp.optim.local_steps.fragment import OuterOptions
-from zeropp.optim.local_steps.held_model import OfModule
-from zeropp.optim.local_steps.trained_weights import TrainedWeights
-from zeropp.ranks.nodes.member import Member, Members
-from zeropp.ranks.nodes.rounds import NobodyLeftError, Rounds
-from zeropp.settings.sync_schedule import SyncSchedule
 
 RUNS = int(os.environ.get("RANDOM_ELASTIC", "6"))
 LIMIT = timedelta(seconds=30)

@@ -16,8 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zeropp.optim.local_steps.codecs import WHOLE_BLOCKS, Codec, padded
-from zeropp.optim.local_steps.outer_group import OuterGroup
+from zeropp.capabilities.local_sgd.codecs import WHOLE_BLOCKS, Codec, padded
+from zeropp.capabilities.local_sgd.outer_group import OuterGroup
 from zeropp.quant.coded_message import CodedError, decode, encode
 
 FEEDBACK = 2  # bits, at which what senders lose by rounding is too much to be lost

@@ -11,8 +11,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from zeropp.optim.local_steps.held_model import HeldModel
-from zeropp.optim.local_steps.outer_group import OuterGroup
+from zeropp.capabilities.local_sgd.held_model import HeldModel
+from zeropp.capabilities.local_sgd.outer_group import OuterGroup
 from zeropp.optim.step_or_skip import local_part
 
 OUTER = "outer."  # what names of local steps in checkpoints begin with

@@ -15,12 +15,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from zeropp.capabilities.local_sgd.averaged_buffers import OUTER
+from zeropp.capabilities.local_sgd.held_model import HeldModel
+from zeropp.capabilities.local_sgd.outer_group import OuterGroup
+from zeropp.capabilities.local_sgd.outer_mean import OuterMean
+from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
 from zeropp.errors import InputError
-from zeropp.optim.local_steps.averaged_buffers import OUTER
-from zeropp.optim.local_steps.held_model import HeldModel
-from zeropp.optim.local_steps.outer_group import OuterGroup
-from zeropp.optim.local_steps.outer_mean import OuterMean
-from zeropp.optim.local_steps.trained_weights import TrainedWeights
 
 HOST = torch.device("cpu")
 SUMMED = 1 << 16  # values of which PyTorch makes 64-bit ones at a time

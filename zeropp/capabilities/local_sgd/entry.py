@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from zeropp.capabilities.local_sgd.member import Member, Members
+from zeropp.capabilities.local_sgd.pulse import Liveness
+from zeropp.capabilities.local_sgd.rounds import close_rounds, names_with_weights, pauses
 from zeropp.errors import InputError, NetworkError, first_lines
-from zeropp.ranks.nodes.member import Member, Members
-from zeropp.ranks.nodes.pulse import Liveness
-from zeropp.ranks.nodes.rounds import close_rounds, names_with_weights, pauses
 
 MOST_SHOWN = 8  # differences in an error message
 MOST_SAVED = 64  # numbers that are looked at

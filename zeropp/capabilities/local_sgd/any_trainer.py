@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from zeropp.capabilities.local_sgd.fragment import OUTER
+from zeropp.capabilities.local_sgd.held_model import OfModule
+from zeropp.capabilities.local_sgd.local_steps import LocalSteps
+from zeropp.capabilities.local_sgd.outer_group import OuterGroup
+from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
 from zeropp.errors import InputError, first_few
-from zeropp.optim.local_steps.fragment import OUTER
-from zeropp.optim.local_steps.held_model import OfModule
-from zeropp.optim.local_steps.local_steps import LocalSteps
-from zeropp.optim.local_steps.outer_group import OuterGroup
-from zeropp.optim.local_steps.trained_weights import TrainedWeights
 from zeropp.optim.step_or_skip import own_gradients
 from zeropp.ranks.groups import store_of, time_limit
 from zeropp.settings.zero_config import ZeroConfig

@@ -21,8 +21,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from zeropp.capabilities.local_sgd.member import Member, Members
 from zeropp.errors import NetworkError
-from zeropp.ranks.nodes.member import Member, Members
 
 DONE, GIVEN_UP = b"done", b"given up"
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks at the store

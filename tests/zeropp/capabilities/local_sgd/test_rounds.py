@@ -16,8 +16,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.mortal_nodes import Killed, Lives
-from zeropp.ranks.nodes.member import Member, Members
-from zeropp.ranks.nodes.rounds import ExcludedError, NobodyLeftError, NodeLostError, Rounds
+from zeropp.capabilities.local_sgd.member import Member, Members
+from zeropp.capabilities.local_sgd.rounds import (
+    ExcludedError,
+    NobodyLeftError,
+    NodeLostError,
+    Rounds,
+)
 
 RUNS = int(os.environ.get("RANDOM_ROUNDS", "12"))
 RANKS, ROUNDS, SECONDS = 2, 6, 10.0

@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from zeropp.capabilities.local_sgd.entry import Entering, Entry, Saved
+from zeropp.capabilities.local_sgd.rounds import DONE, ExcludedError, Rounds
 from zeropp.errors import InputError, NetworkError
-from zeropp.ranks.nodes.entry import Entering, Entry, Saved
-from zeropp.ranks.nodes.rounds import DONE, ExcludedError, Rounds
 
 SECONDS = 20.0
 

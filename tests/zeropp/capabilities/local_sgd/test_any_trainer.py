@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.optim.local_steps.diloco import Recipe, diloco
-from tests.zeropp.optim.local_steps.trained_node import (
+from tests.zeropp.capabilities.local_sgd.diloco import Recipe, diloco
+from tests.zeropp.capabilities.local_sgd.trained_node import (
     CLOSE,
     STEPS,
     Node,

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp.capabilities.local_sgd.member import Members
+from zeropp.capabilities.local_sgd.rounds import NodeLostError
 from zeropp.errors import InputError
 from zeropp.ranks.groups import set_backend_time_limit
-from zeropp.ranks.nodes.member import Members
-from zeropp.ranks.nodes.rounds import NodeLostError
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import WaitError
 from zeropp.wire.traffic import Traffic
