@@ -23,7 +23,7 @@ HOMES = {
         r"local.?steps|local.?sgd|diloco|\bouter_(lr|momentum|group|mean)|sync_every"
         r"|(?<!torch)elastic",
         ("zeropp/capabilities/local_sgd", "megatron_zpp/capabilities/local_sgd"),
-        (7, 13),
+        (8, 13),
     ),
     "LoRA and MixZ++": (r"lora|mixz|nontrainable|stores_frozen|adapter", (), (76, 11)),
     "offload": (

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zeropp.capabilities.local_sgd.entry import Entering, Entry, Saved
 from zeropp.capabilities.local_sgd.member import Members
 from zeropp.capabilities.local_sgd.outer_group import PURPOSE, OuterError, OuterGroup
-from zeropp.capabilities.local_sgd.pulse import Liveness, Pulse
+from zeropp.capabilities.local_sgd.pulse import ReplicaPulse, liveness
 from zeropp.capabilities.local_sgd.rounds import Rounds
 from zeropp.capabilities.local_sgd.sync_store import open_sync_store, reported_store
 from zeropp.errors import InputError
@@ -59,7 +59,7 @@ def join_elastic_group(
         try:
             store = open_sync_store(options.address, timeout)
             name = uuid.uuid4().hex
-            pulse = Pulse(store, name)
+            pulse = ReplicaPulse(store, name)
             with reported_store():
                 entry = _enter(options, store, name, limit * WAITING_SHARE)
         except InputError as error:
@@ -69,7 +69,7 @@ def join_elastic_group(
         raise entry
     if environment.rank:
         store = open_sync_store(options.address, timeout)
-    lives = Liveness(store)
+    lives = liveness(store)
     store = dist.PrefixStore(str(entry.epoch), store)
     rounds = Rounds(store, entry.own, environment.rank, environment.world_size, lives, limit)
     if not entry.joins:
@@ -83,7 +83,7 @@ def _enter(options: ElasticOptions, store: dist.Store, name: str, limit: float) 
     return Entering(
         store=store,
         name=name,
-        liveness=Liveness(store),
+        liveness=liveness(store),
         num_nodes=options.num_nodes,
         settings=options.settings,
         advice=options.advice,
@@ -114,7 +114,7 @@ class ElasticGroup:
         rounds: Rounds,
         planned: int,
         timeout: timedelta,
-        pulse: Pulse | None = None,
+        pulse: ReplicaPulse | None = None,
         iteration: int = 0,
         launch: str = "",
     ) -> None:

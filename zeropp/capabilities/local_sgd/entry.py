@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from zeropp.capabilities.local_sgd.member import Member, Members
-from zeropp.capabilities.local_sgd.pulse import Liveness
 from zeropp.capabilities.local_sgd.rounds import close_rounds, names_with_weights, pauses
 from zeropp.errors import InputError, NetworkError, first_lines
+from zeropp.ranks.pulse import Liveness
 
 MOST_SHOWN = 8  # differences in an error message
 MOST_SAVED = 64  # numbers that are looked at

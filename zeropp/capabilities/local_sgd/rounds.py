@@ -41,7 +41,7 @@ class NobodyLeftError(NetworkError):
 
 
 class Lives(Protocol):
-    """Who lives: `pulse.Liveness`."""
+    """Who lives: `zeropp.ranks.pulse.Liveness`."""
 
     def is_alive(self, name: str) -> bool: ...
 

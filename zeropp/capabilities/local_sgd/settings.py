@@ -62,12 +62,6 @@ RULES = (
         lambda store, nodes: store is not None and nodes is None,
         "{} and {}: say with how many nodes a run begins, for which the global batch is",
     ),
-    Rule(
-        ("zeropp.delayed_param_update", "zeropp.sync_every"),
-        lambda delayed, interval: delayed and interval != 1,
-        "{} and {}: nodes that step alone exchange weights after an update, and a delayed one is "
-        "not done then: leave one out",
-    ),
 )
 # For which ranks take each step together, as under `zeropp.initialize`.
 INDEPENDENT_STEPS = {

@@ -113,6 +113,12 @@ RULES = (
         "{} and {}: frozen weights that are stored quantized stay on the device",
     ),
     Rule(
+        ("zeropp.delayed_param_update", "zeropp.sync_every"),
+        lambda delayed, interval: delayed and interval != 1,
+        "{} and {}: replicas synchronize their weights after an update, and a delayed one is "
+        "not done then: leave one out",
+    ),
+    Rule(
         ("zeropp.delayed_param_update", _OPTIMIZER_ON),
         lambda delayed, device: delayed and device != "cpu",
         "{} and {}: the delayed update runs on the CPU, so it needs the optimizer there",
