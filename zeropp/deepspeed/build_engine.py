@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from zeropp.capabilities.offload.offloaded import offloaded_adamw
 from zeropp.deepspeed.comm import DEEPSPEED_PORT, init_distributed, refuse_port
@@ -26,8 +26,8 @@ from zeropp.deepspeed.fp32_weights import use_fp32_weights
 from zeropp.deepspeed.ops import adam
 from zeropp.deepspeed.parameter_values import found
 from zeropp.deepspeed.runtime.config import as_refusals
+from zeropp.deepspeed.runtime.dataloader import build_loader
 from zeropp.deepspeed.runtime.named_optimizer import named_optimizer
-from zeropp.deepspeed.runtime.sample_stream import SamplesOfRank
 from zeropp.errors import RefusedCall
 from zeropp.optim.adam import FusedAdam, parameters_in
 from zeropp.optim.cpu_adam import CPUAdam
@@ -37,7 +37,7 @@ from zeropp.optim.remap import Names, listed, names_of, remap, remapped
 from zeropp.ranks.coordination import among
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
-from zeropp.settings.zero_config import BatchSizes, ZeroConfig
+from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import require_common_steps, require_same_model
 from zeropp.sharding.grid import data_axis
 from zeropp.sharding.materialize import copy_from_first_rank
@@ -103,7 +103,7 @@ def initialize(
     with among(mesh.get_group()):
         optimizer = _offload_optimizer(zero, optimizer, sharding, device)
     schedule = _build_schedule(zero, lr_scheduler, optimizer)
-    loader = _build_loader(training_data, collate_fn, batch, mesh)
+    loader = build_loader(training_data, collate_fn, batch, mesh)
     engine = Engine(sharding, zero, batch, environment, device, optimizer, schedule)
     engine.training_dataloader = loader
     engine.token_traffic = experts.traffic
@@ -344,22 +344,3 @@ def _build_schedule(
             "function that makes the schedule from the engine's optimizer"
         )
     return lr_scheduler
-
-
-def _build_loader(
-    data: Dataset | None, collate_fn: Callable | None, batch: BatchSizes, mesh: DeviceMesh
-) -> DataLoader | None:
-    """Return a loader of this rank's full micro-batches, shuffled the same way on all ranks.
-
-    Streams are not shuffled.
-    """
-    if data is None:
-        return None
-    sampler = None
-    if isinstance(data, IterableDataset):
-        data = SamplesOfRank(data, mesh.size(), mesh.get_local_rank())
-    else:
-        sampler = DistributedSampler(data, mesh.size(), mesh.get_local_rank(), drop_last=True)
-    return DataLoader(
-        data, batch.micro_samples, sampler=sampler, collate_fn=collate_fn, drop_last=True
-    )

@@ -11,7 +11,7 @@ import zeropp
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import config_of
 from tests.zeropp.small_model import small_model
-from zeropp.deepspeed.runtime.sample_stream import SamplesOfRank
+from zeropp.deepspeed.runtime.dataloader import SamplesOfRank
 
 
 class Stream(IterableDataset):
