@@ -140,8 +140,8 @@ class Engine(
 
     def train(self, mode: bool = True) -> "Engine":
         """Set the training mode; weights that an evaluation left gathered are freed."""
-        is_free = not self.sharding.keeps_whole and not self._forwards and not self._mid_step()
-        if mode and self.sharding.stage < 3 and is_free:
+        is_between_steps = not self._forwards and not self._mid_step()
+        if mode and self.sharding.stage < 3 and is_between_steps:
             self.sharding.release()
         return super().train(mode)
 
@@ -258,8 +258,7 @@ class Engine(
         """
         if self.optimizer is not None:
             sharded(self.optimizer).settle()
-        if not self.sharding.keeps_whole:
-            self.sharding.release()
+        self.sharding.release()
         self.optimizer = self.lr_scheduler = None
 
     @property
@@ -341,7 +340,7 @@ class Engine(
 
     def _optimizer_step(self, micro_batches: int) -> None:
         with self.sharding.as_shards():
-            self.sharding.release()  # an evaluation after backward may have left weights gathered
+            self.sharding.release(held=True)  # what an evaluation after backward has left, too
             result = optimizer_step(
                 self.optimizer,
                 self.sharding,

@@ -195,8 +195,7 @@ class EngineFiles:
 
     def empty_partition_cache(self) -> None:
         """Free weights that passes without backward have left gathered, at stage 3."""
-        if not self.sharding.keeps_whole:
-            self.sharding.release()
+        self.sharding.release()
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether the JSON's `stage3_gather_16bit_weights_on_model_save` is set."""
