@@ -220,10 +220,6 @@ class Engine(
             self._micro_batches_done = 0
             self._optimizer_step(count)
 
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the weights."""
-        return self._was_applied
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this step, on the host too; gather weights. All ranks call it."""
         self.sharding.discard_gradients(set_to_none)
@@ -246,10 +242,6 @@ class Engine(
         self._state_dicts.include(self.module)
         self._hook_gradients()
         mark_sharded(self.module.parameters(), are_sharded=self.sharding.stage == 3)
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the L2 norm of the last step's gradients before clipping; None before a step."""
-        return self._grad_norm
 
     def destroy(self) -> None:
         """Wait for an update under way, and drop the optimizer and the schedule.

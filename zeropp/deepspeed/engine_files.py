@@ -197,10 +197,6 @@ class EngineFiles:
         """Free weights that passes without backward have left gathered, at stage 3."""
         self.sharding.release()
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether the JSON's `stage3_gather_16bit_weights_on_model_save` is set."""
-        return self.zero_config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-
     @_among_its_ranks
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False

@@ -18,22 +18,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.parameter_values import found
 from zeropp.errors import InputError
-from zeropp.fsdp_adapter import (
-    FSDPModule,
-    WholeParameter,
-    gather_whole,
-    plain_copy,
-    shard_behind,
-    shard_like,
-    use_deepcopy,
-)
 from zeropp.ranks.meeting import AbsentRanksError, meet
 from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.frozen_weights import as_numbers
 
+StateDict = MutableMapping[str, Any]
 log = logging.getLogger("zeropp")
 LIMIT = timedelta(seconds=25)  # for ranks to come to a state dict
 
@@ -52,9 +45,7 @@ class WholeStateDicts:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # The last state dict that ranks agreed to fill, what it has, and what makes it of shards.
         self._state: weakref.ref | None = None
-        self._made_of: weakref.WeakValueDictionary[int, torch.Tensor] = (
-            weakref.WeakValueDictionary()
-        )
+        self._made_of = weakref.WeakValueDictionary[int, torch.Tensor]()
         self._of_shard: Callable[[DTensor], torch.Tensor] | None = None
 
     def include(self, model: nn.Module) -> None:
@@ -69,8 +60,8 @@ class WholeStateDicts:
                 module.register_state_dict_post_hook(partial(self._gather))
                 module.register_load_state_dict_pre_hook(self._split)
                 module.register_load_state_dict_post_hook(partial(self._load_exactly))
-                if isinstance(module, FSDPModule):
-                    use_deepcopy(module, self._copy)
+                if isinstance(module, fsdp.FSDPModule):
+                    fsdp.use_deepcopy(module, self._copy)
 
     def __deepcopy__(self, _: object) -> "WholeStateDicts":
         """Serve copies of the modules as well: copying a module also copies its hooks."""
@@ -89,12 +80,12 @@ class WholeStateDicts:
                     "the model outside, on all ranks"
                 )
             weights.append((parameter, whole.detach().to(parameter.device, copy=True)))
-        return plain_copy(unit, weights, memo)
+        return fsdp.plain_copy(unit, weights, memo)
 
     def _require_units(self, memo: dict) -> None:
         """Raise InputError if a copied module around units has shards itself, in whole modules."""
         for around in (each for each in self._modules if id(each) in memo):
-            units = (each for each in around.modules() if isinstance(each, FSDPModule))
+            units = (each for each in around.modules() if isinstance(each, fsdp.FSDPModule))
             in_units = {parameter for unit in units for parameter in unit.parameters()}
             for parameter in around.parameters():
                 held = memo.get(id(parameter), parameter)
@@ -105,22 +96,18 @@ class WholeStateDicts:
                         "blocks: copy the model, and take that part of the copy, or copy a block"
                     )
 
-    def _gather(
-        self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, _: Any
-    ) -> None:
+    def _gather(self, module: nn.Module, state: StateDict, prefix: str, _: Any) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
             if value is None or value is parameter:
                 continue
-            value = shard_behind(value)
+            value = fsdp.shard_behind(value)
             if isinstance(value, DTensor) and is_whole(value):
                 state[prefix + name] = as_numbers(value).to_local()
             elif isinstance(value, DTensor) or self._sharding.holds_whole(parameter):
                 state[prefix + name] = self._made(state, parameter, value)
 
-    def _made(
-        self, state: MutableMapping[str, Any], parameter: nn.Parameter, value: torch.Tensor
-    ) -> torch.Tensor:
+    def _made(self, state: StateDict, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         """Return what a state dict has of a parameter, of tied weights the same tensor."""
         if self._state is None or self._state() is not state:
             can_be_known_again = type(state).__weakrefoffset__  # not if the caller gave a dict
@@ -144,7 +131,7 @@ class WholeStateDicts:
         weights the shards.
         """
         parameters = (each for module in self._modules for each in module.parameters(recurse=False))
-        if any(isinstance(each, WholeParameter) for each in parameters):
+        if any(isinstance(each, fsdp.WholeParameter) for each in parameters):
             return lambda shard: shard
         try:
             meet(self._group, "state_dict", LIMIT, later="GatheredParameters")
@@ -163,11 +150,9 @@ class WholeStateDicts:
                 "save_pretrained, copy.deepcopy and whatever else calls it, on all ranks, and "
                 "write the file on one; between steps at stages 0 to 2 one rank may call it alone"
             ) from error
-        return lambda shard: gather_whole(as_numbers(shard.detach()))
+        return lambda shard: fsdp.gather_whole(as_numbers(shard.detach()))
 
-    def _split(
-        self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any
-    ) -> None:
+    def _split(self, module: nn.Module, state: StateDict, prefix: str, *_: Any) -> None:
         """Keep this rank's parts of the whole tensors that are being loaded."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
@@ -176,7 +161,7 @@ class WholeStateDicts:
                 continue
             if isinstance(parameter, DTensor):
                 part = part_for_rank(value.detach(), parameter)
-                state[prefix + name] = shard_like(parameter, part)
+                state[prefix + name] = fsdp.shard_like(parameter, part)
             elif self._sharding.holds_whole(parameter):
                 self._loading[id(parameter)] = value
 
@@ -200,7 +185,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 def _clone(item: Any, device: torch.device, copies: dict[tuple, torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
-        whole = gather_whole(item) if isinstance(item, DTensor) else item  # on all ranks alike
+        whole = fsdp.gather_whole(item) if isinstance(item, DTensor) else item  # on all ranks alike
         return copies.setdefault(_place(item), whole.detach().to(device, copy=True))
     if isinstance(item, dict):
         return type(item)((key, _clone(value, device, copies)) for key, value in item.items())

@@ -90,8 +90,7 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
 
 def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
     """Put a module at a dotted name in a model."""
-    owner, _, name = module_name.rpartition(".")
-    (recursive_getattr(model, owner) if owner else model).register_module(name, module)
+    model.set_submodule(module_name, module)
 
 
 def world() -> dist.ProcessGroup:
