@@ -57,6 +57,17 @@ class Tiny(nn.Module):
         return self.layer(x[:, :1]).square().mean()
 
 
+class Line(nn.Module):
+    """Two scalars and nothing else, as accelerate's regression model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.a + self.b).float().square().mean()
+
+
 class Named(nn.Module):
     """The small model with a second name for its embedding, a 0-d parameter, and a buffer."""
 
@@ -98,7 +109,10 @@ class Family:
 FAMILIES = {
     "small": Family(build=small.small_model, inputs=small.tokens_of, loss=small.loss_of),
     "named": Family(build=Named, inputs=small.tokens_of, loss=small.loss_of),
-    **{kind.__name__: Family(build=partial(seeded, kind)) for kind in (Repeated, Dangling, Tiny)},
+    **{
+        kind.__name__: Family(build=partial(seeded, kind))
+        for kind in (Repeated, Dangling, Tiny, Line)
+    },
     **{
         name: Family(
             build=partial(mixtures.mixture, name),

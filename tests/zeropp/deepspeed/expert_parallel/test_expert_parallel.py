@@ -43,13 +43,6 @@ def check_equal(family: str, size: int, stage: int, micro_batches: int, num_expe
         torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-@ranks(2)
-def test_two_ranks_equal_one_process(family: str, stage: int) -> None:
-    check_equal(family, 2, stage, micro_batches=2, num_experts=4)
-
-
 # With 2 experts, 2 ranks share one, whose second dim is cut.
 @pytest.mark.parametrize("size, num_experts", [(2, 4), (4, 4), (2, 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
