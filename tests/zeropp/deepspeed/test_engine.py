@@ -158,10 +158,9 @@ def test_the_log_says_what_runs_and_every_nth_step():
 
 
 OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-SETTINGS = {f"stage {stage}": dict(stage=stage) for stage in range(4)}
-SETTINGS |= {
+SETTINGS = {
+    "stage 2": dict(stage=2),
     "quantized": dict(zero_optimization=ALL_THREE, bf16={"enabled": True}),
-    "offloaded": dict(zero_optimization=OFFLOADED),
     "offloaded at stage 1": dict(zero_optimization=OFFLOADED | {"stage": 1}),
     "delayed": dict(
         zero_optimization=OFFLOADED,
