@@ -1,4 +1,8 @@
-"""`mesh_param`: an engine on a part of the ranks has nothing to do with the others."""
+"""Which ranks an engine is on: `init_distributed`, with a launcher or without; `mesh_param`."""
+
+import os
+import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,16 +10,87 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import zeropp
+from tests.launched import call
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import (
     SAMPLES,
     config_of,
+    engine_of,
     gathered_parameters,
+    run,
     run_without_engine,
 )
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
-from zeropp import Engine, InputError
+from zeropp import Engine, InputError, deepspeed
 from zeropp.ranks.coordination import among, broadcast_object, fail_together, gather_objects
+
+
+def train(rank: int, init_method: str, folder: Path) -> None:
+    """Write the losses of two steps, of one rank of two that no launcher has started."""
+    deepspeed.init_distributed("gloo", init_method=init_method, rank=rank, world_size=2)
+    engine = engine_of()
+    assert (engine.global_rank, engine.world_size) == (rank, 2)
+    (folder / str(rank)).write_text(repr(run(engine, steps=2)))
+
+
+def train_as_task(rank: int, port: int, folder: Path) -> None:
+    """The same of one task of two that srun has started."""
+    task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": 2}
+    os.environ |= {name: str(value) for name, value in task.items()} | {"MASTER_PORT": str(port)}
+    with deepspeed.zero.Init():  # joins the group
+        model = small_model()
+    assert os.environ["LOCAL_RANK"] == str(rank) and dist.get_rank() == rank
+    (folder / f"task {rank}").write_text(repr(run(engine_of(model), steps=2)))
+
+
+@ranks(2)
+def expected_losses(folder: Path) -> None:
+    """Write the losses of two ranks that have met as the launcher says."""
+    losses = run(engine_of(), steps=2)
+    if dist.get_rank() == 0:
+        (folder / "launched").write_text(repr(losses))
+
+
+def test_processes_that_no_launcher_started_meet_at_a_file_or_as_tasks_of_slurm(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes = [call(train, rank, f"file://{tmp_path}/meeting", tmp_path) for rank in range(2)]
+    processes += [call(train_as_task, rank, port, tmp_path) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0] * 4
+    expected_losses(folder=tmp_path)
+    names = ("0", "1", "task 0", "task 1", "launched")
+    assert len({(tmp_path / name).read_text() for name in names}) == 1
+
+
+@ranks(2)
+def test_ranks_that_have_met_need_not_meet_again():
+    deepspeed.init_distributed("gloo", rank=dist.get_rank(), world_size=2)
+    deepspeed.init_distributed("gloo", init_method="tcp://elsewhere:1")
+    assert deepspeed.comm.get_world_size() == 2
+    for options, message in (
+        ({"rank": 7, "world_size": 9}, "rank = 7 and world_size = 9.*leave them out"),
+        ({"distributed_port": 1}, "the launcher chooses the port"),
+    ):
+        with pytest.raises(InputError, match=message):
+            deepspeed.init_distributed(**options)
+
+
+@pytest.mark.parametrize(
+    ("init_method", "reason"),
+    [
+        ("nowhere://there:1", "No rendezvous handler for nowhere"),
+        ("tcp://there", "port number missing"),
+    ],
+)
+def test_a_place_where_no_rank_can_meet(init_method, reason):
+    with pytest.raises(InputError, match=f"cannot meet at '{init_method}'.*{reason}"):
+        deepspeed.init_distributed("gloo", init_method=init_method, rank=0, world_size=2)
+
+
+def test_a_rank_of_several_says_where_they_meet():
+    with pytest.raises(InputError, match="rank = 1 and world_size = 2, and the launcher says 0"):
+        deepspeed.init_distributed("gloo", rank=1, world_size=2)
+
 
 HALVES = ([0, 1], [2, 3])
 
@@ -25,7 +100,7 @@ def half_mesh() -> DeviceMesh:
     return [DeviceMesh("cpu", half) for half in HALVES][dist.get_rank() // 2]
 
 
-def engine_of(mesh: DeviceMesh, seed: int = 0, **settings) -> Engine:
+def engine_on(mesh: DeviceMesh, seed: int = 0, **settings) -> Engine:
     torch.manual_seed(seed)
     model = small_model()
     with torch.no_grad():
@@ -34,7 +109,7 @@ def engine_of(mesh: DeviceMesh, seed: int = 0, **settings) -> Engine:
     return zeropp.initialize(model=model, config=config_of(**settings), mesh_param=mesh)[0]
 
 
-def run(engine: Engine, steps: int) -> list[float]:
+def run_on(engine: Engine, steps: int) -> list[float]:
     """Losses of steps, averaged over the ranks of the engine's mesh."""
     losses = []
     for step in range(steps):
@@ -52,12 +127,12 @@ def run(engine: Engine, steps: int) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @ranks(4)
 def test_each_half_trains_as_if_it_were_all(stage):
-    engine = engine_of(half_mesh(), stage=stage)
+    engine = engine_on(half_mesh(), stage=stage)
     assert engine.world_size == 2 and engine.global_rank == dist.get_rank()
     assert engine.batch.micro_samples == SAMPLES // 2
     expected, norms, model = run_without_engine(3)
     # As in test_engine: the same mean over 8 samples, added in another order.
-    assert run(engine, 3) == pytest.approx(expected, rel=1e-5)
+    assert run_on(engine, 3) == pytest.approx(expected, rel=1e-5)
     assert engine.get_global_grad_norm() == pytest.approx(norms[2], rel=1e-4)
 
 
@@ -76,7 +151,7 @@ def test_samples_are_divided_among_the_ranks_of_the_mesh():
 @pytest.mark.parametrize("stage", [0, 3])
 @ranks(4)
 def test_weights_written_on_one_mesh_are_not_those_of_the_other(stage):
-    engine = engine_of(half_mesh(), seed=dist.get_rank() // 2, stage=stage)
+    engine = engine_on(half_mesh(), seed=dist.get_rank() // 2, stage=stage)
     weight = next(iter(engine.module.parameters()))
     writer = HALVES[dist.get_rank() // 2][1]
     with zeropp.zero.GatheredParameters(weight, modifier_rank=writer):
@@ -95,13 +170,13 @@ def test_weights_written_on_one_mesh_are_not_those_of_the_other(stage):
 def test_each_half_saves_and_loads_its_own_checkpoint(tmp_path):
     half = dist.get_rank() // 2
     mesh = half_mesh()
-    engine = engine_of(mesh, seed=half + 1)
+    engine = engine_on(mesh, seed=half + 1)
     if half == 0:
-        run(engine, 1)  # the halves are in different states, and do not wait for each other
+        run_on(engine, 1)  # the halves are in different states, and do not wait for each other
     path = engine.save_checkpoint(tmp_path / str(half))
     engine.save_16bit_model(tmp_path / str(half))
     weights = gathered_parameters(engine.module)
-    again = engine_of(mesh)
+    again = engine_on(mesh)
     if half == 1:
         again.load_checkpoint(tmp_path / "1")
         assert again.global_steps == 0
@@ -130,7 +205,7 @@ def test_a_mesh_without_this_rank_or_of_two_axes():
     mesh = DeviceMesh("cpu", [0, 1])
     if dist.get_rank() >= 2:
         with pytest.raises(InputError, match=r"not in the mesh of ranks \[0, 1\]"):
-            engine_of(mesh)
+            engine_on(mesh)
     both = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
     with pytest.raises(InputError, match="one axis"):
-        engine_of(both)
+        engine_on(both)

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from zeropp.deepspeed.names import attribute_of
-
 log = logging.getLogger("zeropp")
 
 
@@ -44,6 +42,3 @@ def is_configured() -> bool:
 
 def reset() -> None:
     """Forget buffers of activations, of which there are none."""
-
-
-__getattr__ = attribute_of(__name__)

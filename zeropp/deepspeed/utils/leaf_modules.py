@@ -22,14 +22,14 @@ def set_z3_leaf_modules(
 
     Raises InputError if there are none, unless `raise_if_not_found` is false.
     """
-    return _mark(model, leaf_module_classes, _is_of_class, True, raise_if_not_found)
+    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Remove the marks of the modules of these classes, and return the modules."""
-    return _mark(model, leaf_module_classes, _is_of_class, False, raise_if_not_found)
+    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
@@ -37,9 +37,20 @@ def set_z3_leaf_modules_by_name(
     module_names: Sequence[str],
     flag: bool = True,
     raise_if_not_found: bool = True,
+    *,
+    fits: Callable[[str, str], bool] = str.__eq__,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules of these names in the model; return them, and the names without one."""
-    return _mark_named(model, module_names, str.__eq__, flag, raise_if_not_found)
+    """Mark the modules of these names in the model; return them, and the names without one.
+
+    `fits` says whether a module's name is, or ends in, one of these.
+    """
+    named = dict(model.named_modules())
+    found = [module for name, module in named.items() if any(fits(name, n) for n in module_names)]
+    missing = [one for one in module_names if not any(fits(name, one) for name in named)]
+    if missing and raise_if_not_found:
+        raise InputError(f"the model has no module named {', '.join(missing)}")
+    _set_flags(found, flag)
+    return found, missing
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -49,7 +60,9 @@ def set_z3_leaf_modules_by_suffix(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules whose names end so; return them, and the endings without one."""
-    return _mark_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+    return set_z3_leaf_modules_by_name(
+        model, module_name_suffixes, flag, raise_if_not_found, fits=str.endswith
+    )
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -67,30 +80,14 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def _mark(
-    model: nn.Module, wanted: Sequence, fits: Callable, flag: bool, raise_if_not_found: bool
+def _mark_classes(
+    model: nn.Module, classes: Classes, flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    found = [each for each in model.modules() if any(fits(each, one) for one in wanted)]
+    found = [each for each in model.modules() if any(_is_of_class(each, kind) for kind in classes)]
     if not found and raise_if_not_found:
-        raise InputError(f"the model has no module of {', '.join(map(str, wanted))}")
+        raise InputError(f"the model has no module of {', '.join(map(str, classes))}")
     _set_flags(found, flag)
     return found
-
-
-def _mark_named(
-    model: nn.Module,
-    wanted: Sequence[str],
-    fits: Callable[[str, str], bool],
-    flag: bool,
-    raise_if_not_found: bool,
-) -> tuple[list[nn.Module], list[str]]:
-    named = dict(model.named_modules())
-    found = [module for name, module in named.items() if any(fits(name, one) for one in wanted)]
-    missing = [one for one in wanted if not any(fits(name, one) for name in named)]
-    if missing and raise_if_not_found:
-        raise InputError(f"the model has no module named {', '.join(missing)}")
-    _set_flags(found, flag)
-    return found, missing
 
 
 def _set_flags(modules: Sequence[nn.Module], flag: bool) -> None:
