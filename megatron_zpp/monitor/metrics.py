@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import Communication
@@ -15,6 +15,10 @@ from megatron_zpp.monitor.matmul_rate import MatmulRate
 from megatron_zpp.monitor.memory import Memory
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.settings.config import LogConfig
+
+if TYPE_CHECKING:
+    from megatron_zpp.monitor.console import Console
+    from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
 
 LOSSES = ("first_loss", "last_loss", "first_held_out", "last_held_out")
 RECENT = 20  # iterations that the last training loss averages
@@ -139,32 +143,14 @@ class Writer:
     def close(self) -> None: ...
 
 
-class Screen(Protocol):
-    """Where lines and the progress bar go: see `megatron_zpp/monitor/console.py`."""
-
-    rank: int
-
-    def line(self, text: str) -> None: ...
-    def progress(self, iteration: Iteration) -> None: ...
-    def held_out(self, loss: float) -> None: ...
-
-
-class Lines(Protocol):
-    """The format of the log: see `megatron_zpp/monitor/log_lines.py`."""
-
-    def interval(self, interval: Interval) -> list[str]: ...
-    def validation(self, validation: Validation) -> list[str]: ...
-    def memory(self, rank: int, memory: Memory, iteration: int) -> str: ...
-
-
 class Metrics:
     """Collects iterations, logs every `log_interval`, feeds the screen and the writers."""
 
     def __init__(
         self,
         config: LogConfig,
-        screen: Screen,
-        lines: Lines,
+        screen: "Console",
+        lines: "MegatronLines | ShortLines",
         *,
         world_size: int,
         flops: TokenFlops,
