@@ -153,8 +153,7 @@ class ScalarNames:
 class CurveWriter(Writer):
     """A writer of named scalars, each time with the position that training is at."""
 
-    def __init__(self, names: ScalarNames) -> None:
-        self.names = names
+    names: ScalarNames
 
     @abstractmethod
     def write(self, curves: Iterable[Curves], position: Position) -> None:
@@ -190,7 +189,7 @@ class TensorBoard(CurveWriter):
         resumed_at: Position | None,
         settings: Mapping[str, object],
     ) -> None:
-        super().__init__(names)
+        self.names = names
         self._writers = {
             axis: SummaryWriter(
                 str(folder / axis.folder),

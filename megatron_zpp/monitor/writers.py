@@ -136,7 +136,7 @@ class WeightsAndBiases(CurveWriter):
                 f"--wandb-project {config.wandb_project} needs the package wandb, which is not "
                 "installed: pip install wandb, or leave the flag out"
             ) from error
-        super().__init__(names)
+        self.names = names
         self._run = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name or None,

@@ -4,16 +4,20 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.flag import NoEffect, SameAs, Section, flag, needs
+from megatron_zpp.settings.flag import SameAs, Section, flags_in
 from zeropp.settings.capabilities import declared
 from zeropp.settings.schema import Rule, at_most
 
 OPTIMIZERS = MappingProxyType(dict(declared("OPTIMIZERS", CAPABILITIES)))  # help by name
-NO_DECAY = NoEffect(
-    "--lr-decay-style constant does not decay",
-    when=lambda c: c.schedule.lr_decay_style == "constant",
+_flag = flags_in(
+    "optimization/optimizer.toml",
+    {
+        "--lr-decay-style constant does not decay": lambda c: (
+            c.schedule.lr_decay_style == "constant"
+        ),
+        "LoRA trains neither": lambda c: c.lora.lora_rank > 0,
+    },
 )
-_NEEDS_DECOUPLED = needs("--decoupled-lr", lambda c: c.optimizer.decoupled_lr is not None)
 
 
 def _optimizer_of(json_type: str) -> str:
@@ -24,7 +28,7 @@ def _optimizer_of(json_type: str) -> str:
 class OptimizerConfig(Section):
     """AdamW and gradient clipping."""
 
-    optimizer: str = flag(
+    optimizer: str = _flag(
         "adam",
         ", or ".join(("the optimizer: Adam with decoupled weight decay", *OPTIMIZERS.values())),
         choices=("adam", *OPTIMIZERS),
@@ -32,70 +36,20 @@ class OptimizerConfig(Section):
         | dict(declared("SYNONYMS", CAPABILITIES)),
         same_as=SameAs("optimizer.type", to_flag=_optimizer_of, to_json=str.capitalize),
     )
-    lr: float = flag(3e-4, "largest learning rate", minimum=0, same_as="optimizer.params.lr")
-    min_lr: float = flag(
-        0.0, "smallest learning rate after the decay", minimum=0, no_effect=NO_DECAY
-    )
-    decoupled_lr: float | None = flag(
-        None,
-        "--lr of the token embedding and the output layer",
-        minimum=0,
-        no_effect=NoEffect("LoRA trains neither", when=lambda c: c.lora.lora_rank > 0),
-    )
-    decoupled_min_lr: float | None = flag(
-        None,
-        "--min-lr of the token embedding and the output layer",
-        minimum=0,
-        no_effect=(_NEEDS_DECOUPLED, NO_DECAY),
-    )
-    weight_decay: float = flag(
-        0.01,
-        "decoupled weight decay of matrices",
-        minimum=0,
-        same_as="optimizer.params.weight_decay",
-    )
-    no_weight_decay_cond_type: str | None = flag(
-        None,
-        "apply weight decay to the gains of query and key normalizations, as to matrices",
-        choices=("apply_wd_to_qk_layernorm",),
-        shorthands={"apply-wd-to-qk-layernorm": "apply_wd_to_qk_layernorm"},
-        no_effect=needs("--qk-layernorm", lambda c: c.model.qk_layernorm),
-    )
-    start_weight_decay: float | None = flag(
-        None, "weight decay at the start of its schedule", minimum=0
-    )
-    end_weight_decay: float | None = flag(
-        None, "weight decay at the end of its schedule", minimum=0
-    )
-    weight_decay_incr_style: str = flag(
-        "constant", "how the weight decay grows", choices=("constant", "linear", "cosine")
-    )
-    clip_grad: float = flag(
-        1.0, "largest global gradient norm; 0: no clipping", minimum=0, same_as="gradient_clipping"
-    )
-    adam_beta1: float = flag(
-        0.9,
-        "decay of the first moment",
-        minimum=0,
-        below=1,
-        same_as=SameAs("optimizer.params.betas", index=0),
-    )
-    adam_beta2: float = flag(
-        0.999,
-        "decay of the second moment",
-        minimum=0,
-        below=1,
-        same_as=SameAs("optimizer.params.betas", index=1),
-    )
-    adam_eps: float = flag(
-        1e-8, "added to the denominator of the update", above=0, same_as="optimizer.params.eps"
-    )
-    cpu_torch_adam: bool = flag(
-        False,
-        "on CPUs, use PyTorch's AdamW instead of zeropp's",
-        aliases=("use-torch-optimizer-for-cpu-offload",),
-        same_as="optimizer.params.torch_adam",
-    )
+    lr: float = _flag(3e-4)
+    min_lr: float = _flag(0.0)
+    decoupled_lr: float | None = _flag(None)
+    decoupled_min_lr: float | None = _flag(None)
+    weight_decay: float = _flag(0.01)
+    no_weight_decay_cond_type: str | None = _flag(None)
+    start_weight_decay: float | None = _flag(None)
+    end_weight_decay: float | None = _flag(None)
+    weight_decay_incr_style: str = _flag("constant")
+    clip_grad: float = _flag(1.0)
+    adam_beta1: float = _flag(0.9)
+    adam_beta2: float = _flag(0.999)
+    adam_eps: float = _flag(1e-8)
+    cpu_torch_adam: bool = _flag(False)
 
     rules = (
         at_most("min_lr", "lr"),

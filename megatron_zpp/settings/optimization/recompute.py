@@ -2,40 +2,26 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import Section, flag, needs
+from megatron_zpp.settings.flag import Section, flags_in
 from zeropp.settings.schema import Rule
 
-_NEEDS_FULL = needs(
-    "--recompute-granularity full", lambda c: c.recompute.recompute_granularity == "full"
-)
+_flag = flags_in("optimization/recompute.toml")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig(Section):
     """Which activations the backward pass computes again instead of keeping them."""
 
-    recompute_granularity: str | None = flag(
+    recompute_granularity: str | None = _flag(
         None,
-        "full: whole blocks; selective: the attention only",
-        choices=("full", "selective"),
         shorthands={
             "checkpoint-activations": "full",
             "deepspeed-activation-checkpointing": "full",
             "recompute-activations": "selective",
         },
     )
-    recompute_method: str | None = flag(
-        None,
-        "uniform: every group of --recompute-num-layers blocks; block: only the first ones",
-        choices=("uniform", "block"),
-    )
-    recompute_num_layers: int = flag(
-        1,
-        "blocks per group (uniform), or blocks to recompute (block)",
-        minimum=1,
-        aliases=("checkpoint-num-layers",),
-        no_effect=_NEEDS_FULL,
-    )
+    recompute_method: str | None = _flag(None)
+    recompute_num_layers: int = _flag(1)
 
     rules = (
         Rule(

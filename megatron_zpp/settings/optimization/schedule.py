@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, flag_that_needs, shared
+from megatron_zpp.settings.flag import Section, flags_in, shared
 from megatron_zpp.settings.optimization.optimizer import OptimizerConfig
-from megatron_zpp.settings.run import load_flag
 from zeropp.settings.schema import Rule, at_most, one_of
 
-LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 UNITS = ("iters", "samples", "tokens")
-_wsd_flag = flag_that_needs("--lr-decay-style WSD", lambda c: c.schedule.lr_decay_style == "WSD")
-_DECAY_IN_TOKENS = NoEffect(
-    "--lr-decay-tokens counts, as in Megatron-DeepSpeed",
-    when=lambda c: c.schedule.lr_decay_tokens is not None,
+_flag = flags_in(
+    "optimization/schedule.toml",
+    {
+        "--lr-decay-tokens counts, as in Megatron-DeepSpeed": lambda c: (
+            c.schedule.lr_decay_tokens is not None
+        ),
+        "there is no warm-up": lambda c: not c.schedule.has_warmup,
+    },
 )
-_NO_WARMUP = NoEffect("there is no warm-up", when=lambda c: not c.schedule.has_warmup)
 _ONE_UNIT = "{}: give the length in one unit only"
 
 
@@ -27,43 +27,20 @@ class ScheduleConfig(Section):
     min_lr: float = shared(OptimizerConfig, "min_lr")
     decoupled_lr: float | None = shared(OptimizerConfig, "decoupled_lr")
     decoupled_min_lr: float | None = shared(OptimizerConfig, "decoupled_min_lr")
-    lr_decay_style: str = flag("linear", "shape of the decay", choices=LR_STYLES)
-    lr_decay_iters: int | None = flag(
-        None,
-        "iterations until the minimum (default: the whole run)",
-        minimum=1,
-        no_effect=_DECAY_IN_TOKENS,
-    )
-    lr_decay_samples: int | None = flag(
-        None, "samples until the minimum", minimum=1, no_effect=_DECAY_IN_TOKENS
-    )
-    lr_decay_tokens: int | None = flag(
-        None, "tokens until the minimum; replaces the two other lengths", minimum=1
-    )
-    lr_warmup_fraction: float | None = flag(
-        None, "warm-up as a share of the decay", minimum=0, maximum=1, aliases=("warmup",)
-    )
-    lr_warmup_iters: int = flag(0, "iterations of warm-up", minimum=0)
-    lr_warmup_samples: int = flag(0, "samples of warm-up", minimum=0)
-    lr_warmup_tokens: int = flag(0, "tokens of warm-up", minimum=0)
-    lr_warmup_init: float = flag(
-        0.0, "learning rate at the start of the warm-up", minimum=0, no_effect=_NO_WARMUP
-    )
-    lr_wsd_decay_style: str = _wsd_flag(
-        "exponential", "shape of WSD's last part", choices=WSD_STYLES
-    )
-    lr_wsd_decay_iters: int | None = _wsd_flag(None, "iterations of WSD's last part", minimum=0)
-    lr_wsd_decay_samples: int | None = _wsd_flag(None, "samples of WSD's last part", minimum=0)
-    override_opt_param_scheduler: bool = load_flag(
-        False,
-        "on resuming, these settings replace the checkpoint's",
-        aliases=("override-lr-scheduler",),
-    )
-    use_checkpoint_opt_param_scheduler: bool = load_flag(
-        False,
-        "on resuming, the checkpoint's settings replace these",
-        aliases=("use-checkpoint-lr-scheduler",),
-    )
+    lr_decay_style: str = _flag("linear")
+    lr_decay_iters: int | None = _flag(None)
+    lr_decay_samples: int | None = _flag(None)
+    lr_decay_tokens: int | None = _flag(None)
+    lr_warmup_fraction: float | None = _flag(None)
+    lr_warmup_iters: int = _flag(0)
+    lr_warmup_samples: int = _flag(0)
+    lr_warmup_tokens: int = _flag(0)
+    lr_warmup_init: float = _flag(0.0)
+    lr_wsd_decay_style: str = _flag("exponential")
+    lr_wsd_decay_iters: int | None = _flag(None)
+    lr_wsd_decay_samples: int | None = _flag(None)
+    override_opt_param_scheduler: bool = _flag(False)
+    use_checkpoint_opt_param_scheduler: bool = _flag(False)
 
     rules = (
         one_of("lr_decay_iters", "lr_decay_samples", message=_ONE_UNIT),
