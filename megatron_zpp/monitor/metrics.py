@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.monitor.matmul_rate import MatmulRate
-from megatron_zpp.monitor.memory import Memory
+from megatron_zpp.monitor.memory import MemoryUse
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.settings.config import LogConfig
 
@@ -52,7 +52,7 @@ class Iteration:
     num_zeros: float | None = None
     params_norm: float | None = None
     skipped: bool = False
-    memory: Memory | None = None
+    memory: MemoryUse | None = None
     communication: Communication | None = None
     forward_backward_seconds: float | None = None
     batch_generator_seconds: float | None = None  # spent waiting for samples
