@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 
 from megatron_zpp.settings.flag import flags_in
-from megatron_zpp.settings.gpt.latent_attention import LatentAttentionConfig
 from megatron_zpp.settings.gpt.layer_pattern import marks_of
-from megatron_zpp.settings.gpt.sizes import PRETRAINED, SizeConfig
+from megatron_zpp.settings.gpt.sizes import PRETRAINED, LatentAttentionConfig, SizeConfig
 from zeropp.errors import InputError
 from zeropp.settings.schema import Rule
 

@@ -1,4 +1,4 @@
-"""How large the GPT is."""
+"""How large the GPT is, and the widths of multi-head latent attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -90,3 +90,15 @@ class SizeConfig(Section):
             )
         multiple = self.make_vocab_size_divisible_by
         return (vocab_size + multiple - 1) // multiple * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig(SizeConfig):
+    """Latent attention (DeepSeek-V2): keys and values are computed from one latent per token."""
+
+    multi_latent_attention: bool = _flag(False)
+    q_lora_rank: int | None = _flag(None)
+    kv_lora_rank: int = _flag(32)
+    qk_head_dim: int = _flag(128)
+    qk_pos_emb_head_dim: int = _flag(64)
+    v_head_dim: int = _flag(128)
