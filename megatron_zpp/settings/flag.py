@@ -136,8 +136,11 @@ def _flag(*, same_as: str | Mapping | SameAs | None = None, no_effect: tuple, **
         same_as = SameAs(same_as)
     elif isinstance(same_as, Mapping):
         same_as = SameAs(**same_as)
-    if same_as is not None:
-        no_effect = no_effect or _reasons_of_key(same_as.key)
+    if same_as is not None and not no_effect:
+        no_effect = tuple(
+            NoEffect(reason.why, reason.when and (lambda c, when=reason.when: when(c.zero)))
+            for reason in all_keys(ZeroConfig)[same_as.key].no_effect
+        )
     return Flag(same_as=same_as, no_effect=no_effect, **facts)
 
 
@@ -177,13 +180,3 @@ def shared(section: type[Section], name: str) -> Any:
     """A field with the default and the flag of field `name` of `section`: one flag fills both."""
     original = section.__dataclass_fields__[name]
     return field(default=original.default, metadata=original.metadata)
-
-
-def _reasons_of_key(dotted: str) -> tuple[NoEffect, ...]:
-    reasons = all_keys(ZeroConfig)[dotted].no_effect
-    return tuple(NoEffect(reason.why, when=_of_json(reason.when)) for reason in reasons)
-
-
-def _of_json(when: Callable[[ZeroConfig], bool] | None) -> Callable[[Any], bool] | None:
-    """A condition on the JSON as a condition on a `Config`."""
-    return None if when is None else lambda config: when(config.zero)
