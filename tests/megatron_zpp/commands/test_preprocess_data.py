@@ -121,9 +121,7 @@ GOOD = b'{"text": "good"}\n'
         (b'\n{"text": ""}\n', "there is no text in it"),
     ],
 )
-def test_bad_lines_are_named_and_nothing_is_left(
-    content: bytes, message: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_bad_lines_are_named_and_nothing_is_left(content, message, tmp_path, monkeypatch, capsys):
     """Other mistakes in lines are those of preprocess/test_documents.py."""
     source = tmp_path / "a.jsonl"
     source.write_bytes(content)
@@ -187,10 +185,7 @@ def stopped_run(source: Path, prefix: Path, number: signal.Signals) -> subproces
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_resumes_after_a_signal(
-    tmp_path: Path, monkeypatch, capsys,
-    number: signal.Signals,
-) -> None:  # fmt: skip
+def test_it_resumes_after_a_signal(tmp_path, monkeypatch, capsys, number):
     """The signal comes with most of 40 MB still to be read; the last part is done by one worker."""
     source = tmp_path / "a.jsonl"
     texts = [f"{n} " + "a" * 1000 for n in range(40_000)]
@@ -219,9 +214,7 @@ def test_it_resumes_after_a_signal(
     assert np.array_equal(np.where(dataset._tokens == EOD, 0, dataset._tokens), expected)
 
 
-def test_killed_it_leaves_no_worker_and_no_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_it_leaves_no_worker_and_no_dataset(tmp_path, monkeypatch):
     source = tmp_path / "a.jsonl"
     source.write_bytes((b'{"text": "' + b"a" * 1000 + b'"}\n') * 20_000)
     process = stopped_run(source, tmp_path / "x", signal.SIGKILL)

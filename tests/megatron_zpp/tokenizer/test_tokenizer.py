@@ -137,9 +137,7 @@ PROBES = [
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_hugging_face_is_transformers(
-    name: str, bpe: Path, sentences: Path, tmp_path: Path
-) -> None:
+def test_hugging_face_is_transformers(name, bpe, sentences, tmp_path):
     special, around, files = FOLDERS[name]
     for file, content in files.items():
         (tmp_path / file).write_text(json.dumps(content))
@@ -249,9 +247,7 @@ NOT_TOKENIZERS = [
 
 
 @pytest.mark.parametrize(("fields", "content", "message"), NOT_TOKENIZERS)
-def test_what_is_no_tokenizer_is_named(
-    fields: dict, content: str, message: str, tmp_path: Path
-) -> None:
+def test_what_is_no_tokenizer_is_named(fields, content, message, tmp_path):
     if content:
         name = "x.model" if fields is LLAMA2 else "tokenizer.json"
         (tmp_path / name).write_text(content)

@@ -1,7 +1,5 @@
 """Fine-tuning a mixture of experts with adapters on the experts."""
 
-from pathlib import Path
-
 import peft
 import pytest
 import torch
@@ -50,17 +48,13 @@ def expected(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
         (EP2 + PP2, {"stage": 1}),
     ],
 )
-def test_adapters_learn_the_same_whoever_has_the_experts(
-    base: str, how: str, zero: dict, expected: str, tmp_path: Path
-) -> None:
+def test_adapters_learn_the_same_whoever_has_the_experts(base, how, zero, expected, tmp_path):
     flags = f"{base} --clip-grad 0.1 {how} {with_json(zero, ranks_per_node=2)}"
     log = run(4, flags, tmp_path)
     require_equal(log, expected)
 
 
-def test_beside_codes_a_stop_changes_no_digit_and_peft_opens_the_result(
-    base: str, expected: str, tmp_path: Path
-) -> None:
+def test_beside_codes_a_stop_changes_no_digit_and_peft_opens_the_result(base, expected, tmp_path):
     nodes = with_json(MIXZ | {"zero_quantized_gradients": True}, ranks_per_node=2)
     flags, saved, out = f"{base} {EP2} {nodes}", tmp_path / "saved", tmp_path / "adapters"
     straight = run(4, f"{flags} --save {saved} --save-interval 2", tmp_path)
@@ -84,9 +78,7 @@ def test_beside_codes_a_stop_changes_no_digit_and_peft_opens_the_result(
 @pytest.mark.parametrize("how", [EP1, EP2, EP4])
 @pytest.mark.parametrize("zero", [MIXZ, {"stage": 3, "zero_hpz_partition_size": 2}])
 @ranks(4, ranks_per_node=2)
-def test_only_adapters_cross_nodes_in_every_step(
-    base: str, how: str, zero: dict, tmp_path: Path
-) -> None:
+def test_only_adapters_cross_nodes_in_every_step(base, how, zero, tmp_path):
     """As foretold, which other tests compare with what is sent."""
     flags = base + how + with_json(zero, ranks_per_node=2)
     with built_run(flags) as built:
