@@ -109,31 +109,12 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path, monkeypatch, capsys
     assert documents_of(tmp_path / "x_text_document") == [[97], [98]]
 
 
-GOOD = b'{"text": "good"}\n'
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (GOOD + b'{"text": "bad"\n', r"line 2: not JSON (Expecting ',' delimiter"),
-        (GOOD * 2 + b'{"text": "\xe9"}\n', "line 3: not UTF-8 (invalid continuation byte,"),
-        (b"", "there is no text in it"),
-        (b'\n{"text": ""}\n', "there is no text in it"),
-    ],
-)
-def test_bad_lines_are_named_and_nothing_is_left(content, message, tmp_path, monkeypatch, capsys):
-    """Other mistakes in lines are those of preprocess/test_documents.py."""
-    source = tmp_path / "a.jsonl"
-    source.write_bytes(content)
-    error = fail(monkeypatch, capsys, "--input", source, "--output-prefix", tmp_path / "x", *BYTES)
-    assert str(source) in error and message in error
-    assert list(tmp_path.iterdir()) == [source]
-
-
 def test_other_mistakes(tmp_path: Path, monkeypatch, capsys) -> None:
     source = lines_of(tmp_path / "a.jsonl", {"text": "1 x"})
     (tmp_path / "a.csv").write_text("a,b\n")
     (tmp_path / "a.txt").write_bytes(b"\xff")
+    (tmp_path / "empty.jsonl").touch()
+    lines_of(tmp_path / "blank.jsonl", {"text": ""})
     (tmp_path / "none").mkdir()
     output = ("--output-prefix", tmp_path / "none" / "x")
     null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 10)
@@ -141,6 +122,8 @@ def test_other_mistakes(tmp_path: Path, monkeypatch, capsys) -> None:
         (("--input", tmp_path / "a.csv", *output, *BYTES), "a.csv: it is not one of .jsonl"),
         (("--input", tmp_path / "none", *output, *BYTES), "none: no file in it is one of .jsonl"),
         (("--input", tmp_path / "a.txt", *output, *BYTES), "a.txt: not UTF-8 (invalid start byte"),
+        (("--input", tmp_path / "empty.jsonl", *output, *BYTES), "there is no text in it"),
+        (("--input", tmp_path / "blank.jsonl", *output, *BYTES), "there is no text in it"),
         (("--input", source, *output), "give --tokenizer-type"),
         (("--input", source, *output, *null), "a.jsonl, line 1: NullTokenizer reads whole"),
         (("--input", source, "--output-prefix", source / "x", *BYTES), "(Not a directory): "),

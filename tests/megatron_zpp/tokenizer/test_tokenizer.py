@@ -224,41 +224,6 @@ def test_null() -> None:
             tokenizer.encode(text)
 
 
-HUGGING_FACE = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "{}"}
-LLAMA2 = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "{}/x.model"}
-NOT_TOKENIZERS = [
-    ({}, "", "give --tokenizer-type, one of GPT2BPETokenizer"),
-    ({"tokenizer_type": "GPT2BPE"}, "", "GPT2BPE: not one of .*did you mean GPT2BPETokenizer"),
-    ({"tokenizer_type": "GPT2BPETokenizer"}, "", "needs --vocab-file and --merge-file"),
-    ({"tokenizer_type": "HFTokenizer"}, "", "needs --tokenizer-model"),
-    ({"tokenizer_type": "NullTokenizer"}, "", "needs --vocab-size"),
-    ({"tokenizer_type": "NullTokenizer", "vocab_size": 1}, "", "needs at least 2"),
-    ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 9}, "",
-     "has the ids 0 to 8"),
-    ({"vocab_file": "{}/vocab.json", "merge_file": "{}/m"}, "",
-     r"--vocab-file .*vocab\.json: No such file"),
-    (HUGGING_FACE, "", r"--tokenizer-model .*tokenizer\.json: No such file"),
-    (HUGGING_FACE, '{"vocab": 1}', r"tokenizer\.json: not a tokenizer\.json"),
-    (HUGGING_FACE, tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).to_str(),
-     "Of the usual names it has none"),
-    (LLAMA2, "", r"--tokenizer-model .*x\.model: No such file"),
-    (LLAMA2, "hello", r"x\.model: not a SentencePiece model"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "content", "message"), NOT_TOKENIZERS)
-def test_what_is_no_tokenizer_is_named(fields, content, message, tmp_path):
-    if content:
-        name = "x.model" if fields is LLAMA2 else "tokenizer.json"
-        (tmp_path / name).write_text(content)
-    fields = {
-        name: value.format(tmp_path) if isinstance(value, str) else value
-        for name, value in fields.items()
-    }
-    with pytest.raises(InputError, match=message):
-        build_tokenizer(TokenizerConfig(**fields))
-
-
 def test_what_a_tokenizer_lacks_is_named(sentences: Path, caplog: pytest.LogCaptureFixture) -> None:
     for kind in ("GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         with pytest.raises(InputError, match=r"bare\.model: has no end of sentence"):

@@ -89,20 +89,31 @@ def test_a_model_of_transformers(name: str, tmp_path: Path) -> None:
     Logits are of order one, and fp32 rounds each of some dozens of sums by 6e-8 of its terms.
     """
     theirs = model_of(name)
-    source = saved(theirs, tmp_path / "source")
+    source = saved(theirs, tmp_path / "source", shards="15KB")
     ours, tokenizer = load_model(source)
+    assert tokenizer.vocab_size == ours.padded_vocab_size == theirs.config.vocab_size
     require_equal_step(ours, theirs)
     if name in ALL_FLAGS or name in DENSE:
         require_equal_text(ours, theirs, tokenizer)
-    if name not in DENSE:  # others come back in test_convert_hf.py
-        return
-    export_model(open_model(source), tmp_path / "back")  # with a config.json of our own
-    before, after = tensors_in(source), tensors_in(tmp_path / "back")
-    assert before.keys() == after.keys()
-    for tensor_name, tensor in before.items():
-        assert torch.equal(tensor, after[tensor_name]), tensor_name
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    torch.testing.assert_close(logits(again), logits(theirs), rtol=0, atol=1e-5)
+    import_model(source, tmp_path / "save")
+    imported, _ = load_model(tmp_path / "save")
+    assert torch.equal(logits(imported), logits(ours))
+    backs = {"back": tmp_path / "save"}
+    if name in DENSE:
+        backs["own"] = source  # with a config.json of our own
+    for back, opened in backs.items():
+        export_model(open_model(opened), tmp_path / back, max_bytes=20_000)
+        for folder in (source, tmp_path / back):
+            assert len(list(folder.glob("*.safetensors"))) > 2
+        before, after = tensors_in(source), tensors_in(tmp_path / back)
+        assert before.keys() == after.keys()
+        for each, tensor in before.items():
+            assert tensor.dtype == after[each].dtype and torch.equal(tensor, after[each]), each
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / back).eval()
+        torch.testing.assert_close(logits(again), logits(theirs), rtol=0, atol=1e-5)
+    config, written = (json.loads((tmp_path / each / "config.json").read_text())
+                       for each in ("source", "back"))  # fmt: skip
+    assert written == config
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
