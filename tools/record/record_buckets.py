@@ -1,7 +1,7 @@
 """Records checkpoints of megatron-core's distributed optimizer, whose state lies in buckets.
 
     pip install megatron-core==0.16.1
-    python tests/megatron_zpp/interchange/foreign/record_buckets.py
+    python tools/record/record_buckets.py
 
 Each model of record_megatron.py is trained on one rank; several ranks load it, so that
 megatron-core itself distributes Adam's state, and save it. The answers are those of
@@ -9,7 +9,7 @@ record_megatron.py; of `deep`, which it does not have, they are written too. Wha
 0.16 can no longer write is recorded with 0.14:
 
     pip install megatron-core==0.14.0
-    python tests/megatron_zpp/interchange/foreign/record_buckets.py model_space_llama
+    python tools/record/record_buckets.py model_space_llama
 """
 
 import os

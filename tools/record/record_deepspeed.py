@@ -1,7 +1,7 @@
 """Records small checkpoints that DeepSpeed writes on a CPU, with what its models answer.
 
     DS_ACCELERATOR=cpu pip install megatron-core deepspeed
-    python tests/megatron_zpp/interchange/foreign/record_deepspeed.py
+    python tools/record/record_deepspeed.py
 
 As Megatron-DeepSpeed is no package, DeepSpeed's engine trains megatron-core's models of
 record_megatron.py, in a module that calls them `language_model`, and stores the arguments as

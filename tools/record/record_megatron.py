@@ -1,8 +1,8 @@
 """Records small checkpoints that megatron-core writes on a CPU, with what its models answer.
 
     pip install megatron-core
-    python tests/megatron_zpp/interchange/foreign/record_megatron.py record
-    python tests/megatron_zpp/interchange/foreign/record_megatron.py check EXPORT ANSWERS.pt
+    python tools/record/record_megatron.py record
+    python tools/record/record_megatron.py check EXPORT ANSWERS.pt
 
 `record` trains each of two models for 3 steps on one rank, lets four or two ranks load it, so that
 megatron-core itself reshards it, and save it in both formats. Beside each checkpoint are answers:
@@ -41,7 +41,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = Path(__file__).parents[2] / "tests/megatron_zpp/interchange/foreign/recorded"
 SEQUENCE, VOCABULARY, STEPS = 16, 96, 3
 COMMON = dict(
     num_layers=2, hidden_size=16, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,

@@ -1,8 +1,8 @@
 """Records checkpoints that megatron-core 0.19 writes with its own training program's functions.
 
     pip install megatron-core==0.19.2 psutil triton  # Python 3.12 or later
-    python tests/megatron_zpp/interchange/foreign/record_training.py record
-    python tests/megatron_zpp/interchange/foreign/record_training.py check EXPORT ANSWERS.pt
+    python tools/record/record_training.py record
+    python tools/record/record_training.py check EXPORT ANSWERS.pt
 
 Since 0.19 the package contains `megatron.training`. Its parser makes the arguments of flags, its
 save_checkpoint and load_checkpoint write and read the files. `record` trains a model of

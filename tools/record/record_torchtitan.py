@@ -1,7 +1,7 @@
 """Records a small checkpoint that torchtitan writes on a CPU, with what its model answers.
 
     pip install torchtitan
-    python tests/megatron_zpp/interchange/foreign/record_torchtitan.py
+    python tools/record/record_torchtitan.py
 
 A Llama 3 of torchtitan, sharded by FSDP2 on two ranks, in fp32, and its optimizer in torchtitan's
 container; the state dict is put together as its CheckpointManager does.
@@ -23,7 +23,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = Path(__file__).parents[2] / "tests/megatron_zpp/interchange/foreign/recorded"
 SEQUENCE, VOCABULARY, STEPS = 16, 96, 3
 
 
