@@ -66,29 +66,6 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("layout", "size", "once"),
-    [
-        *((layout, 2, bool(index % 2)) for index, layout in enumerate(LAYOUTS)),
-        ("torchtitan", 4, True),
-        ("transformers", 4, False),
-    ],
-)
-@ranks(4)
-def test_unquantized_it_trains_as_before(layout: str, size: int, once: bool) -> None:
-    losses, sums = train(sharded_experts(layout, size), once=once)
-    model = sharded_experts(layout, size)
-    attached = zeropp.attach(model, PLAIN)
-    assert attached.skipped == {}
-    assert "" in attached.units
-    assert ("blocks.1" in attached.units) is (layout != "one unit")
-    attached_losses, attached_sums = train(model, once=once)
-    assert attached_losses == pytest.approx(losses, rel=1e-6)
-    assert attached_sums == pytest.approx(sums, rel=1e-5, abs=1e-5)
-    sent = attached.expected_traffic(2, reduces_once=once)
-    assert attached.traffic.take() == {key: STEPS * each for key, each in sent.items()}
-
-
-@pytest.mark.parametrize(
     ("layout", "config"), [*product(LAYOUTS, [STEPPED]), ("torchtitan", ZEROPP)]
 )
 @ranks(4)

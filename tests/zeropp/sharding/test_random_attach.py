@@ -82,11 +82,25 @@ class Drawn:
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshards)
 
     def run(self, count: int) -> list[float]:
+        self.send_what_is_told()
         for number in range(count):
             getattr(self, self.draw.choice(CALLS))(number)
         self.step(count)
         self.evaluate(count)
         return self.losses
+
+    def send_what_is_told(self) -> None:
+        """A step of some micro-batches, which reduces in each of them or once."""
+        count, once = self.draw.randint(1, 3), self.draw.random() < 0.5
+        for index in range(count):
+            self.model.set_requires_gradient_sync(not once or index == count - 1)
+            loss = self.loss(tokens_of(300 + index).chunk(4)[dist.get_rank()]) / count
+            loss.backward()
+            self.losses.append(loss.item())
+        if self.attached is not None:
+            expected = self.attached.expected_traffic(count, reduces_once=once)
+            assert self.attached.traffic.take() == expected
+        self.step(0)
 
     def train(self, number: int) -> None:
         syncs = self.draw.random() < 0.6
