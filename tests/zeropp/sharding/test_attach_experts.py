@@ -1,7 +1,6 @@
 """Experts that are sharded over other ranks than the rest of their blocks, attached."""
 
 import copy
-from itertools import product
 
 import pytest
 import torch
@@ -65,14 +64,12 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-@pytest.mark.parametrize(
-    ("layout", "config"), [*product(LAYOUTS, [STEPPED]), ("torchtitan", ZEROPP)]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(4)
-def test_with_all_of_zeropp_it_learns_the_same_and_sends_less(layout: str, config: dict) -> None:
+def test_with_all_of_zeropp_it_learns_the_same_and_sends_less(layout: str) -> None:
     expected = last_loss(sharded_experts(layout, mp_policy=BF16))
     model = sharded_experts(layout, mp_policy=BF16)
-    attached = zeropp.attach(model, config)
+    attached = zeropp.attach(model, STEPPED)
     assert last_loss(model) == pytest.approx(expected, rel=3e-3)
     across = sum(n for (_, hop), n in attached.traffic.take().items() if hop == "across_nodes")
     plain = attached.plain_traffic(2).items()

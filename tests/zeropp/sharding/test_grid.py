@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from itertools import product
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from zeropp.sharding.grid import nodes_of_grid
 from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import gradient_route, weight_route
 
-WIDTH, INNER, CLIP, STEPS = 12, 20, 0.25, 3
+WIDTH, INNER, CLIP, STEPS = 12, 20, 0.25, 2
 QUANTIZED = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
 NODE_WIDE = QUANTIZED | {"zero_hpz_partition_size": 2}
 
@@ -127,7 +126,7 @@ def test_a_slice_of_a_mesh_is_as_good_as_its_name():
 @ranks(4)
 def test_quantized_losses_stay_close_and_bytes_are_those_foretold():
     mesh = grid(2, 2)
-    for zero, ranks_per_node in product((ALL_THREE, QUANTIZED, NODE_WIDE), (2, 4)):
+    for zero, ranks_per_node in ((ALL_THREE, 2), (QUANTIZED, 4), (NODE_WIDE, 2), (NODE_WIDE, 4)):
         sharding = shard(split(mesh), mesh, zero_config(zero, ranks_per_node), axis="data")
         losses, norms = train(sharding)
         expected_losses, expected_norms = expected()

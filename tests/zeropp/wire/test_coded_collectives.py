@@ -128,19 +128,6 @@ def test_bytes_are_those_foretold_and_coded_ones_fewer():
     assert rested[1] < 0.5 * rested[0]  # where no code has changed: headers of messages
 
 
-@ranks(4, timeout=180)
-def test_copies_are_equal_and_near_the_weights_after_every_message():
-    """Also where the learning rate is 100 times as high for three steps: nothing is held back."""
-    sharding = shard_with_steps()
-    normal, high = adamw(sharding), adamw(sharding, lr=1e-1)
-    for number in range(11):
-        step(sharding, high if number in (4, 5, 6) else normal, number)
-        if number > 2:
-            evaluate(sharding)
-            require_equal_copies(sharding)
-            require_close_to_the_weights(sharding)
-
-
 @ranks(4)
 def test_losses_stay_close_to_those_of_whole_codes():
     results = []
@@ -173,7 +160,7 @@ def test_evaluations_change_no_training():
 def test_random_calls_leave_equal_copies(seed):
     generator = random.Random(seed)
     sharding = shard_with_steps(generator.random() < 0.8, **generator.choice(PRECISIONS))
-    optimizers = [adamw(sharding), adamw(sharding, 1e-2)]
+    optimizers = [adamw(sharding), adamw(sharding, 1e-1)]
     blocks, saved = list(sharding.model.blocks), {}
     for number in range(40):
         call = generator.choice(CALLS)
@@ -195,6 +182,7 @@ def test_random_calls_leave_equal_copies(seed):
             blocks, saved = list(sharding.model.blocks), {}
         elif call == "evaluate":
             evaluate(sharding)
+            require_close_to_the_weights(sharding)
         elif call == "load":
             load_random_weights(sharding, number)
         elif call == "changed":

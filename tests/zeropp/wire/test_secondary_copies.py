@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import ranks
+from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import (
     BOTH,
     HPZ,
@@ -17,8 +18,8 @@ from tests.zeropp.sharded_training import (
     shard_on_nodes,
     step,
 )
-from tests.zeropp.small_model import SmallModel, small_model
-from zeropp import Sharding
+from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
+from zeropp import Sharding, shard
 from zeropp.wire.collectives import weight_layout
 
 
@@ -167,3 +168,28 @@ def test_a_frozen_model_crosses_the_nodes_once():
     assert sharding.traffic.take()[across] == 0
     load_random_weights(sharding, 3)
     assert evaluate(sharding) != first
+
+
+@pytest.mark.parametrize(("sizes", "ranks_per_node"), [((1, 3, 6), 2), ((16, 2), 3), ((2,), 1)])
+@ranks(6)
+def test_any_size_gives_the_same_bits(sizes, ranks_per_node):
+    """D2: smaller than a node, larger, across nodes, the world, more than the world."""
+
+    def losses(zero: dict) -> list[float]:
+        sharding = shard(small_model(), data_mesh(), zero_config(zero, ranks_per_node))
+        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
+        values = []
+        for number in range(2):
+            loss = loss_of(sharding.model, tokens_of(number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        sent = sharding.traffic.sent
+        assert sent == {key: 2 * n for key, n in sharding.expected_traffic().items()}
+        return values
+
+    for zero in ({"stage": 3}, QWZ):
+        expected = losses(zero)
+        for size in sizes:
+            assert losses(zero | {"zero_hpz_partition_size": size}) == expected, (size, zero)
