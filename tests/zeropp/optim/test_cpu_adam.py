@@ -12,7 +12,7 @@ from tests.zeropp.optim.adam_checks import (
     assert_same_bits,
     with_bf16_moments,
 )
-from zeropp import InputError, optim
+from zeropp import InputError
 from zeropp.deepspeed.ops.adam import DeepSpeedCPUAdam
 from zeropp.optim.adam_op import (
     AdamSettings,
@@ -175,7 +175,3 @@ def test_the_op_matches_the_reference_for_any_number_of_tensors():
     reference(parts, None, ADAMW.scalars())
     joined = Arrays(*([torch.cat(part)] for part in parts[:4]), [])
     assert_same_bits(joined, whole)
-
-
-def test_the_optim_package_exports_it():
-    assert optim.CPUAdam is CPUAdam

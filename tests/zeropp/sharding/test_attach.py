@@ -8,24 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
+from tests.zeropp.prescribed_gradients import ALL_THREE as ZERO
+from tests.zeropp.small_model import SmallModel, in_parts, loss_of, small_model, tokens_of, whole
 from zeropp import InputError
 from zeropp import fsdp_adapter as fsdp
 
 PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
-ZERO = {
-    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
-    "zero_quantized_gradients": True,
-}  # fmt: skip
 ZEROPP = PLAIN | {"zero_optimization": ZERO}
 STEPS = 2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -63,10 +54,6 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return losses + [whole(weight).double().sum().item() for weight in model.parameters()]
-
-
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
@@ -185,11 +172,14 @@ def test_what_cannot_be_attached_is_named():
 @ranks(4)
 def test_a_mistake_of_one_rank_is_an_error_on_all():
     model, is_wrong = sharded(), dist.get_rank() == 2
-    parallel = in_parts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+    parallel = sharded_in_parts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
     other = {"zero_optimization": ZERO | {"zero_hpz_partition_size": 1}}
     for wrong, message in (
         ("no_such.json", "cannot read the configuration no_such.json"),
-        ({"zero_optimization": ZERO | {"zero_hpz_partition_size": 3}}, "_size = 3 (does|counts)"),
+        (
+            {"zero_optimization": ZERO | {"zero_hpz_partition_size": 3}},
+            "_size = 3 (does|counts)",
+        ),
         (ZEROPP | other, "zero_hpz_partition_size is 2 on rank 0 and 1 on rank 2: give all ranks"),
         (ZEROPP | {"zeropp": {"ranks_per_node": 1}}, "ranks_per_node is 2 on rank 0 and 1 on"),
         (ZEROPP | {"communication_data_type": "bf16"}, "communication_data_type is None on rank 0"),
@@ -245,14 +235,12 @@ def test_ranks_with_other_models_are_told_what_differs(is_whole):
         zeropp.shard([], init_device_mesh("cpu", (2,)), None) if is_whole else zeropp.attach([], {})
 
 
-def in_parts(mesh: DeviceMesh) -> SmallModel:
+def sharded_in_parts(mesh: DeviceMesh) -> SmallModel:
     """A model whose blocks are in tensor-parallel parts, sharded along the other axis."""
-    model = small_model()
-    for block in model.blocks:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(block, mesh["tensor"], plan)
-        fully_shard(block, mesh=mesh["data"])
-    return fully_shard(model, mesh=mesh["data"])
+    model = in_parts(mesh)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh["data"])
+    return model
 
 
 @ranks(2)

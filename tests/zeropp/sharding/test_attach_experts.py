@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 import zeropp
 from tests.ranks import ranks
+from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.sharding.foreign_experts import (
     HAS_GROUPS,
     LAYOUTS,
@@ -18,15 +18,13 @@ from tests.zeropp.sharding.foreign_experts import (
     sharded_experts,
     tokens_of,
 )
+from tests.zeropp.small_model import whole
 from zeropp import InputError
 from zeropp import fsdp_adapter as fsdp
+from zeropp.optim.step_or_skip import local_part
 
 PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
-ZERO = {
-    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
-    "zero_quantized_gradients": True,
-}  # fmt: skip
-ZEROPP = {"zero_optimization": ZERO, "zeropp": {"ranks_per_node": 2}}
+ZEROPP = {"zero_optimization": ALL_THREE, "zeropp": {"ranks_per_node": 2}}
 STEPPED = ZEROPP | {"zeropp": {"ranks_per_node": 2, "weight_steps": True, "code_messages": True}}
 STEPS = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -54,14 +52,6 @@ def last_loss(model: FSDPModule, steps: int = 5) -> float:
     losses = torch.tensor(train(model, steps=steps)[0][-2:])
     dist.all_reduce(losses)
     return losses.sum().item() / dist.get_world_size()
-
-
-def local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -94,7 +84,7 @@ def test_detached_it_is_what_it_was(layout: str) -> None:
             unit.unshard()
             other.get_submodule(name).unshard()
         for own, its in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(local(own), local(its))
+            assert torch.equal(local_part(own), local_part(its))
     attached.detach()
     assert before == [*map(fsdp.collectives_of, fsdp.named_units(model).values())]
     assert train(model) == train(sharded_experts(layout))

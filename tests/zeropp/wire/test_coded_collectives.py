@@ -1,6 +1,6 @@
 """Copies that steps bring up to date: equal on all nodes, near the weights, and few bytes."""
 
-import logging.handlers
+import logging
 import os
 import random
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import ranks
+from tests.zeropp.deepspeed.small_engine import logged
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import (
     BOTH,
@@ -265,20 +266,16 @@ def test_copies_that_differ_are_found_and_sent_again():
     unit = sharding.units[0]
     if dist.get_rank() == 2:
         rows_of(sharding)[0][1, 100] += 1
-    warnings = logging.handlers.BufferingHandler(capacity=100)
-    warnings.setLevel(logging.WARNING)
-    logging.getLogger("zeropp").addHandler(warnings)
-    step(sharding, optimizer, 3)  # the third message: the first gather sent whole codes
-    messages = [record.getMessage() for record in warnings.buffer]
-    warnings.flush()
+    with logged(logging.WARNING) as messages:
+        step(sharding, optimizer, 3)  # the third message: the first gather sent whole codes
     name = fsdp_adapter.name_of(unit)
     text = f"the copies of {name} differ between nodes: whole codes are sent again"
     assert messages == ([text] if dist.get_rank() % 2 == 0 else [])  # those that share the row
     require_equal_copies(sharding)
-    for number in range(4, 7):
-        step(sharding, optimizer, number)
-    assert not warnings.buffer
-    logging.getLogger("zeropp").removeHandler(warnings)
+    with logged(logging.WARNING) as messages:
+        for number in range(4, 7):
+            step(sharding, optimizer, number)
+    assert not messages
 
 
 @ranks(2)
