@@ -1,6 +1,6 @@
 """The ranks that split the experts of a layer.
 
-In a node they send each other the rows of tokens (zeropp/wire/tokens/exchange.py).
+In a node they send each other the rows of tokens (zeropp/capabilities/experts/exchange.py).
 E experts, T tokens times experts of each on a rank, M rows that arrive, H hidden.
 """
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.parallel.axes import part_of
+from zeropp.capabilities.experts.exchange import Dispatched, combine, dispatch
 from zeropp.wire.rank_group import RankGroup
-from zeropp.wire.tokens.exchange import Dispatched, combine, dispatch
 
 AXIS_NAMES = ("expert_data", "expert")
 

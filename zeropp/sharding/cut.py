@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import replicas
-from zeropp.sharding.plan import DataAxis, UnitPlan
+from zeropp.sharding.plan import DataAxis, Parts, UnitPlan
 
 
 class Place(NamedTuple):
@@ -52,13 +51,13 @@ def plan_units(
     axis: DataAxis,
     config: ZeroConfig,
     *,
-    experts: Mapping[nn.Module, DataAxis] = MappingProxyType({}),
+    apart: Mapping[nn.Module, DataAxis] = MappingProxyType({}),
     casts_inputs: bool = True,
 ) -> tuple[UnitPlan, ...]:
     """Return the units of the blocks and of the rest of the model, in forward order, root last.
 
-    `places` are those of the model's parameters in these units. `experts` are units of their own
-    inside the blocks, on axes of their own; each follows the block that it is in.
+    `places` are those of the model's parameters in these units. Modules `apart` are units of their
+    own inside the blocks, on axes of their own; each follows the block that it is in.
     """
     has_shards = axis.num_losses > 1 or config.always_gathers
     like = UnitPlan(
@@ -76,8 +75,8 @@ def plan_units(
     own = by_unit(places)
     for block in blocks:
         units += _plan_unit(block, own.get(block, ()), like)
-        for module in filter(experts.__contains__, block.modules() if experts else ()):
-            its_axis = experts[module]
+        for module in filter(apart.__contains__, block.modules() if apart else ()):
+            its_axis = apart[module]
             ranks = its_axis.nodes.num_ranks
             kind = replace(
                 like,
@@ -148,42 +147,30 @@ def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
     return tuple(plan.modules[0] for plan in plans)
 
 
-def split_experts(experts: Mapping[nn.Module, DeviceMesh]) -> None:
-    """Let each rank keep its part of the whole parameters of these modules, in place.
+def parts_of(meshes: Mapping[nn.Module, DeviceMesh]) -> Parts:
+    """Return this rank's part of each whole parameter of these modules, a DTensor.
 
-    The first dim is split evenly over the last axis of the module's mesh, on which the parameters
-    become DTensors. Raises InputError for one that cannot be.
+    The first dim, which must be divisible, is split over the last axis of the module's mesh.
     """
-    for module, mesh in experts.items():
-        if mesh.ndim != 2 or not mesh.mesh_dim_names:
-            raise InputError(
-                f"experts= of zeropp.shard: a {type(module).__name__} has a mesh of {mesh.ndim} "
-                "axes: expected two axes with names, of the ranks that share each expert and of "
-                "those that split the experts"
-            )
     parts: dict[nn.Parameter, nn.Parameter] = {}
-    for module, mesh in experts.items():
+    for module, mesh in meshes.items():
         axis = mesh[mesh.mesh_dim_names[-1]]
+        for whole in module.parameters():
+            if not isinstance(whole, DTensor) and whole not in parts:
+                local = whole.detach().chunk(axis.size())[axis.get_local_rank()].clone()
+                part = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
+                parts[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                fsdp.inherit(parts[whole], whole)
+    return parts
+
+
+def replace_by_parts(modules: Iterable[nn.Module], parts: Parts) -> None:
+    """Let each rank keep its part of the whole parameters of these modules, in place."""
+    for module in modules:
         for owner in module.modules():
             for name, parameter in tuple(owner.named_parameters(recurse=False)):
-                if not isinstance(parameter, DTensor):
-                    if parameter not in parts:
-                        parts[parameter] = _part(parameter, axis, f"{type(module).__name__}.{name}")
+                if parameter in parts:
                     owner.register_parameter(name, parts[parameter])
-
-
-def _part(parameter: nn.Parameter, axis: DeviceMesh, name: str) -> nn.Parameter:
-    size, shape = axis.size(), parameter.shape
-    if not shape or shape[0] % size:
-        raise InputError(
-            f"experts= of zeropp.shard: {name} has the shape {list(shape)}, and {size} ranks split "
-            "its first dim evenly: choose a number of ranks that divides it"
-        )
-    local = parameter.detach().chunk(size)[axis.get_local_rank()].clone()
-    part = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
-    result = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    fsdp.inherit(result, parameter)
-    return result
 
 
 def trained_subunits(
@@ -216,12 +203,15 @@ def _statistical_layers(places: Places) -> Subunits:
     return layers
 
 
-def places_of(model: nn.Module, units: Collection[nn.Module] = ()) -> list[Place]:
+def places_of(
+    model: nn.Module, units: Collection[nn.Module] = (), parts: Parts = MappingProxyType({})
+) -> list[Place]:
     """Return the places of all parameters, in the order of `model.parameters()`.
 
-    `units` are modules inside the model.
+    `units` are modules inside the model. Parameters that have `parts` are taken to be these.
     """
-    return [*_walk(model, frozenset(units), user=model, unit=model, prefix="")]
+    walk = _walk(model, frozenset(units), user=model, unit=model, prefix="")
+    return [each._replace(parameter=parts.get(each.parameter, each.parameter)) for each in walk]
 
 
 def by_unit(places: Places) -> dict[nn.Module, list[Place]]:

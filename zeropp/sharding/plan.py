@@ -5,7 +5,7 @@ and a planner of runs for models on the meta device. See docs/adr/0021.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,6 +23,8 @@ from zeropp.wire.frozen_weights import stored_layout
 from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import Route, gradient_route, weight_route
 
+Parts = Mapping[nn.Parameter, nn.Parameter]  # this rank's part of each that ranks split
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataAxis:
@@ -30,7 +32,7 @@ class DataAxis:
 
     `ranks` are global, in the order of the axis, and this one is at `position`; they are empty
     where nothing is to be sent. Gradients are the mean over the losses of `num_losses` ranks, which
-    are more than `ranks` for experts, as they get the tokens of others too. `mesh` has the ranks.
+    are more than `ranks` for layers that get the tokens of others too. `mesh` has the ranks.
     """
 
     weights: Route
@@ -127,6 +129,7 @@ class Plan:
     keeps_roots: roots stay gathered from a step's first use of them to the last.
     calls_units: no unit is used but by calling it.
     is_plain: as FSDP2 would do it, with each collective as one ring over all ranks.
+    parts: this rank's of parameters that other ranks split, until the model is cut.
     """
 
     stage: int
@@ -136,6 +139,7 @@ class Plan:
     calls_units: bool = False
     units: tuple[UnitPlan, ...] = ()
     is_plain: bool = False
+    parts: Parts = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def axes(self) -> tuple[DataAxis, ...]:

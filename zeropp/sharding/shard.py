@@ -31,14 +31,22 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
+    require_apart,
     require_blocks,
     require_dense_gradients,
-    require_experts,
     require_no_engine,
+    require_own_meshes,
     require_same_model,
     require_shardable,
 )
-from zeropp.sharding.cut import cut, is_called, places_of, plan_units, split_experts
+from zeropp.sharding.cut import (
+    cut,
+    is_called,
+    parts_of,
+    places_of,
+    plan_units,
+    replace_by_parts,
+)
 from zeropp.sharding.grid import (
     Grid,
     data_axis,
@@ -115,9 +123,9 @@ def shard(
         inherit_time_limits(mesh)
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
-    split_experts(experts)
     uses = dict(casts_inputs=cast_forward_inputs, keeps_root=keeps_root, calls_units=calls_units)
     plan = _make_plan(model, mesh, data, config, units, experts, **uses)
+    replace_by_parts(experts, plan.parts)
     sharding = _carry_out(plan, Grid(model, mesh, data, experts), config, in_turn=keeps_root)
     device = torch.device(config.placement.weights or _device_of(data))
     materialize_shards(recorded_tensors, sharding.group, device)
@@ -189,13 +197,17 @@ def _make_plan(
     data: DeviceMesh | None,
     config: ZeroConfig,
     units: Iterable[nn.Module] | None,
-    experts: Mapping[nn.Module, DeviceMesh],
+    own_meshes: Mapping[nn.Module, DeviceMesh],
     *,
     casts_inputs: bool,
     keeps_root: bool,
     calls_units: bool,
 ) -> Plan:
-    """Return what `shard` does, or raise InputError; `data` is the data axis of `mesh`."""
+    """Return what `shard` does, or raise InputError; `data` is the data axis of `mesh`.
+
+    own_meshes: those of modules whose parameters other ranks split and shard.
+    """
+    require_own_meshes(own_meshes)
     require_no_engine(config)
     require_dense_gradients(model)
     plan = Plan(
@@ -204,6 +216,7 @@ def _make_plan(
         keeps_roots=keeps_root or config.reduces_once,
         calls_units=calls_units,
         compute_dtype=getattr(torch, config.compute_format),
+        parts=parts_of(own_meshes),
     )
     is_alone = data is None or data.size() == 1
     if is_alone and plan.compute_dtype == torch.float32 and not config.always_gathers:
@@ -215,20 +228,20 @@ def _make_plan(
         )
     blocks = tuple(outermost_blocks(model) if units is None else units)
     require_blocks(model, blocks)
-    if experts or config.expert_ranks > 1:
-        require_experts(experts, blocks, data, config)
-    places = places_of(model, {*blocks, *experts})
+    if own_meshes or config.expert_ranks > 1:
+        require_apart(own_meshes, plan.parts, blocks, data, config)
+    places = places_of(model, {*blocks, *own_meshes}, plan.parts)
     require_shardable(places)
     axis = _axis_of(mesh, data, config, data.size())
-    its_mesh = dict.fromkeys(experts.values())
-    axes = {each: _axis_of(each, first_axis(each), config, data.size()) for each in its_mesh}
+    meshes = dict.fromkeys(own_meshes.values())
+    axes = {each: _axis_of(each, first_axis(each), config, data.size()) for each in meshes}
     planned = plan_units(
         model,
         blocks,
         places,
         axis,
         config,
-        experts={module: axes[each] for module, each in experts.items()},
+        apart={module: axes[each] for module, each in own_meshes.items()},
         casts_inputs=casts_inputs,
     )
     plan = replace(plan, units=planned)
@@ -253,7 +266,7 @@ def _carry_out(plan: Plan, grid: Grid, config: ZeroConfig, *, in_turn: bool) -> 
     root.add(units, plan.units)
     root.order(units, in_turn=in_turn)
     freed = (replace(unit, parameters=()) for unit in plan.units)
-    return replace(sharding, plan=replace(plan, units=tuple(freed)), roots=(root,))
+    return replace(sharding, plan=replace(plan, units=tuple(freed), parts={}), roots=(root,))
 
 
 def _store_frozen_values(sharding: Sharding, config: ZeroConfig) -> Sharding:

@@ -19,8 +19,8 @@ from megatron_zpp.model.moe.router import Router
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.routing_record import Assignment
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.capabilities.experts.rows import RowsOfPairs, RowsOfTokens
 from zeropp.optim.step_or_skip import local_part
-from zeropp.wire.tokens.rows import RowsOfPairs, RowsOfTokens
 
 
 class MoE(nn.Module):

@@ -261,7 +261,7 @@ def _units_of_block(
     apart = dict.fromkeys(experts if its_axis is not axis else (), its_axis)
     root = nn.ModuleList([block])  # without parameters of its own
     places = places_of(root, (block, *apart))
-    *cut, _ = plan_units(root, [block], places, axis, config.zero, experts=apart)
+    *cut, _ = plan_units(root, [block], places, axis, config.zero, apart=apart)
     first = next((i for i, unit in enumerate(cut) if unit.modules[0] in apart), len(cut))
     own, its_own = Unit(parts=tuple(cut[:first])), tuple(cut[first:])
     return [own, Unit(parts=its_own, is_experts=True)] if its_own else [own]

@@ -15,7 +15,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from tests.ranks import ranks
 from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
-from zeropp.sharding.cut import split_experts
+from zeropp.sharding.cut import parts_of, replace_by_parts
 from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 
@@ -66,7 +66,7 @@ def split_layer(module: nn.Module) -> ExpertParallel:
         ledger=Traffic(AXES), group=mesh.get_group("expert"),
     )  # fmt: skip
     layer = ExpertParallel(module, ExpertRanks(peers))
-    split_experts({layer: mesh})
+    replace_by_parts([layer], parts_of({layer: mesh}))
     return layer
 
 
