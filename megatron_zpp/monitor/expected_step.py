@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +60,13 @@ class StepWatch:
 def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
     """Return what a step's time depends on in the settings of a run, as JSON holds it.
 
-    The configuration of a mixture says how many ranks split experts.
+    The configuration is one that capabilities have settled (`settled`).
     """
     model, zero = config.model, config.zero
     optimization, own = zero.zero_optimization, zero.zeropp
     parallel = config.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    keys = declared("STEP_KEYS", CAPABILITIES)
     is_full = config.recompute.recompute_granularity == "full"
     return {
         "tensor": tensor,
@@ -91,7 +94,7 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
         "coded": own.code_messages,
         "once": zero.reduces_once,
         **(_local_steps_key(config) if own.sync_every != 1 else {}),
-        **(_experts_key(config) if model.has_experts else {}),
+        **{name: x for key in keys for name, x in key(config).items()},
         **(_adapters_key(config) if config.lora.lora_rank else {}),
     }
 
@@ -104,16 +107,6 @@ def _local_steps_key(config: Config) -> dict[str, Any]:
         "sync_bits": own.sync_bits,
         "sync_fragments": own.sync_fragments,
         "sync_delay": own.sync_delay,
-    }
-
-
-def _experts_key(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        "expert_ranks": config.parallel.expert_model_parallel_size,
-        "experts": [model.num_experts, model.moe_router_topk, model.expert_ffn_size],
-        "moe_layers": sum(model.moe_layers),
-        "shared_ffn": model.moe_shared_expert_intermediate_size,
     }
 
 

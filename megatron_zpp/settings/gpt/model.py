@@ -3,14 +3,24 @@
 from dataclasses import dataclass
 from functools import partial
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
-from megatron_zpp.settings.gpt.experts import NEEDS_EXPERTS, MoeConfig
 from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
 from megatron_zpp.settings.gpt.positions import NEEDS_ROPE, PositionConfig
-from megatron_zpp.settings.gpt.sizes import model_flag
+from megatron_zpp.settings.gpt.sizes import PRETRAINED, model_flag
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule, one_of
+from zeropp.settings.capabilities import declared
+from zeropp.settings.schema import Rule, one_of, settings_of
 
+OF_CAPABILITIES = tuple(declared("MODEL", CAPABILITIES))
+# Of these, what only training uses: the run that saved a model may have another than one that loads
+# it.
+OF_TRAINING = tuple(
+    entry.name
+    for part in OF_CAPABILITIES
+    for entry in settings_of(part)
+    if PRETRAINED not in entry.no_effect
+)
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -48,7 +58,7 @@ _ALL_FP32 = NoEffect("everything is fp32", when=lambda c: c.precision.format == 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(MoeConfig, PositionConfig):
+class ModelConfig(*OF_CAPABILITIES, PositionConfig):
     """The GPT: its shape, its numerics and its initial weights."""
 
     init_method_std: float = model_flag(
@@ -175,7 +185,7 @@ class ModelConfig(MoeConfig, PositionConfig):
 
     rules = (
         *PositionConfig.rules,
-        *MoeConfig.rules,
+        *(rule for each in OF_CAPABILITIES for rule in each.rules),
         Rule(
             ("softmax_type", "attn_logit_softcapping"),
             lambda kind, cap: kind != "vanilla" and cap is not None,
@@ -193,11 +203,6 @@ class ModelConfig(MoeConfig, PositionConfig):
             "{1} needs --normalization RMSNorm without --apply-layernorm-1p",
         ),
         *(one_of(*pair, message=_GAINS) for pair in _CONTRADICTING_GAINS),
-        Rule(
-            ("num_experts", "xielu"),
-            lambda experts, xielu: (experts or 0) > 1 and xielu,
-            "{}, {}: experts have an activation without learned numbers: give another one",
-        ),
         *(
             one_of(
                 *("swiglu", gelu, "quick_geglu", "reglu", "liglu"),
@@ -277,9 +282,7 @@ class ModelConfig(MoeConfig, PositionConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags(Section):
-    """Megatron's switches that go with the value of another flag."""
-
+class _ModelFlags(Section):
     group_query_attention: bool = flag(
         False, "key-value heads are shared: one for all unless --num-query-groups says more"
     )
@@ -293,12 +296,12 @@ class ModelFlags(Section):
         "--swiglu, --geglu (exact), --reglu or --liglu, by default with an MLP of 4h",
         choices=("geglu", "liglu", "reglu", "swiglu"),
     )
-    expert_interval: int | None = flag(
-        None,
-        "experts in every N-th layer, counted from 1, instead of --moe-layer-freq",
-        minimum=1,
-        no_effect=NEEDS_EXPERTS,
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(*declared("MODEL_FLAGS", CAPABILITIES), _ModelFlags):
+    """Megatron's switches that go with the value of another flag."""
+
     no_position_embedding: bool = flag(
         False,
         "no learned positions; --position-embedding-type rope or none implies this",

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.model.moe.experts import products
+from megatron_zpp.capabilities.experts.experts import products
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.parts.meta_tensors import AsOnCpus, AttentionOfCpus, run_backward
 from zeropp.capabilities.experts.rows import RowsOfPairs

@@ -23,8 +23,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.routing_record import Assignment
-from megatron_zpp.parallel.expert_axis import ExpertAxis
+from megatron_zpp.capabilities.experts.axis import ExpertAxis
+from megatron_zpp.capabilities.experts.routing_record import Assignment
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.capabilities.experts.rows import (
     RowsOfPairs,
