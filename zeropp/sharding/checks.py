@@ -17,8 +17,7 @@ from zeropp.errors import InputError
 from zeropp.quant.packing import FLOATS
 from zeropp.ranks.coordination import among, require_same
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.cut import Place
-from zeropp.sharding.plan import Parts
+from zeropp.sharding.places import Parts, Place
 from zeropp.wire.collectives import WeightGather
 from zeropp.wire.route import UNQUANTIZED, Route
 
@@ -41,9 +40,58 @@ def require_same_model(
         require_same(values, "build the same model on all ranks", caller=caller)
 
 
-def require_shardable(places: Iterable[Place]) -> None:
-    """Raise InputError naming the parameters that keep a model from being sharded by units."""
-    places = list(places)
+def require_own_meshes(meshes: Mapping[nn.Module, DeviceMesh]) -> None:
+    """Raise InputError for modules whose parameters cannot be split as their meshes say.
+
+    They are split in the first dim, evenly, over the last of a mesh's two axes.
+    """
+    for module, mesh in meshes.items():
+        if mesh.ndim != 2 or not mesh.mesh_dim_names:
+            raise InputError(
+                f"{_own(module)} has a mesh of {mesh.ndim} axes: expected two axes with names, of "
+                "the ranks that share each expert and of those that split the experts"
+            )
+    for module, mesh in meshes.items():
+        size = mesh.size(1)
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                shape = parameter.shape
+                if not isinstance(parameter, DTensor) and (not shape or shape[0] % size):
+                    raise InputError(
+                        f"experts= of zeropp.shard: {type(module).__name__}.{name} has the shape "
+                        f"{list(shape)}, and {size} ranks split its first dim evenly: choose a "
+                        "number of ranks that divides it"
+                    )
+
+
+def require_shardable(
+    model: nn.Module,
+    data: DeviceMesh | None,
+    config: ZeroConfig,
+    *,
+    blocks: Sequence[nn.Module],
+    places: Sequence[Place],
+    own_meshes: Mapping[nn.Module, DeviceMesh],
+    parts: Parts,
+) -> bool:
+    """Raise InputError for what keeps a model from being sharded by units, its blocks and itself.
+
+    own_meshes: those of modules whose parameters other ranks split and shard. parts: this rank's of
+    these parameters. Returns whether it is to be sharded: one rank in fp32 leaves it as it is.
+    """
+    _require_no_engine(config)
+    _require_dense_gradients(model)
+    is_alone = data is None or data.size() == 1
+    if is_alone and config.compute_format == "float32" and not config.always_gathers:
+        return False
+    if data is None:
+        raise InputError(
+            f"zeropp.shard needs a device mesh of the ranks for {config.compute_format} and for "
+            "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
+        )
+    _require_blocks(model, blocks)
+    if own_meshes or config.expert_ranks > 1:
+        _require_apart(own_meshes, parts, blocks, data, config)
     for place in places:
         _require_plain(place.name, place.parameter)
     owners: dict[nn.Parameter, Place] = {}
@@ -59,9 +107,10 @@ def require_shardable(places: Iterable[Place]) -> None:
             )
         if place.parameter.requires_grad:
             _require_one_type(trained.setdefault(place.unit, place), place)
+    return True
 
 
-def require_dense_gradients(model: nn.Module) -> None:
+def _require_dense_gradients(model: nn.Module) -> None:
     """Raise InputError for a layer whose gradients are sparse."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and module.weight.requires_grad:
@@ -71,7 +120,7 @@ def require_dense_gradients(model: nn.Module) -> None:
             )
 
 
-def require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def _require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Raise InputError unless `blocks` can be the units of a model that is not sharded.
 
     They are modules within the model, each given once and before what contains it: a unit takes all
@@ -103,31 +152,7 @@ def require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             taken.setdefault(module, name)
 
 
-def require_own_meshes(meshes: Mapping[nn.Module, DeviceMesh]) -> None:
-    """Raise InputError for modules whose parameters cannot be split as their meshes say.
-
-    They are split in the first dim, evenly, over the last of a mesh's two axes.
-    """
-    for module, mesh in meshes.items():
-        if mesh.ndim != 2 or not mesh.mesh_dim_names:
-            raise InputError(
-                f"{_own(module)} has a mesh of {mesh.ndim} axes: expected two axes with names, of "
-                "the ranks that share each expert and of those that split the experts"
-            )
-    for module, mesh in meshes.items():
-        size = mesh.size(1)
-        for owner in module.modules():
-            for name, parameter in owner.named_parameters(recurse=False):
-                shape = parameter.shape
-                if not isinstance(parameter, DTensor) and (not shape or shape[0] % size):
-                    raise InputError(
-                        f"experts= of zeropp.shard: {type(module).__name__}.{name} has the shape "
-                        f"{list(shape)}, and {size} ranks split its first dim evenly: choose a "
-                        "number of ranks that divides it"
-                    )
-
-
-def require_apart(
+def _require_apart(
     meshes: Mapping[nn.Module, DeviceMesh],
     parts: Parts,
     blocks: Sequence[nn.Module],
@@ -268,7 +293,7 @@ def require_common_steps(config: ZeroConfig, caller: str) -> None:
         )
 
 
-def require_no_engine(config: ZeroConfig) -> None:
+def _require_no_engine(config: ZeroConfig) -> None:
     """Raise InputError for what only engines do, where the caller has none."""
     for dotted in ENGINES_KEYS:
         value, key = config.value(dotted), ZeroConfig.setting(dotted)
