@@ -16,6 +16,8 @@ from megatron_zpp.model.normalization import apply_norm, make_norm
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.settings.config import ModelConfig
 
+NORMS = ("norm1", "post_norm1", "norm2", "post_norm2")
+
 
 class Block(nn.Module):
     """Transformer block: a branch of attention, then one of the MLP, each added to the stream x.
@@ -52,6 +54,7 @@ class Block(nn.Module):
         self.norm2 = make_norm(config, norms=part.norms) if has_norm2 else None
         self.mlp = feed_forward(config, layer)(config, layer, part)
         self.post_norm2 = make_norm(config, norms=part.norms) if has_post_norm else None
+        self.grad_is_partial = NORMS if part.splits_rows else ()
 
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H]; with a cache neither compiled nor recomputed."""

@@ -64,6 +64,7 @@ class GPT(nn.Module):
             }
         )
         self.groups = execution.groups(layers)
+        self.grad_is_partial = ("norm",) if part.splits_rows else ()
         if part.is_last:
             self.norm = make_norm(config, norms=part.norms)
         if part.is_last and has_head:

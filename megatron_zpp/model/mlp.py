@@ -111,6 +111,7 @@ class MLP(FeedForward):
         self.input = ColumnParallelLinear(hidden, ffn, bias, axis, adapters(f"{name}.input"))
         self.gate = None
         self.activation = XIELU() if config.xielu else None
+        self.grad_is_partial = ("activation",)  # of a rank's channels
         if config.is_gated:
             self.gate = ColumnParallelLinear(hidden, ffn, bias, axis, adapters(f"{name}.gate"))
         self.output = RowParallelLinear(ffn, hidden, bias, axis, adapters(f"{name}.output"))

@@ -42,6 +42,11 @@ class Part:
     execution: Execution = field(default_factory=Execution)
     norms: NormClasses = TORCH_NORMS
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether between split layers each tensor rank has some rows (sequence parallelism)."""
+        return self.tensor is not None and self.tensor.sequence_parallel
+
 
 WHOLE = Part()
 

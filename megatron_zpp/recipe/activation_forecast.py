@@ -50,7 +50,7 @@ def activation_traffic(
     roots = model.roots if isinstance(model, Pipeline) else (model,)
     total = sum_of(message for root in roots for message in forecast.messages(root.part))
     total = Counter({key: num_micro_batches * sent for key, sent in total.items()})
-    partial = partial_parameters(model, config.parallel.sequence_parallel)
+    partial = partial_parameters(model)
     is_tied = isinstance(model, Pipeline) and model.ties_ends
     tied = (model.tokens.weight,) if is_tied else ()
     total.update(sum_of(forecast.gradients(map(_num_local, partial), map(_num_local, tied))))

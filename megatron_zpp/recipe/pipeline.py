@@ -95,6 +95,7 @@ class Pipeline(nn.Module):
         }
         self._padded_vocab_size = whole.padded_vocab_size
         self._adopt(whole)
+        self.grad_is_partial = whole.grad_is_partial
         self.names_elsewhere = _names(whole) - _names(self)
         self.channels = connect(ranks, is_ring=len(self.stages) > 1)
         is_end = self.roots[0].part.is_first or self.roots[-1].part.is_last

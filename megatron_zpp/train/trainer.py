@@ -192,11 +192,8 @@ class Trainer(Trained):
         losses = self.passes.forward_backward(samples, scales, seed, records)
         self.passes.sum_tied_gradients(self.optimizer)
         if ranks.tensor_size > 1:
-            splits_rows, model = config.parallel.sequence_parallel, self.sharding.model
-            group, device = ranks.tensor_group, ranks.device
-            sum_partial_gradients(
-                model, self.optimizer, group, device, sequence_parallel=splits_rows
-            )
+            model = self.sharding.model
+            sum_partial_gradients(model, self.optimizer, ranks.tensor_group, ranks.device)
 
         # `losses` is empty on ranks that do not hold the end of a pipeline.
         weighted = (loss * weight for loss, weight in zip(losses, weights, strict=False))

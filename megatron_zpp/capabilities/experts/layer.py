@@ -41,6 +41,8 @@ class MoE(FeedForward):
         self.router = Router(config)
         self.experts = Experts(config, part, layer)
         self.losses = AuxiliaryLosses(config)
+        whole = ("router", "shared_gate") + ("experts",) * (self.axis is None)
+        self.grad_is_partial = whole if part.splits_rows else ()
         self.shared = self.shared_gate = None
         width = config.moe_shared_expert_intermediate_size
         if width is not None:

@@ -98,8 +98,7 @@ class MetaModel:
 
     def partial(self, ranks: PlannedRanks) -> frozenset[nn.Parameter]:
         """Return the parameters of whose gradients each tensor rank computes a term."""
-        model, splits_rows = self.split(ranks), ranks.parallel.sequence_parallel
-        found = partial(frozenset, partial_parameters(model, splits_rows))
+        found = partial(frozenset, partial_parameters(self.split(ranks)))
         return self._once(found, "partial", _axes_key(ranks))
 
     def optimizer(
