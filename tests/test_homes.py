@@ -31,7 +31,11 @@ HOMES = {
         ("zeropp/capabilities/offload", "megatron_zpp/capabilities/offload"),
         (6, 4),
     ),
-    "incremental weight updates": (r"weight_steps|gather_changes|requantize", (), (13, 1)),
+    "incremental weight updates": (
+        r"weight_steps|gather_changes|requantize|incremental.?(weight.?)?update",
+        ("zeropp/capabilities/incremental_updates",),
+        (4, 1),  # three of an op and its kernel in zeropp.quant, and one that loads kernels
+    ),
     "experts": (
         r"expert|moe",
         ("megatron_zpp/capabilities/experts", "zeropp/capabilities/experts"),

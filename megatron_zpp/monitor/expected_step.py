@@ -89,7 +89,7 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
         "qwz": own.weight_bits if optimization.zero_quantized_weights else None,
         "hpz": optimization.zero_hpz_partition_size,
         "qgz": list(own.gradient_bits) if optimization.zero_quantized_gradients else None,
-        "steps": own.weight_steps,
+        "steps": zero.updates_copies,
         "coded": own.code_messages,
         "once": zero.reduces_once,
     }

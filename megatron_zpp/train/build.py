@@ -236,7 +236,7 @@ def checkpoints_of(run: Run) -> str:
     num_bytes = FP32_BYTES * trained * (1 + moments)
     if not run.config.zero.stores_frozen:
         num_bytes += FP32_BYTES * frozen
-    if run.config.zero.zeropp.weight_steps:
+    if run.config.zero.updates_copies:
         num_bytes += trained  # the codes that the nodes have
     is_last = first == run.trainer.schedules.length.iterations
     text = f"about {size(num_bytes)} each, the first after iteration {first:,}"

@@ -19,6 +19,10 @@ class Placement:
 
 
 class Placed:
-    """A configuration by which ranks keep shards where they compute with them."""
+    """A configuration by which ranks keep shards where they compute with them.
+
+    updates_copies: whether copies that nodes keep are brought up to date after a step.
+    """
 
     placement: ClassVar[Placement] = Placement()
+    updates_copies: ClassVar[bool] = False

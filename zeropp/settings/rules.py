@@ -31,22 +31,6 @@ RULES = (
         "{}: 3 bits are only for the hop between nodes, as in [8, 3]; on both hops they would "
         "cost accuracy",
     ),
-    requires(
-        "zeropp.weight_steps",
-        _QUANTIZED_WEIGHTS,
-        "{} and {}: incremental updates change INT8 codes, so they need quantized weights",
-    ),
-    Rule(
-        ("zeropp.weight_steps", "zeropp.weight_bits"),
-        lambda steps, bits: steps and bits != 8,
-        "{} and {}: incremental updates change INT8 codes, so they need 8 bits",
-    ),
-    Rule(
-        ("zeropp.weight_steps", _HPZ),
-        lambda steps, size: steps and size == 1,
-        "{} and {}: incremental updates change the copies that nodes keep, so they need hpZ with "
-        "the ranks of a node as the partition",
-    ),
     Rule(
         BATCH_KEYS,
         lambda samples, micro, steps: (samples or 0) % ((micro or 1) * (steps or 1)) != 0,

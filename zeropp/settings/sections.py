@@ -196,9 +196,7 @@ class Zeropp(*keys_of("zeropp"), JsonSection):
 
     A node is `ranks_per_node` ranks, as launched by default. `nontrainable_weight_bits`: of frozen
     weights that are stored quantized. `gradient_bits` is [within a node, across nodes].
-    `weight_steps`: hpZ's copies are brought up to date after an optimizer's step, by what changes
-    in their codes; after every `weight_step_check_interval` of a unit's messages they are compared
-    (0: never). `code_messages`: what crosses nodes quantized is coded to its entropy, without loss;
+    `code_messages`: what crosses nodes quantized is coded to its entropy, without loss;
     null, or "auto", where that takes less time.
     `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training does.
     `reduce_gradients_once`: ranks accumulate whole gradients and average them at the end of a step,
@@ -217,15 +215,6 @@ class Zeropp(*keys_of("zeropp"), JsonSection):
     gradient_bits: tuple[int, int] = key(
         (8, 4), choices=GRADIENT_BITS, no_effect=needs("zero_optimization.zero_quantized_gradients")
     )
-    weight_steps: bool = key(False)
-    # A comparison takes less time than a step, which has at most one message of a unit: every 1000
-    # messages it costs less than 0.1%. Where latency counts: it is one collective more, of 8 bytes,
-    # beside the five or more that a step has for a unit, 1/5. Where memory counts: its sum reads
-    # and writes 6 bytes for each code that a rank keeps, where a step has 20 for each of these
-    # weights (codes, 16-bit values and fp32 gradients, written and read), 3/10. Where computing
-    # counts: the host waits for the sums, so that at worst no gather in forward is hidden by it,
-    # 1/3 of a step. All of these together are 0.83 of a step.
-    weight_step_check_interval: int = key(1000, minimum=0, no_effect=needs("zeropp.weight_steps"))
     code_messages: bool | None = key(None, auto=True)
     secondary_in_evaluation: bool = key(True)
     reduce_gradients_once: bool = key(

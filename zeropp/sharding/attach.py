@@ -21,6 +21,7 @@ from torch import nn
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import among, fail_together_along, require_same
+from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
     Units,
@@ -55,10 +56,9 @@ HONOURED = frozenset(
         "zeropp.ranks_per_node",
         "zeropp.weight_bits",
         "zeropp.gradient_bits",
-        "zeropp.weight_steps",
         "zeropp.code_messages",
-        "zeropp.weight_step_check_interval",
         "zeropp.secondary_in_evaluation",
+        *declared("ATTACHABLE", CAPABILITIES),
     }
 )
 
@@ -175,7 +175,7 @@ class Attached:
         self.group, self.traffic = group, Traffic()
         routes = (unit.axis.weights for unit in plan.units)
         keeping = next(filter(attrgetter("keeps"), routes), None)
-        self.copies = copies_of(keeping, config) if keeping else None
+        self.copies = copies_of(keeping, config.zeropp) if keeping else None
         self._planned = units
         self._previous = {unit: fsdp.collectives_of(unit) for unit in units.values()}
 

@@ -3,7 +3,7 @@
 The ledger (`zeropp.wire.traffic`) counts what was sent, and tests compare the two. Gathers per step
 of n micro-batches: at stage 3 each block once in forward and once in backward of every micro-batch,
 the root once for both; at stages 1 and 2 every unit once. Where hpZ keeps a copy, only the first
-gather of a step has an outer hop. The `CHECK_BYTES` per unit of a step that also compares copies,
+gather of a step has an outer hop. The 8 bytes per unit of a step that also compares copies,
 by default every 1000th, are not counted. Gradients are averaged once per micro-batch, at stages 0
 and 1 once per step. With `reduces_once` they are at stages 2 and 3 too. With `keeps_roots` the root
 is gathered once per step at stage 3, too.

@@ -64,7 +64,7 @@ class Root(ShardHolder):
         self.traffic, self.gradients = Traffic(), Gradients()
         self.reduces_once, self.keeps_root = plan.reduces_once, plan.keeps_roots
         self._num_ranks = group.size()
-        self.copies = copies_of(plan.units[-1].axis.weights, config)
+        self.copies = copies_of(plan.units[-1].axis.weights, config.zeropp)
         self.scalars = ScalarGradients(model, group, device)
         self.kept = KeptWeights(model, self.copies, group if self.stage else None)
         is_alone = self._num_ranks == 1

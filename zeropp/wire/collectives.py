@@ -21,7 +21,6 @@ as they are stored, the others as numbers. Such a gather neither quantizes nor d
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
 """
 
-import logging
 import math
 from collections.abc import Generator, Sequence
 
@@ -29,23 +28,16 @@ import torch
 import torch.distributed as dist
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.quant.ops import (
-    dequantize,
-    quantize,
-    reduce_dequantize,
-    reduce_quantize,
-    requantize,
-)
+from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import MULTIPLE, ROTATED_4, RowLayout, row_layout
-from zeropp.wire.coded_collectives import exchange_rows, gather_changes, is_same_on_all_nodes
+from zeropp.wire.coded_collectives import exchange_rows
 from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Gathering, Hops, InFlightTensor, Reductions, run
 from zeropp.wire.kept_weights import KeptWeights
 from zeropp.wire.rank_group import RankGroup
 from zeropp.wire.route import UNQUANTIZED, Route
-
-log = logging.getLogger("zeropp")
+from zeropp.wire.secondary_copies import OuterGather
 
 
 class WeightGather(fsdp.AllGather):
@@ -106,7 +98,8 @@ class WeightGather(fsdp.AllGather):
             layout = weight_layout(fsdp.own_specs(self.unit), self.route, shard.dtype)
         rows = self.copies.get(self.unit) if self.copies else None
         if rows is None:
-            rows = yield from self._cross(shard, layout, purpose, async_op=async_op)
+            hop = OuterGather(self.unit, self.outer, shard, layout, purpose, async_op)
+            rows = yield from (self.copies.gather(hop) if self.copies else hop.rows())
         if self.inner:
             arrived = rows.new_empty(self.inner.size * rows.shape[0], rows.shape[1])
             yield self.inner.all_gather(arrived, rows, purpose, unit=self.unit, async_op=async_op)
@@ -118,66 +111,6 @@ class WeightGather(fsdp.AllGather):
             dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
         if self.copies:
             self.copies.note_read(self.unit)
-
-    def _cross(
-        self, shard: torch.Tensor, layout: RowLayout | None, purpose: str, *, async_op: bool
-    ) -> Generator[dist.Work | None, None, torch.Tensor]:
-        """Return the rows of the outer hop; `layout` is None for weights sent as stored."""
-        version = self.copies.version if self.copies else 0
-        rows = self.copies.get_outdated(self.unit) if self.copies else None
-        is_outdated = rows is not None
-        if rows is None:
-            row, is_outdated = self._own_row(shard, layout)
-            rows = yield from self._gathered(row, purpose, async_op=async_op)
-        if is_outdated:
-            rows = yield from self._updated(rows, shard, layout, purpose, async_op=async_op)
-        if self.copies:
-            self.copies.keep(self.unit, rows, version)
-        return rows
-
-    def _gathered(
-        self, row: torch.Tensor, purpose: str, *, async_op: bool
-    ) -> Generator[dist.Work | None, None, torch.Tensor]:
-        """Return the rows (N, P) of all nodes."""
-        if not self.outer:
-            return row
-        arrived = row.new_empty(self.outer.size, row.shape[1])
-        yield self.outer.all_gather(arrived, row, purpose, unit=self.unit, async_op=async_op)
-        return arrived
-
-    def _updated(
-        self,
-        rows: torch.Tensor,
-        shard: torch.Tensor,
-        layout: RowLayout,
-        purpose: str,
-        *,
-        async_op: bool,
-    ) -> Generator[dist.Work | None, None, torch.Tensor]:
-        """Return `rows` (N, P), in place, with the codes that the members' shards have now."""
-        outer, unit = self.outer, self.unit
-        row = requantize(shard.view(1, -1), rows[outer.index : outer.index + 1], layout)
-        if not outer.is_coded:
-            yield outer.all_gather(rows, row, purpose, unit=unit, async_op=async_op)
-            return rows
-        yield from gather_changes(outer, row, rows, layout, purpose, unit=unit, async_op=async_op)
-        if not self.copies.check_is_due(unit):
-            return rows
-        if (yield from is_same_on_all_nodes(rows, outer, purpose, unit, async_op=async_op)):
-            return rows
-        log.warning(
-            "the copies of %s differ between nodes: whole codes are sent again", fsdp.name_of(unit)
-        )
-        return (yield from self._gathered(row, purpose, async_op=async_op))
-
-    def _own_row(self, shard: torch.Tensor, layout: RowLayout | None) -> tuple[torch.Tensor, bool]:
-        """Return this rank's row (1, P), and whether it is a checkpoint's and out of date."""
-        if layout is None:
-            return shard.view(1, -1).clone(), False
-        loaded = self.copies.get_loaded(self.unit) if self.copies else None
-        if loaded is not None:
-            return loaded.row.to(shard.device).view(1, -1), loaded.is_outdated
-        return quantize(shard.view(1, -1), layout), False
 
 
 class GradientMean(fsdp.ReduceScatter):

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import shared_group
 from zeropp.ranks.waits import explained_waits
+from zeropp.settings.sections import Zeropp
 from zeropp.wire.cross_stream import refuse_capture
 from zeropp.wire.secondary_copies import OwnRow, SecondaryCopies
 from zeropp.wire.shard_holders import ShardHolder, add_holder, remove_holder
@@ -69,7 +70,7 @@ class KeptWeights(ShardHolder):
         self, model: nn.Module, copies: SecondaryCopies | None, group: dist.ProcessGroup | None
     ) -> None:
         self.copies = copies
-        self._copies = copies or SecondaryCopies(in_evaluation=False)  # to which nobody adds
+        self._copies = copies or SecondaryCopies(Zeropp())  # to which nobody adds
         self._data_group = group
         self._ranks = dist.get_process_group_ranks(group) if group is not None else []
         self._states: dict[fsdp.Unit, _State] = {}
@@ -142,7 +143,7 @@ class KeptWeights(ShardHolder):
         backward pass, as when each gradient steps its optimizer at once, full weights stay: they
         may be in use, and FSDP2 frees them at its end.
         """
-        self._copies.drop(stepped_only=stepped_only)
+        self._copies.note_step() if stepped_only else self._copies.drop()
         _free(unit for unit, state in self._states.items() if trusted or not state.is_trusted)
 
     def drop_written(self) -> None:

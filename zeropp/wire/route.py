@@ -86,7 +86,7 @@ def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
     inner = partition or (nodes.ranks_per_node if quantized else nodes.num_ranks)
     keeps = partition is not None and partition < nodes.num_ranks
     route = Route(nodes=nodes, inner=inner, bits=(bits, bits), keeps=keeps)
-    if not (keeps and config.zeropp.weight_steps):
+    if not (keeps and config.updates_copies):
         return route
     return replace(route, updates=True, is_coded=config.zeropp.code_messages)
 

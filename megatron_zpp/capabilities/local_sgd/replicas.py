@@ -37,6 +37,7 @@ from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
 from zeropp.errors import InputError
 from zeropp.ranks.process_group import world_store
 from zeropp.ranks.topology import Environment
+from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.wire.traffic import Traffic
 
 SAME_NODES = (
@@ -111,15 +112,15 @@ class LocalSGD(Replicas):
         return self.steps.expected_traffic(start + 1 if step is None else step)
 
     def notices(self, config: Config) -> Iterator[str]:
-        zero, own = config.zero.zero_optimization, config.zero.zeropp
+        zero, own = config.zero, config.zero.zeropp
         idle = {
-            "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-            "zeropp.weight_steps": own.weight_steps,
+            "zero_hpz_partition_size": zero.zero_optimization.zero_hpz_partition_size > 1,
+            **{name: zero.value(name) for name in declared("ACROSS_NODES", CAPABILITIES)},
             "zeropp.code_messages": own.code_messages,
         }
         within = {
-            "zero_quantized_weights": zero.zero_quantized_weights,
-            "zero_quantized_gradients": zero.zero_quantized_gradients,
+            "zero_quantized_weights": zero.zero_optimization.zero_quantized_weights,
+            "zero_quantized_gradients": zero.zero_optimization.zero_quantized_gradients,
         }
         parts = [
             f"{', '.join(names)} {effect}"

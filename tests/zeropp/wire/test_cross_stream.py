@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from zeropp import InputError
+from zeropp.capabilities.incremental_updates.copies import UpdatedCopies
+from zeropp.settings.sections import Zeropp
 from zeropp.wire.cross_stream import CrossStreamTensor, HostCopy, refuse_capture
-from zeropp.wire.secondary_copies import SecondaryCopies
 
 DEVICE = torch.device("cuda", 0)
 
@@ -74,7 +75,7 @@ def test_who_writes_in_place_waits_for_all_who_read(run_on):
 
 
 def test_copies_that_are_brought_up_to_date_wait_for_the_gathers_that_read_them(run_on):
-    copies, unit = SecondaryCopies(in_evaluation=True, updates=True), torch.nn.Linear(1, 1)
+    copies, unit = UpdatedCopies(Zeropp()), torch.nn.Linear(1, 1)
     gathers, other = Stream(), Stream()
     run_on(gathers)
     copies._trained.add(unit)  # as `note_use` does for a unit of FSDP2's
@@ -82,7 +83,7 @@ def test_copies_that_are_brought_up_to_date_wait_for_the_gathers_that_read_them(
     copies.get(unit)
     gathers.queued.add("sent in the node")
     copies.note_read(unit)
-    copies.drop(stepped_only=True)
+    copies.note_step()
     run_on(other)
     assert copies.get_outdated(unit) is not None
     assert "sent in the node" in other.queued

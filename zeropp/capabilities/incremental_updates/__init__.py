@@ -1,0 +1,1 @@
+"""Incremental weight updates: hpZ's copies follow the steps of an optimizer, code by code."""
