@@ -46,13 +46,13 @@ class Block(nn.Module):
         self.fp32_residual = config.fp32_residual_connection
         self.execution, self.is_recomputed = part.execution, is_recomputed
         attention = LatentAttention if config.multi_latent_attention else Attention
-        mlp = MoE if config.moe_layers[layer] else MLP
         self.norm1 = make_norm(config, norms=part.norms) if has_norm else None
         self.attention = attention(config, layer, part)
         self.post_norm1 = make_norm(config, norms=part.norms) if has_post_norm else None
         has_norm2 = has_norm and not self.shares_norm
         self.norm2 = make_norm(config, norms=part.norms) if has_norm2 else None
-        self.mlp = mlp(config, layer, part)
+        is_mixture = config.moe_layers[layer]
+        self.mlp = MoE(config, layer, part) if is_mixture else MLP(config, part)
         self.post_norm2 = make_norm(config, norms=part.norms) if has_post_norm else None
 
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:

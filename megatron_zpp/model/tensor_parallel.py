@@ -7,17 +7,17 @@
 | norms of all heads of queries and of keys  | heads           |                      |
 | input and gate of the MLP, with their bias | output channels |                      |
 | output of attention and of MLP             | input channels  | its bias             |
-| B of adapters of queries to values, MLP    | output channels | A of these adapters  |
-| A of adapters of the outputs               | input channels  | B of these adapters  |
-| what makes latents of queries to values    |                 | all, and adapters    |
+| B of a delta of these but the outputs      | output channels | A of this delta      |
+| A of a delta of an output                  | input channels  | B of this delta      |
+| latent down-projections                    |                 | all, with its delta  |
 
 Of K heads of keys and values, each with Q / K heads of queries, rank r of a tensor axis of T ranks
 holds those from r K / T to (r + 1) K / T - 1, in order; `megatron_zpp/parallel/rank_grid.py` says
 which rank of the job that is. With T = n K ranks, n of them share a head of keys and values: each
 computes a part of its channels and of those of its queries, all are gathered, and each attends with
 1 / n of the queries. No weight is on two ranks. Without an axis layers compute the plain thing.
-Routers, gates of shared experts, and experts that are not split, with adapters, are whole too;
-where rows are split each rank computes with them its own. Activations are plain tensors.
+Routers, gates of shared experts, and experts that are not split, with deltas, are whole too; where
+rows are split each rank computes with them its own. Activations are plain tensors.
 `split_dims` of a layer are the dimensions in which its parameters are split, by their names.
 """
 
@@ -29,14 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.lora import adapt, is_adapter
+from megatron_zpp.model.delta import TakesDelta
 from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.parallel.collectives import moved, sum_whole
-from megatron_zpp.settings.config import LoraConfig
 from zeropp.optim.step_or_skip import gradient_parts, local_part
 from zeropp.wire.rank_group import RankGroup
 
-ROUTERS_AND_EXPERTS = re.compile(r"\.mlp\.(router|shared_gate|experts\.\w+(\.lora_[AB])?)\.weight$")
+ROUTERS_AND_EXPERTS = re.compile(r"\.mlp\.(router|shared_gate|experts\.\w+(\.\w+)?)\.weight$")
 OF_OWN_CHANNELS = re.compile(r"\.attention\.[qk]_norm\.|\.mlp\.activation\.")
 
 
@@ -44,13 +43,21 @@ class LocalLinear(nn.Linear):
     """A linear layer that computes with this rank's part of its weight [out, in].
 
     That is split in dimension `dim`; with dim 0 the bias is split too, with dim 1 it is whole.
+    `grad_is_partial`: the weight is whole, and each rank has a term of its gradient.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, axis: TensorAxis | None, dim: int
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        axis: TensorAxis | None,
+        dim: int,
+        *,
+        grad_is_partial: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias)
-        self.axis = axis
+        self.axis, self.grad_is_partial = axis, grad_is_partial
         self.split_dims: dict[str, int] = {}
         if axis is not None:
             self.split_dims["weight"], self.weight = dim, axis.part(self.weight, dim)
@@ -62,10 +69,10 @@ class LocalLinear(nn.Linear):
         return F.linear(x, local_part(self.weight), local_part(self.bias))
 
 
-class ParallelLinear(LocalLinear):
-    """A linear layer whose weight is split in dimension `dim`, as is one matrix of its adapter.
+class ParallelLinear(TakesDelta, LocalLinear):
+    """A linear layer whose weight is split in dimension `dim`, as is one of its factors.
 
-    The other matrix of the adapter is whole on every rank.
+    The other factor is whole on every rank.
     """
 
     dim: int
@@ -76,14 +83,18 @@ class ParallelLinear(LocalLinear):
         out_features: int,
         bias: bool,
         axis: TensorAxis | None = None,
-        lora: LoraConfig | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, axis, self.dim)
-        self.lora = lora
-        if lora is not None:
-            axis_a, axis_b = (axis if self.dim == dim else None for dim in (1, 0))
-            self.lora_A = LocalLinear(in_features, lora.lora_rank, False, axis_a, dim=1)
-            self.lora_B = LocalLinear(lora.lora_rank, out_features, False, axis_b, dim=0)
+
+    def factors(self, rank: int) -> tuple[LocalLinear, LocalLinear]:
+        """Return A [rank, in] and B [out, rank], of which that with the split channels is split."""
+
+        def factor(inputs: int, outputs: int, dim: int) -> LocalLinear:
+            axis = self.axis if self.dim == dim else None
+            grad_is_partial = self.axis is not None and axis is None
+            return LocalLinear(inputs, outputs, False, axis, dim, grad_is_partial=grad_is_partial)
+
+        return factor(self.in_features, rank, 1), factor(rank, self.out_features, 0)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -97,16 +108,14 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to this rank's channels [..., out/T]."""
         y = super().forward(x)
-        return y if self.lora is None else y + adapt(self, x)
+        return y if self.delta is None else y + self.delta.term(self, x)
 
 
 class WholeLinear(ColumnParallelLinear):
     """A linear layer that each rank has whole, and computes for the rows that it has."""
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, lora: LoraConfig | None = None
-    ) -> None:
-        super().__init__(in_features, out_features, bias, None, lora)
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -121,12 +130,12 @@ class RowParallelLinear(ParallelLinear):
         """Map x [B, S, in/T] to [B, S, out], or to this rank's rows of it."""
         if self.axis is None:
             y = super().forward(x)
-            return y if self.lora is None else y + adapt(self, x)
+            return y if self.delta is None else y + self.delta.term(self, x)
         y = F.linear(x, local_part(self.weight))
-        if self.lora is not None:
-            dropout = self.lora.lora_dropout if self.training else 0.0
+        if self.delta is not None:
+            dropout = self.delta.dropout if self.training else 0.0
             with own_random_numbers(self.axis, splits_rows, dropout, x.device):
-                y = y + adapt(self, x)
+                y = y + self.delta.term(self, x)
         y = self.axis.leave(y, splits_rows)
         return y if self.bias is None else y + self.bias
 
@@ -203,13 +212,15 @@ def sum_partial_gradients(
 def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn.Parameter]:
     """Yield the whole parameters whose gradient is a sum over ranks, each with its term.
 
-    Those are what computes with its own rows, heads or channels, and the matrix of an adapter whose
-    other is split.
+    Those are what computes with its own rows, heads or channels, and layers that say so.
     """
     whole: set[nn.Parameter] = set()
+    partial: set[nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, WholeLinear):
             whole.update(module.parameters())
+        if isinstance(module, LocalLinear) and module.grad_is_partial:
+            partial.add(module.weight)
     split = {
         getattr(module, name)
         for module in model.modules()
@@ -220,7 +231,7 @@ def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn
         is_whole = parameter.ndim == 1 or is_of_experts
         has_rows = sequence_parallel and is_whole and not name.startswith("embed_norm.")
         has_channels = OF_OWN_CHANNELS.search(name) is not None
-        is_term = has_rows or has_channels or is_adapter(name) and not is_of_experts
+        is_term = has_rows or has_channels or parameter in partial
         if parameter in whole:
             is_term = sequence_parallel
         if is_term and parameter not in split and parameter.requires_grad:

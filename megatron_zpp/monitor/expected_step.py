@@ -3,9 +3,11 @@
 import json
 import statistics
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.recipe.capability import kinds_of
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
 
@@ -92,7 +94,7 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
         "once": zero.reduces_once,
         **(_local_steps_key(config) if own.sync_every != 1 else {}),
         **(_experts_key(config) if model.has_experts else {}),
-        **(_adapters_key(config) if config.lora.lora_rank else {}),
+        **dict(chain.from_iterable(each.key_of_step(config).items() for each in kinds_of(config))),
     }
 
 
@@ -115,12 +117,6 @@ def _experts_key(config: Config) -> dict[str, Any]:
         "moe_layers": sum(model.moe_layers),
         "shared_ffn": model.moe_shared_expert_intermediate_size,
     }
-
-
-def _adapters_key(config: Config) -> dict[str, Any]:
-    zero = config.zero
-    bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
-    return {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
 
 
 def read_expected_step(path: str, config: Config, num_ranks: int) -> ExpectedStep:

@@ -1,6 +1,6 @@
 """What a capability says of a run, once: everything else is a loop over a run's capabilities."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,6 +14,7 @@ from zeropp.wire.rank_group import Message
 from zeropp.wire.traffic import Traffic
 
 if TYPE_CHECKING:  # a capability of one module has settings, too, that the configuration waits for
+    from megatron_zpp.model.gpt import GPT
     from megatron_zpp.parallel.rank_grid import RankGrid
     from megatron_zpp.settings.config import Config
     from zeropp import Sharding
@@ -49,6 +50,21 @@ class Capability:
         """Whether a run has the capability."""
         return cls.setting is None or attrgetter(cls.setting[0])(config) == cls.setting[1]
 
+    @classmethod
+    def extend(cls, model: "GPT", config: "Config") -> None:
+        """Add to the layers of a model, or of a stage of it, before it is sharded."""
+
+    @classmethod
+    def key_of_step(cls, config: "Config") -> Mapping[str, Any]:
+        """Return what a step's time depends on of its settings, as JSON holds it."""
+        return {}
+
+    def require_stages(self, model: "GPT", stages: Sequence[range]) -> None:
+        """Raise InputError for layers of a model, one of `stages`, that could not be trained."""
+
+    def initialize(self, model: nn.Module) -> None:
+        """Write the first values of what `extend` has added; all other weights have theirs."""
+
     def before_allocation(self, sharding: "Sharding", device: torch.device) -> None:
         """Raise InputError for too little memory, before weights get theirs; all ranks call it."""
 
@@ -82,6 +98,16 @@ class Capability:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` has returned, with the values of a checkpoint."""
 
+    def require_saved(self, saved: Mapping[str, Any], folder: str) -> None:
+        """Raise InputError if what was loaded from `folder` had settings that do not fit.
+
+        saved: settings of the run that saved the checkpoint, by section.
+        """
+
+    def rows_of_model(self, model: "GPT") -> Iterable[tuple[str, str]]:
+        """Yield rows of that table about the whole model, which may be on the meta device."""
+        return ()
+
     def rows(self) -> Iterable[tuple[str, str]]:
         """Yield rows (name, text) of the table before training, and of --dry-run."""
         return ()
@@ -94,10 +120,23 @@ class Capability:
         return ()
 
 
+def kinds_of(config: "Config") -> Iterator[type[Capability]]:
+    """Yield the classes of the capabilities that a run has, by their names."""
+    for module in modules_of("capability", CAPABILITIES):
+        if module.CAPABILITY.is_on(config):
+            yield module.CAPABILITY
+
+
 def capabilities_of(config: "Config", ranks: "RankGrid") -> tuple[Capability, ...]:
     """Return the capabilities of a run, by their names."""
-    kinds = [module.CAPABILITY for module in modules_of("capability", CAPABILITIES)]
-    return tuple(kind(config=config, ranks=ranks) for kind in kinds if kind.is_on(config))
+    return tuple(kind(config=config, ranks=ranks) for kind in kinds_of(config))
+
+
+def extended(model: "GPT", config: "Config") -> "GPT":
+    """Return a model with what the capabilities of a run add to it."""
+    for kind in kinds_of(config):
+        kind.extend(model, config)
+    return model
 
 
 def states_of(capabilities: Sequence[Capability]) -> dict[str, Tensor]:

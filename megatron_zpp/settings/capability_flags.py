@@ -3,12 +3,23 @@
 from dataclasses import field, make_dataclass
 
 from zeropp.settings.capabilities import declared
+from zeropp.settings.schema import NoEffect
 
 CAPABILITIES = "megatron_zpp.capabilities"
 
 
 def of_capabilities() -> type:
-    """Return a dataclass whose fields are the sections of flags in `SECTIONS` of capabilities."""
+    """Return a dataclass whose fields are the sections of flags in `SECTIONS` of capabilities.
+
+    Its bases are the classes in `FACTS`, which say what follows from these.
+    """
     sections = declared("SECTIONS", CAPABILITIES)
     fields = [(name, kind, field(default_factory=kind)) for name, kind in sections]
-    return make_dataclass("SectionsOfCapabilities", fields, frozen=True, kw_only=True)
+    facts = tuple(declared("FACTS", CAPABILITIES))
+    return make_dataclass("SectionsOfCapabilities", fields, bases=facts, frozen=True, kw_only=True)
+
+
+def no_effect_by_capability(name: str) -> tuple[NoEffect, ...]:
+    """Return why capabilities leave a flag without effect, as their `NO_EFFECT` says."""
+    reasons = declared("NO_EFFECT", CAPABILITIES)
+    return tuple(reason for flag, reason in reasons if flag == name)

@@ -34,12 +34,12 @@ class MoE(nn.Module):
         super().__init__()
         self.config, self.layer, self.axis = config, layer, part.experts
         self.router = Router(config)
-        self.experts = Experts(config, part, layer)
+        self.experts = Experts(config, part)
         self.losses = AuxiliaryLosses(config)
         self.shared = self.shared_gate = None
         width = config.moe_shared_expert_intermediate_size
         if width is not None:
-            self.shared = MLP(config, layer, part, width=width, name="mlp.shared")
+            self.shared = MLP(config, part, width=width)
             if config.moe_shared_expert_gate:
                 self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False)
 

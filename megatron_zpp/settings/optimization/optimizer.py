@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron_zpp.settings.capability_flags import CAPABILITIES
+from megatron_zpp.settings.capability_flags import CAPABILITIES, no_effect_by_capability
 from megatron_zpp.settings.flag import NoEffect, SameAs, Section, flag, needs
 from zeropp.settings.capabilities import declared
 from zeropp.settings.schema import Rule, at_most
@@ -40,7 +40,7 @@ class OptimizerConfig(Section):
         None,
         "--lr of the token embedding and the output layer",
         minimum=0,
-        no_effect=NoEffect("LoRA trains neither", when=lambda c: c.lora.lora_rank > 0),
+        no_effect=no_effect_by_capability("decoupled_lr"),
     )
     decoupled_min_lr: float | None = flag(
         None,

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
+from megatron_zpp.capabilities.lora.adapters import add_adapters
+from megatron_zpp.capabilities.lora.settings import LoraConfig
 from megatron_zpp.interchange.families.table import FAMILIES
 from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.part import Part
-from megatron_zpp.settings.config import LoraConfig, TokenizerConfig
+from megatron_zpp.settings.config import TokenizerConfig
 from tests.megatron_zpp.interchange.foreign_models import gpt2, llama, saved
 from tests.ranks import ranks
 from tests.zeropp import lora_model
@@ -238,7 +239,7 @@ def own_copy(theirs: nn.Module, folder: object, targets: tuple[str, ...] | None)
         pretrained_checkpoint="theirs", lora_rank=RANK, lora_alpha=ALPHA,
         lora_target_modules=targets,
     )  # fmt: skip
-    model = GPT(opened.config, opened.tokenizer.vocab_size, Part(lora=lora))
+    model = add_adapters(GPT(opened.config, opened.tokenizer.vocab_size), lora)
     opened.fill(model)
     return model
 
