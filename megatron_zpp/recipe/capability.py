@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from zeropp.settings.capabilities import modules_of
-from zeropp.wire.rank_group import Message
+from zeropp.wire.rank_group import Message, Nodes
 from zeropp.wire.traffic import Traffic
 
 if TYPE_CHECKING:  # a capability of one module has settings, too, that the configuration waits for
+    from megatron_zpp.model.attention.sequences import PassRecord
     from megatron_zpp.model.gpt import GPT
     from megatron_zpp.parallel.rank_grid import RankGrid
     from megatron_zpp.settings.config import Config
@@ -42,6 +43,7 @@ class Capability:
     optimizer: torch.optim.Optimizer | None = None
 
     setting: ClassVar[tuple[str, Any] | None] = None  # and its value in runs that have it
+    splits: ClassVar[str | None] = None  # what ranks of its axis split, as `Part.axes` calls it
     own_group: ClassVar[OwnGroup | None] = None  # of its optimizer
     ledger: ClassVar[Traffic | None] = None  # of what it sends; an instance may have one
 
@@ -51,13 +53,16 @@ class Capability:
         return cls.setting is None or attrgetter(cls.setting[0])(config) == cls.setting[1]
 
     @classmethod
+    def settled(cls, config: "Config", nodes: Nodes) -> "Config":
+        """Return the configuration with what follows from the nodes where it leaves that open."""
+        return config
+
+    @classmethod
     def extend(cls, model: "GPT", config: "Config") -> None:
         """Add to the layers of a model, or of a stage of it, before it is sharded."""
 
-    @classmethod
-    def key_of_step(cls, config: "Config") -> Mapping[str, Any]:
-        """Return what a step's time depends on of its settings, as JSON holds it."""
-        return {}
+    def axis(self) -> Any:
+        """Return the ranks that split what it `splits`, or None; all ranks call it once."""
 
     def require_stages(self, model: "GPT", stages: Sequence[range]) -> None:
         """Raise InputError for layers of a model, one of `stages`, that could not be trained."""
@@ -85,6 +90,20 @@ class Capability:
         """Return bytes that it keeps on this rank's device, by kind."""
         return {}
 
+    def records(
+        self, num_micro_batches: int, scale: float | Tensor
+    ) -> "Sequence[PassRecord] | None":
+        """Return the records of a step's micro-batches, which layers write.
+
+        scale: what the losses are multiplied by that layers add to that of a micro-batch.
+        """
+
+    def after_passes(
+        self, step: int, records: "Sequence[PassRecord] | None"
+    ) -> Mapping[str, Tensor]:
+        """Return numbers of a step for the log by name, fp64 on the device; all ranks call it."""
+        return {}
+
     def before_update(self, step: int) -> None:
         """Act before the optimizer's update in a step, counted from 1; all ranks call it."""
 
@@ -99,13 +118,10 @@ class Capability:
         """Go on from what `state` has returned, with the values of a checkpoint."""
 
     def require_saved(self, saved: Mapping[str, Any], folder: str) -> None:
-        """Raise InputError if what was loaded from `folder` had settings that do not fit.
+        """Raise InputError if a checkpoint's settings, by section, do not fit the run."""
 
-        saved: settings of the run that saved the checkpoint, by section.
-        """
-
-    def rows_of_model(self, model: "GPT") -> Iterable[tuple[str, str]]:
-        """Yield rows of that table about the whole model, which may be on the meta device."""
+    def model_rows(self, model: "GPT") -> Iterable[tuple[str, str]]:
+        """Yield rows (name, text) of the table before training that say more of the whole model."""
         return ()
 
     def rows(self) -> Iterable[tuple[str, str]]:
@@ -122,9 +138,8 @@ class Capability:
 
 def kinds_of(config: "Config") -> Iterator[type[Capability]]:
     """Yield the classes of the capabilities that a run has, by their names."""
-    for module in modules_of("capability", CAPABILITIES):
-        if module.CAPABILITY.is_on(config):
-            yield module.CAPABILITY
+    kinds = (module.CAPABILITY for module in modules_of("capability", CAPABILITIES))
+    return (kind for kind in kinds if kind.is_on(config))
 
 
 def capabilities_of(config: "Config", ranks: "RankGrid") -> tuple[Capability, ...]:
@@ -137,6 +152,16 @@ def extended(model: "GPT", config: "Config") -> "GPT":
     for kind in kinds_of(config):
         kind.extend(model, config)
     return model
+
+
+def settled(config: "Config", nodes: Nodes) -> "Config":
+    """Return a configuration that leaves nothing open that follows from the nodes.
+
+    Raises InputError for what does not fit them.
+    """
+    for kind in kinds_of(config):
+        config = kind.settled(config, nodes)
+    return config
 
 
 def states_of(capabilities: Sequence[Capability]) -> dict[str, Tensor]:

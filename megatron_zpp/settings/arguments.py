@@ -68,14 +68,9 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     check(config, num_replicas)
     _check_accumulation(config, file, num_replicas)
     config = replace(config, zero=_zero(file, completed, config.batch, num_replicas))
-    if config.zero.expert_ranks > 1:
-        raise InputError(
-            f"expert_parallel.autoep_size = {config.zero.expert_ranks} is for models of "
-            "zeropp.initialize: leave the section out, and give --expert-model-parallel-size"
-        )
     for obstacle, is_met in declared("OBSTACLES", CAPABILITIES):
         if is_met(config):
-            raise InputError(obstacle)
+            raise InputError(obstacle.format(config=config))
     _log_notices(typed, config)
     default_line = defaults.describe(values, completed)
     if default_line:

@@ -3,7 +3,6 @@
 from dataclasses import field, make_dataclass
 
 from zeropp.settings.capabilities import declared
-from zeropp.settings.schema import NoEffect
 
 CAPABILITIES = "megatron_zpp.capabilities"
 
@@ -17,9 +16,3 @@ def of_capabilities() -> type:
     fields = [(name, kind, field(default_factory=kind)) for name, kind in sections]
     facts = tuple(declared("FACTS", CAPABILITIES))
     return make_dataclass("SectionsOfCapabilities", fields, bases=facts, frozen=True, kw_only=True)
-
-
-def no_effect_by_capability(name: str) -> tuple[NoEffect, ...]:
-    """Return why capabilities leave a flag without effect, as their `NO_EFFECT` says."""
-    reasons = declared("NO_EFFECT", CAPABILITIES)
-    return tuple(reason for flag, reason in reasons if flag == name)

@@ -32,13 +32,6 @@ class LoraCapability(Capability):
         """Add adapters to a model."""
         add_adapters(model, config.lora)
 
-    @classmethod
-    def key_of_step(cls, config: Config) -> dict[str, Any]:
-        """Return the rank of adapters, and the bits of frozen weights."""
-        zero = config.zero
-        bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
-        return {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
-
     def initialize(self, model: nn.Module) -> None:
         """Draw the adapters."""
         initialize_adapters(model, self.config.training.seed)
@@ -74,7 +67,7 @@ class LoraCapability(Capability):
                 "other weights"
             )
 
-    def rows_of_model(self, model: GPT) -> Iterator[tuple[str, str]]:
+    def model_rows(self, model: GPT) -> Iterator[tuple[str, str]]:
         """Yield how many parameters are trained, and how the others are stored."""
         lora, zero = self.config.lora, self.config.zero
         num_trained = model.num_parameters(trained_only=True)

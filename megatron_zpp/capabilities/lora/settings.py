@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
+from megatron_zpp.settings.flag import Section, flag, needs
 from zeropp.settings.schema import requires
 
 A, B = "lora_A", "lora_B"  # PEFT's names of the matrices of an adapter
@@ -62,12 +62,20 @@ class FineTuning:
         return replace(self, lora=replace(self.lora, pretrained_checkpoint=path))
 
 
+def step_key(config: Any) -> dict[str, Any]:
+    """What the time of a step depends on in the settings of adapters, as JSON holds it."""
+    if config.trains_all:
+        return {}
+    zero = config.zero
+    bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
+    return {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
+
+
 SECTIONS = {"lora": LoraConfig}
 FACTS = (FineTuning,)
 DELTA_MODULES = (A, B)
-NO_EFFECT = {
-    "decoupled_lr": NoEffect("LoRA trains neither", when=lambda c: c.lora.lora_rank > 0),
-}
+REASONS = {"LoRA trains neither": lambda c: c.lora.lora_rank > 0}  # without effect of a flag
+STEP_KEYS = (step_key,)
 OBSTACLES = {
     "zero_quantized_nontrainable_weights stores frozen weights quantized, and without --lora-rank "
     "all weights are trained: give a rank (finetune_gpt.py), or leave it out": (
