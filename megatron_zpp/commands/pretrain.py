@@ -109,7 +109,7 @@ def _require_tokenizer(tokenizer: TokenizerConfig) -> None:
 
 
 def _require_folders(config: Config) -> None:
-    pretrained, save = config.lora.pretrained_checkpoint, config.checkpoint.save
+    pretrained, save = config.pretrained_checkpoint, config.checkpoint.save
     if pretrained is not None and not Path(pretrained).exists():
         raise InputError(f"--pretrained-checkpoint {pretrained}: there is no such folder or file")
     if save is not None:

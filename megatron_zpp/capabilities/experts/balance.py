@@ -90,7 +90,7 @@ class ExpertBalance:
         counts, losses, rows = (
             each.view_as(part) for each, part in zip(total.split(sizes), parts, strict=True)
         )
-        if self.config.model.moe_router_enable_expert_bias and not self.config.lora.lora_rank:
+        if self.config.model.moe_router_enable_expert_bias and self.config.trains_all:
             self._move_bias(model, sum_over_nodes(counts))
         return dict(self._numbers(counts, losses, rows))
 
@@ -121,7 +121,7 @@ class ExpertBalance:
     def _move_bias(self, model: nn.Module, counts: Tensor) -> None:
         """Raise the bias of experts with fewer tokens than the mean, and lower that of others.
 
-        Adapters are trained without it, as their model must stay as it is.
+        Where weights are frozen it stays, as the model must.
         """
         rate = self.config.model.moe_router_bias_update_rate
         places = {layer: place for place, layer in enumerate(self.layers)}

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_zpp.capabilities.experts.axis import AXIS_NAMES, NAME, ExpertAxis, expert_axis
 from megatron_zpp.capabilities.experts.balance import ExpertBalance
 from megatron_zpp.capabilities.experts.routing_record import RoutingStep
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.settings.config import Config, ModelConfig
 from zeropp.settings.schema import no_effect_line
@@ -57,7 +58,7 @@ class ExpertCapability(Capability):
         over_replicas = partial(self.ranks.replicas.sum_in_step, step)
         return self._balance.end(records, self.sharding.model, over_replicas)
 
-    def model_rows(self) -> Iterator[tuple[str, str]]:
+    def model_rows(self, model: GPT) -> Iterator[tuple[str, str]]:
         """Yield how many experts there are, and which ranks have them."""
         yield expert_row(self.config.model, self._axis)
 
