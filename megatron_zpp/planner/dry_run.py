@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_zpp.capabilities.experts.capability import expert_row
 from megatron_zpp.checkpoint.open_model import OpenModel
 from megatron_zpp.checkpoint.pretrained_model import with_initial_model
 from megatron_zpp.data.text_source import resolve_vocab_size
@@ -166,7 +165,7 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
     return [
         ("model", f"{shape}: {run.model.whole.num_parameters():,} parameters"),
         *lora_summary(config, run.model.whole),
-        *([expert_row(model, run.ranks.split_experts)] if model.has_experts else []),
+        *(row for each in run.capabilities for row in each.model_rows()),
         ("batch", batch),
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),
