@@ -66,9 +66,8 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
     optimization, own = zero.zero_optimization, zero.zeropp
     parallel = config.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    keys = declared("STEP_KEYS", CAPABILITIES)
     is_full = config.recompute.recompute_granularity == "full"
-    return {
+    key = {
         "tensor": tensor,
         "sequence_parallel": tensor > 1 and parallel.sequence_parallel,
         "context": context,
@@ -93,27 +92,18 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
         "steps": own.weight_steps,
         "coded": own.code_messages,
         "once": zero.reduces_once,
-        **(_local_steps_key(config) if own.sync_every != 1 else {}),
-        **{name: x for key in keys for name, x in key(config).items()},
-        **(_adapters_key(config) if config.lora.lora_rank else {}),
     }
-
-
-def _local_steps_key(config: Config) -> dict[str, Any]:
-    own = config.zero.zeropp
-    every = own.sync_every
-    return {
-        "sync_every": list(map(list, every)) if isinstance(every, tuple) else every,
-        "sync_bits": own.sync_bits,
-        "sync_fragments": own.sync_fragments,
-        "sync_delay": own.sync_delay,
-    }
-
-
-def _adapters_key(config: Config) -> dict[str, Any]:
-    zero = config.zero
-    bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
-    return {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
+    if (every := own.sync_every) != 1:
+        key |= {
+            "sync_every": list(map(list, every)) if isinstance(every, tuple) else every,
+            **{name: getattr(own, name) for name in ("sync_bits", "sync_fragments", "sync_delay")},
+        }
+    for each in declared("STEP_KEYS", CAPABILITIES):
+        key |= each(config)
+    if config.lora.lora_rank:
+        bits = own.nontrainable_weight_bits if zero.stores_frozen else None
+        key |= {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
+    return key
 
 
 def read_expected_step(path: str, config: Config, num_ranks: int) -> ExpectedStep:

@@ -16,6 +16,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.quant.packing import FLOATS
 from zeropp.ranks.coordination import among, require_same
+from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.places import Parts, Place
 from zeropp.wire.collectives import WeightGather
@@ -261,7 +262,7 @@ def require_sharded(model: nn.Module, units: Units) -> None:
 
 
 def require_attachable_settings(config: ZeroConfig) -> None:
-    """Raise InputError for settings that need `zeropp.shard`, and for nodes that step alone."""
+    """Raise InputError for settings that need `zeropp.shard`, or separate steps."""
     require_common_steps(config, "zeropp.attach")
     if config.stage == 0:
         raise InputError(
@@ -284,13 +285,13 @@ def require_attachable_settings(config: ZeroConfig) -> None:
 
 
 def require_common_steps(config: ZeroConfig, caller: str) -> None:
-    """Raise InputError for nodes that step alone, where `caller` lets all ranks step together."""
-    if config.zeropp.sync_every != 1:
-        every = ZeroConfig.setting("zeropp.sync_every").assignment(config.zeropp.sync_every)
-        raise InputError(
-            f"{every}: all ranks of {caller} take each step together. For nodes that step alone, "
-            "shard the model over the ranks of a node and call zeropp.local_steps, or leave it out"
-        )
+    """Raise InputError for replicas that train independently, where all ranks step together."""
+    for dotted, advice in declared("INDEPENDENT_STEPS", CAPABILITIES):
+        value, key = config.value(dotted), ZeroConfig.setting(dotted)
+        if value != key.default:
+            raise InputError(
+                f"{key.assignment(value)}: all ranks of {caller} take each step together. {advice}"
+            )
 
 
 def _require_no_engine(config: ZeroConfig) -> None:

@@ -144,15 +144,16 @@ class Sharding:
             if root.use is not None:
                 root.use.require_same_order()
 
-    def release(self) -> None:
-        """Free weights that forward-only passes, or one that failed, left gathered."""
+    def release(self, *, held: bool = False) -> None:
+        """Free gathered weights; those that modules hold whole between passes, only if `held`."""
         for root in self.roots:
-            root.release()
+            if held or not root.whole.units:
+                root.release()
 
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether modules hold whole parameters between passes."""
-        return any(root.whole.units for root in self.roots)
+    def holds_whole(self, parameter: torch.Tensor) -> bool:
+        """Whether a module's parameter is whole between passes, and is freed in one."""
+        is_plain = not isinstance(parameter, DTensor | fsdp.WholeParameter)
+        return is_plain and parameter.ndim > 0 and any(root.whole.units for root in self.roots)
 
     def keep_whole(self) -> None:
         """Let modules hold whole, plain parameters between passes from now on; all ranks call it.
@@ -184,10 +185,7 @@ class Sharding:
         self.gather()
 
     def has_called_methods(self) -> bool:
-        """Whether a method of a root, and not its forward, computed what may get gradients.
-
-        Since this was called the last time.
-        """
+        """Whether methods, not forward passes, made what may get gradients since the last call."""
         has_called = any(root.has_called for root in self.roots)
         for root in self.roots:
             root.has_called = False
