@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.deepspeed.expert_parallel.fused_experts import SIZE, find_experts
 from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
-from zeropp.errors import InputError
+from zeropp.errors import InputError, Unavailable
 from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import inherit_time_limits, own_ranks_per_node, ranks_of
@@ -94,6 +95,16 @@ def experts_to_split(
             "multiple of these"
         )
     return find_experts(model, size)
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Mapping[str, Any] | list | tuple, max_group_size: float | None = None
+) -> list[Mapping[str, Any]]:
+    """Return the groups as a list. Raises InputError for parameters of DeepSpeed's own experts."""
+    groups = [param_groups] if isinstance(param_groups, Mapping) else [*param_groups]
+    if not all(getattr(each, "allreduce", True) for group in groups for each in group["params"]):
+        raise Unavailable("experts of DeepSpeed's class MoE are not available here: see AutoEP")
+    return groups
 
 
 def _line(found: Mapping[str, nn.Module], group: RankGroup) -> str:
