@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_zpp.settings import defaults
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.command_line import HELP, Assignment, read, vocabulary
+from megatron_zpp.settings.command_line import HELP, TypedFlag, read, vocabulary
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ParallelConfig
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
@@ -73,14 +73,9 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
             "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
             "--lora-rank all weights are trained: give a rank (finetune_gpt.py), or leave it out"
         )
-    if config.zero.expert_ranks > 1:
-        raise InputError(
-            f"expert_parallel.autoep_size = {config.zero.expert_ranks} is for models of "
-            "zeropp.initialize: leave the section out, and give --expert-model-parallel-size"
-        )
     for obstacle, is_met in declared("OBSTACLES", CAPABILITIES):
         if is_met(config):
-            raise InputError(obstacle)
+            raise InputError(obstacle.format(config=config))
     _log_notices(typed, config)
     default_line = defaults.describe(values, completed)
     if default_line:
@@ -234,7 +229,7 @@ def _zero(
     return ZeroConfig.from_values(file, from_flags)
 
 
-def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
+def _log_notices(typed: Mapping[str, TypedFlag], config: Config) -> None:
     ignored = {
         assignment.text: reason
         for assignment in typed.values()

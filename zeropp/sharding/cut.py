@@ -7,42 +7,69 @@ so each parameter is gathered with the innermost called module that uses it. 0-d
 whole on every rank, outside of all units (zeropp/wire/gradients.py).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.errors import InputError
+from zeropp.fsdp_adapter import ShardSpec
+from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.grid import replicas
-from zeropp.sharding.plan import DataAxis, UnitPlan
+from zeropp.sharding.grid import device_of, find_nodes, first_axis, ranks_of
+from zeropp.sharding.places import Parts, Place, Places
+from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
+from zeropp.wire.frozen_weights import stored_layout
 
-
-class Place(NamedTuple):
-    """A parameter in a module. One that modules share has several places.
-
-    name: in the whole model.
-    unit: the innermost one that contains the module, or the model.
-    user: the innermost module of the unit whose forward pass is called and reads the parameter, or
-    the unit.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    module: nn.Module
-    user: nn.Module
-    unit: nn.Module
-
-
-Places = Iterable[Place]
 Subunits = dict[nn.Module, set[nn.Parameter]]  # module -> parameters its forward pass uses
+
+
+def plan_model(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    data: DeviceMesh | None,
+    config: ZeroConfig,
+    *,
+    blocks: Sequence[nn.Module],
+    places: Places,
+    own_meshes: Mapping[nn.Module, DeviceMesh],
+    casts_inputs: bool,
+    keeps_root: bool,
+    calls_units: bool,
+) -> Plan:
+    """Return what `shard` does over `data`, an axis of the mesh; without one it has no units.
+
+    own_meshes: those of modules whose parameters other ranks split and shard.
+    """
+    plan = Plan(
+        stage=config.stage,
+        reduces_once=config.reduces_once,
+        keeps_roots=keeps_root or config.reduces_once,
+        calls_units=calls_units,
+        compute_dtype=getattr(torch, config.compute_format),
+    )
+    if data is None:
+        return plan
+    axis = _axis_of(mesh, data, config, data.size())
+    meshes = dict.fromkeys(own_meshes.values())
+    axes = {each: _axis_of(each, first_axis(each), config, data.size()) for each in meshes}
+    units = plan_units(
+        model,
+        blocks,
+        places,
+        axis,
+        config,
+        apart={module: axes[each] for module, each in own_meshes.items()},
+        casts_inputs=casts_inputs,
+    )
+    plan = replace(plan, units=units)
+    return plan.with_coding(device_of(data)) if axis.nodes.machines > 1 else plan
 
 
 def plan_units(
@@ -52,13 +79,13 @@ def plan_units(
     axis: DataAxis,
     config: ZeroConfig,
     *,
-    experts: Mapping[nn.Module, DataAxis] = MappingProxyType({}),
+    apart: Mapping[nn.Module, DataAxis] = MappingProxyType({}),
     casts_inputs: bool = True,
 ) -> tuple[UnitPlan, ...]:
     """Return the units of the blocks and of the rest of the model, in forward order, root last.
 
-    `places` are those of the model's parameters in these units. `experts` are units of their own
-    inside the blocks, on axes of their own; each follows the block that it is in.
+    `places` are those of the model's parameters in these units. Modules `apart` are units of their
+    own inside the blocks, on axes of their own; each follows the block that it is in.
     """
     has_shards = axis.num_losses > 1 or config.always_gathers
     like = UnitPlan(
@@ -76,8 +103,8 @@ def plan_units(
     own = by_unit(places)
     for block in blocks:
         units += _plan_unit(block, own.get(block, ()), like)
-        for module in filter(experts.__contains__, block.modules() if experts else ()):
-            its_axis = experts[module]
+        for module in filter(apart.__contains__, block.modules() if apart else ()):
+            its_axis = apart[module]
             ranks = its_axis.nodes.num_ranks
             kind = replace(
                 like,
@@ -103,17 +130,26 @@ def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan
     statistical = {} if like.dtype == torch.float32 else _statistical_layers(places)
     in_fp32 = replace(like, dtype=torch.float32, casts_inputs=False)
     if unit in statistical:  # alone
-        return [in_fp32.with_parameters([unit], own)]
+        return [unit_of(in_fp32, [unit], own)]
     apart = set().union(*statistical.values())
     trained = trained_subunits(unit, places, apart) if like.separates_trained else {}
     apart.update(*trained.values())
-    units = [like.with_parameters([unit], (each for each in own if each not in apart))]
+    units = [unit_of(like, [unit], (each for each in own if each not in apart))]
     for users, kind in ((trained, like), (statistical, in_fp32)):
         if users:
             used = set().union(*users.values())
             subunit = replace(kind, is_apart=True)
-            units.append(subunit.with_parameters(users, (each for each in own if each in used)))
+            units.append(unit_of(subunit, users, (each for each in own if each in used)))
     return units
+
+
+def unit_of(
+    like: UnitPlan, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
+) -> UnitPlan:
+    """Return a unit like another one, of parameters that these modules use."""
+    parameters = tuple(parameters)
+    specs = (_spec_of(each, like.num_shards, like.stored_bits) for each in parameters)
+    return replace(like, modules=tuple(modules), parameters=parameters, specs=tuple(specs))
 
 
 def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
@@ -128,7 +164,7 @@ def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
                 if each.axis is plan.axis
                 for parameter in each.parameters
             )
-            copies[mesh] = replicas(
+            copies[mesh] = _replicas(
                 mesh, with_others=any(isinstance(each, DTensor) for each in same)
             )
     for plan in sorted(plans, key=lambda plan: plan.is_apart):  # a unit cut first hides its modules
@@ -148,42 +184,30 @@ def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
     return tuple(plan.modules[0] for plan in plans)
 
 
-def split_experts(experts: Mapping[nn.Module, DeviceMesh]) -> None:
-    """Let each rank keep its part of the whole parameters of these modules, in place.
+def parts_of(meshes: Mapping[nn.Module, DeviceMesh]) -> Parts:
+    """Return this rank's part of each whole parameter of these modules, a DTensor.
 
-    The first dim is split evenly over the last axis of the module's mesh, on which the parameters
-    become DTensors. Raises InputError for one that cannot be.
+    The first dim, which must be divisible, is split over the last axis of the module's mesh.
     """
-    for module, mesh in experts.items():
-        if mesh.ndim != 2 or not mesh.mesh_dim_names:
-            raise InputError(
-                f"experts= of zeropp.shard: a {type(module).__name__} has a mesh of {mesh.ndim} "
-                "axes: expected two axes with names, of the ranks that share each expert and of "
-                "those that split the experts"
-            )
     parts: dict[nn.Parameter, nn.Parameter] = {}
-    for module, mesh in experts.items():
+    for module, mesh in meshes.items():
         axis = mesh[mesh.mesh_dim_names[-1]]
+        for whole in module.parameters():
+            if not isinstance(whole, DTensor) and whole not in parts:
+                local = whole.detach().chunk(axis.size())[axis.get_local_rank()].clone()
+                part = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
+                parts[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                fsdp.inherit(parts[whole], whole)
+    return parts
+
+
+def replace_by_parts(modules: Iterable[nn.Module], parts: Parts) -> None:
+    """Let each rank keep its part of the whole parameters of these modules, in place."""
+    for module in modules:
         for owner in module.modules():
             for name, parameter in tuple(owner.named_parameters(recurse=False)):
-                if not isinstance(parameter, DTensor):
-                    if parameter not in parts:
-                        parts[parameter] = _part(parameter, axis, f"{type(module).__name__}.{name}")
+                if parameter in parts:
                     owner.register_parameter(name, parts[parameter])
-
-
-def _part(parameter: nn.Parameter, axis: DeviceMesh, name: str) -> nn.Parameter:
-    size, shape = axis.size(), parameter.shape
-    if not shape or shape[0] % size:
-        raise InputError(
-            f"experts= of zeropp.shard: {name} has the shape {list(shape)}, and {size} ranks split "
-            "its first dim evenly: choose a number of ranks that divides it"
-        )
-    local = parameter.detach().chunk(size)[axis.get_local_rank()].clone()
-    part = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
-    result = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    fsdp.inherit(result, parameter)
-    return result
 
 
 def trained_subunits(
@@ -216,14 +240,6 @@ def _statistical_layers(places: Places) -> Subunits:
     return layers
 
 
-def places_of(model: nn.Module, units: Collection[nn.Module] = ()) -> list[Place]:
-    """Return the places of all parameters, in the order of `model.parameters()`.
-
-    `units` are modules inside the model.
-    """
-    return [*_walk(model, frozenset(units), user=model, unit=model, prefix="")]
-
-
 def by_unit(places: Places) -> dict[nn.Module, list[Place]]:
     """Return the places in each unit that has any of its own."""
     units: dict[nn.Module, list[Place]] = {}
@@ -246,26 +262,45 @@ def sharded_parameters(places: Places) -> list[nn.Parameter]:
     return list(dict.fromkeys(place.parameter for place in places if place.parameter.ndim))
 
 
-def _walk(
-    module: nn.Module,
-    units: frozenset[nn.Module],
-    *,
-    user: nn.Module,
-    unit: nn.Module,
-    prefix: str,
-) -> Iterator[Place]:
-    if module in units:
-        user = unit = module
-    elif is_called(module):
-        user = module
-    for name, parameter in module.named_parameters(recurse=False):
-        yield Place(prefix + name, parameter, module, user, unit)
-    for name, child in module.named_children():
-        yield from _walk(child, units, user=user, unit=unit, prefix=f"{prefix}{name}.")
+def _axis_of(mesh: DeviceMesh, data: DeviceMesh, config: ZeroConfig, num_losses: int) -> DataAxis:
+    """Return the axis of units that are sharded over `data`, an axis of `mesh`."""
+    nodes, place = find_nodes(mesh, config, data), data.get_local_rank()
+    return DataAxis.of(config, nodes, ranks_of(data), place, num_losses=num_losses, mesh=data)
 
 
-def is_called(module: nn.Module) -> bool:
-    """Whether a module's forward is called: not so for containers, nor for the output projection
-    of `nn.MultiheadAttention`, whose weight is read without calling it."""
-    has_forward = type(module).forward is not nn.Module.forward
-    return has_forward and not isinstance(module, NonDynamicallyQuantizableLinear)
+def _replicas(mesh: DeviceMesh, *, with_others: bool) -> DeviceMesh:
+    """Return a mesh of shards of one rank, replicated over all ranks of a data axis.
+
+    `with_others` keeps it a part of the mesh that the data axis is an axis of, which FSDP2 needs
+    for parameters on other axes.
+    """
+    if with_others:
+        return fsdp.replica_axes(mesh)
+    alone = shared_group("alone", [dist.get_rank()], mesh.mesh.flatten().tolist())
+    return DeviceMesh.from_group(
+        [mesh.get_group(), alone],
+        mesh.device_type,
+        mesh=mesh.mesh.view(-1, 1),
+        mesh_dim_names=("replica", "shard"),
+    )
+
+
+def _spec_of(parameter: nn.Parameter, num_shards: int, stored_bits: int | None = None) -> ShardSpec:
+    """Return one rank's part of a parameter; frozen matrices become codes of `stored_bits`, if set.
+
+    If the parameter is split over other axes too, this is a part of this rank's part of it.
+    """
+    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    row = math.prod(shape[1:])
+    rows = -(-shape[0] // num_shards)  # FSDP2 cuts the first dim, rounded up
+    if fsdp.sharded_dim(parameter, num_shards):
+        row, rows = row // num_shards, shape[0]
+    elements = rows * row
+    is_stored = stored_bits and len(shape) >= 2 and not parameter.requires_grad
+    return ShardSpec(
+        elements=elements,
+        row=row,
+        ndim=len(shape),
+        trainable=parameter.requires_grad,
+        packed_bytes=stored_layout(elements, stored_bits).packed_bytes if is_stored else 0,
+    )

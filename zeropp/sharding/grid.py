@@ -17,9 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.ranks.groups import inherit_time_limit, shared_group
+from zeropp.ranks.groups import inherit_time_limit
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import explained_waits
 from zeropp.settings.zero_config import ZeroConfig
@@ -31,8 +30,8 @@ class Grid:
 
     `mesh` is what `zeropp.shard` was given, `data` its data axis. Further axes are found by the
     parameters that are DTensors on them. A parameter that is not, while others are, is taken to be
-    the same on all ranks of that axis. `experts` are modules with the axes of their own parameters,
-    which are other axes of the same ranks: each rank holds another part of them.
+    the same on all ranks of that axis. `own_meshes` are those of modules whose parameters are on
+    other axes of the same ranks: each rank holds another part of them.
     """
 
     def __init__(
@@ -40,15 +39,15 @@ class Grid:
         model: nn.Module,
         mesh: DeviceMesh | None,
         data: DeviceMesh | None,
-        experts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
+        own_meshes: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
     ) -> None:
         self.model, self.data = model, data
         self.num_ranks = 1 if mesh is None else mesh.size()
         self._beside: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._holding: dict[tuple[int, ...], int] = {}  # axes with DTensors -> how many ranks
-        self._of_experts = {(each.mesh_dim_names[1], _line(each, 1)) for each in experts.values()}
+        self._own_axes = {(each.mesh_dim_names[1], _line(each, 1)) for each in own_meshes.values()}
         data_ranks = () if data is None else ranks_of(data)
-        others = {parameter for module in experts for parameter in module.parameters()}
+        others = {parameter for module in own_meshes for parameter in module.parameters()}
         meshes = dict.fromkeys(
             parameter.device_mesh
             for parameter in model.parameters()
@@ -69,17 +68,17 @@ class Grid:
                 dist.all_reduce(total, group=group)
         return total
 
-    def is_of_experts(self, tensor: torch.Tensor) -> bool:
-        """Whether ranks of the data axis split a parameter, as those of experts."""
-        if not isinstance(tensor, DTensor) or not self._of_experts:
+    def has_own_mesh(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter is one of a module with a mesh of its own, whose ranks split it."""
+        if not isinstance(tensor, DTensor) or not self._own_axes:
             return False
         names = enumerate(tensor.device_mesh.mesh_dim_names or ())
         lines = ((name, _line(tensor.device_mesh, axis)) for axis, name in names)
-        return not self._of_experts.isdisjoint(lines)
+        return not self._own_axes.isdisjoint(lines)
 
     def num_copies(self, tensor: torch.Tensor) -> int:
         """Return how many ranks beside the data axis hold the same part of a parameter."""
-        if not self._holding or self.is_of_experts(tensor):
+        if not self._holding or self.has_own_mesh(tensor):
             return 1
         copies = 1
         holding = dict(self._holding)
@@ -206,27 +205,17 @@ def _ranks_per_node(
     return per_node
 
 
-def replicas(mesh: DeviceMesh, *, with_others: bool) -> DeviceMesh:
-    """Return a mesh of shards of one rank, replicated over all ranks of a data axis.
-
-    `with_others` keeps it a part of the mesh that the data axis is an axis of, which FSDP2 needs
-    for parameters on other axes.
-    """
-    if with_others:
-        return fsdp.replica_axes(mesh)
-    rank, ranks = dist.get_rank(), ranks_of(mesh)
-    return DeviceMesh.from_group(
-        [mesh.get_group(), shared_group("alone", [rank], ranks)],
-        mesh.device_type,
-        mesh=mesh.mesh.view(-1, 1),
-        mesh_dim_names=("replica", "shard"),
-    )
-
-
 def inherit_time_limits(mesh: DeviceMesh) -> None:
     """Let collectives along a mesh fail after the default group's time limit at the latest."""
     for axis in range(mesh.ndim):
         inherit_time_limit(mesh.get_group(axis))
+
+
+def device_of(mesh: DeviceMesh | None) -> torch.device:
+    """Return this rank's device in a mesh; the CPU without one."""
+    if mesh is None or mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def first_axis(mesh: DeviceMesh) -> DeviceMesh:
