@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_zpp.settings.config import SECTIONS, Config, ModelConfig
 from megatron_zpp.settings.gpt.experts import OF_TRAINING, MoeConfig
-from megatron_zpp.settings.gpt.latent_attention import LatentAttentionConfig
 from megatron_zpp.settings.gpt.positions import PositionConfig
+from megatron_zpp.settings.gpt.sizes import LatentAttentionConfig
 from zeropp.errors import InputError, first_lines
 
 STATE = "state.json"

@@ -155,7 +155,7 @@ class CommunicationMeter:
     def expected_on_node(self, num_micro_batches: int) -> Counter:
         """Return what a node will send per step, the mean of all; a collective.
 
-        Where `sync_every` grows, it is that of the last steps.
+        Where the interval grows, it is that of the last steps.
         """
         expected = Counter(self._sharding.expected_traffic(num_micro_batches, typical=True))
         expected.update(self._beside(num_micro_batches))

@@ -65,7 +65,7 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
     parallel = config.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     is_full = config.recompute.recompute_granularity == "full"
-    return {
+    key = {
         "tensor": tensor,
         "sequence_parallel": tensor > 1 and parallel.sequence_parallel,
         "context": context,
@@ -90,37 +90,23 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
         "steps": own.weight_steps,
         "coded": own.code_messages,
         "once": zero.reduces_once,
-        **(_local_steps_key(config) if own.sync_every != 1 else {}),
-        **(_experts_key(config) if model.has_experts else {}),
-        **(_adapters_key(config) if config.lora.lora_rank else {}),
     }
-
-
-def _local_steps_key(config: Config) -> dict[str, Any]:
-    own = config.zero.zeropp
-    every = own.sync_every
-    return {
-        "sync_every": list(map(list, every)) if isinstance(every, tuple) else every,
-        "sync_bits": own.sync_bits,
-        "sync_fragments": own.sync_fragments,
-        "sync_delay": own.sync_delay,
-    }
-
-
-def _experts_key(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        "expert_ranks": config.parallel.expert_model_parallel_size,
-        "experts": [model.num_experts, model.moe_router_topk, model.expert_ffn_size],
-        "moe_layers": sum(model.moe_layers),
-        "shared_ffn": model.moe_shared_expert_intermediate_size,
-    }
-
-
-def _adapters_key(config: Config) -> dict[str, Any]:
-    zero = config.zero
-    bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
-    return {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
+    if (every := own.sync_every) != 1:
+        key |= {
+            "sync_every": list(map(list, every)) if isinstance(every, tuple) else every,
+            **{name: getattr(own, name) for name in ("sync_bits", "sync_fragments", "sync_delay")},
+        }
+    if model.has_experts:
+        key |= {
+            "expert_ranks": parallel.expert_model_parallel_size,
+            "experts": [model.num_experts, model.moe_router_topk, model.expert_ffn_size],
+            "moe_layers": sum(model.moe_layers),
+            "shared_ffn": model.moe_shared_expert_intermediate_size,
+        }
+    if config.lora.lora_rank:
+        bits = own.nontrainable_weight_bits if zero.stores_frozen else None
+        key |= {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
+    return key
 
 
 def read_expected_step(path: str, config: Config, num_ranks: int) -> ExpectedStep:

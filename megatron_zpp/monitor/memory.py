@@ -12,7 +12,7 @@ MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryUse:
     """Bytes held by one rank; on the CPU `allocated` and `reserved` are the resident set."""
 
     allocated_bytes: int
@@ -22,13 +22,23 @@ class Memory:
     allocated_count: int | None = None  # live tensors in the CUDA allocator
 
 
-def read_memory(device: torch.device) -> Memory:
+def read_memory(device: torch.device) -> MemoryUse:
     """What this rank holds now and held at most."""
     if device.type == "cuda":
-        return _cuda(torch.cuda.memory_stats(device))
-    peak = _peak_resident_bytes()
-    resident = _resident_bytes() or peak
-    return Memory(
+        stats = torch.cuda.memory_stats(device)
+        return MemoryUse(
+            allocated_bytes=stats.get("allocated_bytes.all.current", 0),
+            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+            peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
+            peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
+            allocated_count=stats.get("allocation.all.current", 0),
+        )
+    peak = resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":
+        peak = resident = peak * 1024  # kibibytes except on macOS
+    if STATM.exists():
+        resident = int(STATM.read_text().split()[1]) * resource.getpagesize()
+    return MemoryUse(
         allocated_bytes=resident,
         reserved_bytes=resident,
         peak_allocated_bytes=max(peak, resident),
@@ -36,7 +46,7 @@ def read_memory(device: torch.device) -> Memory:
     )
 
 
-def memory_line(rank: int, memory: Memory, moment: str) -> str:
+def memory_line(rank: int, memory: MemoryUse, moment: str) -> str:
     """Megatron's memory report, in MiB, e.g. for the moment "(after 10 iterations)"."""
     fields = {
         "allocated": memory.allocated_bytes,
@@ -46,24 +56,3 @@ def memory_line(rank: int, memory: Memory, moment: str) -> str:
     }
     numbers = "".join(f" | {name}: {value / MEBIBYTE}" for name, value in fields.items())
     return f"[Rank {rank}] {moment} memory (MB){numbers}"
-
-
-def _cuda(stats: dict[str, int]) -> Memory:
-    return Memory(
-        allocated_bytes=stats.get("allocated_bytes.all.current", 0),
-        reserved_bytes=stats.get("reserved_bytes.all.current", 0),
-        peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
-        peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
-        allocated_count=stats.get("allocation.all.current", 0),
-    )
-
-
-def _peak_resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes except on macOS
-
-
-def _resident_bytes() -> int | None:
-    if not STATM.exists():
-        return None
-    return int(STATM.read_text().split()[1]) * resource.getpagesize()

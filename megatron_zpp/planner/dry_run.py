@@ -18,7 +18,7 @@ from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.recipe.expert_ranks import expert_rows
 from megatron_zpp.recipe.model import lora_summary
 from megatron_zpp.settings.config import Config
-from zeropp.optim.local_steps.outer_group import PURPOSE
+from zeropp.capabilities.local_sgd.outer_group import PURPOSE
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.report import describe

@@ -46,7 +46,9 @@ def complete(
     if result["max_position_embeddings"] is None:
         result["max_position_embeddings"] = result["seq_length"]
     result["zero_stage"] = _stage(values)
-    result |= _model(values) | _recomputation(values)
+    if values.get("recompute_granularity") == "full" and "recompute_method" not in values:
+        result["recompute_method"] = "uniform"
+    result |= _model(values)
     return result | _batch(values, accumulation, world_size)
 
 
@@ -135,7 +137,10 @@ def _model(values: Mapping[str, Any]) -> dict[str, Any]:
         multiple = values.get("make_vocab_size_divisible_by", 1)
         added["make_vocab_size_divisible_by"] = multiple if rows % multiple else rows
     if values.get("multi_latent_attention"):
-        added |= _latent_attention(values)
+        implied = {"position_embedding_type": "rope"}
+        if values.get("rotary_scaling_factor", 1) > 1:
+            implied["rope_type"] = "yarn"
+        added |= {name: value for name, value in implied.items() if name not in values}
     default = added.get("position_embedding_type", ModelConfig().position_embedding_type)
     positions = values.get("position_embedding_type", default)
     if values.get("no_position_embedding") and positions == "learned_absolute":
@@ -156,14 +161,6 @@ def _model(values: Mapping[str, Any]) -> dict[str, Any]:
     return added
 
 
-def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What --multi-latent-attention implies: rotary positions, scaled by YaRN if at all."""
-    implied = {"position_embedding_type": "rope"}
-    if values.get("rotary_scaling_factor", 1) > 1:
-        implied["rope_type"] = "yarn"
-    return {name: value for name, value in implied.items() if name not in values}
-
-
 def _gated_mlp(values: Mapping[str, Any]) -> dict[str, Any]:
     """What --glu-activation means in BigScience's program: erf in GELU, and as wide without."""
     width = 4 * values.get("hidden_size", ModelConfig().hidden_size)
@@ -172,11 +169,6 @@ def _gated_mlp(values: Mapping[str, Any]) -> dict[str, Any]:
         "bias_gelu_fusion": False,
         "ffn_hidden_size": values.get("ffn_hidden_size", width),
     }
-
-
-def _recomputation(values: Mapping[str, Any]) -> dict[str, Any]:
-    is_full = values.get("recompute_granularity") == "full"
-    return {"recompute_method": "uniform"} if is_full and "recompute_method" not in values else {}
 
 
 def _batch(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder
 from megatron_zpp.checkpoint.open_model import OpenModel
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.monitor.report.at_end import report_after_failure, report_rows
+from megatron_zpp.monitor.report.report import report_after_failure, report_rows
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.parallel.replicas import joining_of
@@ -21,8 +21,9 @@ from megatron_zpp.settings.config import CheckpointConfig, Config
 from megatron_zpp.text.generate import generate
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.determinism import deterministic_kernels
+from megatron_zpp.train.evaluate import evaluate_split
 from megatron_zpp.train.inputs import TEST, VALIDATION
-from megatron_zpp.train.loop import evaluate_split, train
+from megatron_zpp.train.loop import train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Interrupted, Stopping

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.checkpoint_args import no_checkpoint_error
 from megatron_zpp.checkpoint.iteration_folders import Retention
+from megatron_zpp.checkpoint.pretrained_model import no_checkpoint_error
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Metrics

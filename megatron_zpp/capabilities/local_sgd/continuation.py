@@ -11,9 +11,9 @@ from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.parallel import SIZES
+from zeropp.capabilities.local_sgd.local_steps import LocalSteps
+from zeropp.capabilities.local_sgd.outer_mean import OuterMean
 from zeropp.errors import InputError
-from zeropp.optim.local_steps.local_steps import LocalSteps
-from zeropp.optim.local_steps.outer_mean import OuterMean
 
 FP32 = 32  # bits
 EXPERTS = "expert_model_parallel_size"

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         if options.keep_store is not None:
             require_port("keep_store", options.keep_store, first=0)
-            keep_store = import_module("zeropp.ranks.nodes.sync_store").keep_store
+            keep_store = import_module("zeropp.capabilities.local_sgd.sync_store").keep_store
             keep_store(options.keep_store, say=lambda text: print(f"zeropp: {text}", flush=True))
             return 0
         hosts = _hosts(options)
