@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeropp.deepspeed.comm import DEEPSPEED_PORT, init_distributed, refuse_port
 from zeropp.deepspeed.engine import Engine
-from zeropp.deepspeed.engine_optimizer import build_optimizer, build_schedule
+from zeropp.deepspeed.engine_optimizer import build_optimizer, build_schedule, use_fp32_weights
 from zeropp.deepspeed.expert_parallel.ranks import experts_to_split, split
-from zeropp.deepspeed.fp32_weights import use_fp32_weights
 from zeropp.deepspeed.parameter_values import found
 from zeropp.deepspeed.runtime.config import as_refusals
 from zeropp.deepspeed.runtime.dataloader import build_loader
