@@ -1,4 +1,4 @@
-"""Finds the experts of a model by what they hold and how they are called, not by their class.
+"""Finds the experts of a model by what they hold and how they are called; lets ranks split them.
 
 transformers holds the experts of a layer in one module:
 
@@ -10,13 +10,101 @@ own experts alone, so that a rank with some of them can compute it.
 """
 
 import inspect
+from collections.abc import Collection, Iterator, Mapping
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
 from zeropp.errors import InputError, first_few
+from zeropp.ranks.groups import shared_group
+from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.grid import inherit_time_limits, own_ranks_per_node, ranks_of
+from zeropp.wire.rank_group import Nodes, RankGroup
+from zeropp.wire.traffic import Traffic
 
+AXIS_NAMES = ("expert_data", "expert")
 SIZE = "expert_parallel.autoep_size"
 _INPUT, _OUTPUT = ("gate_up_proj", "up_proj"), "down_proj"
+
+
+def split(
+    model: nn.Module,
+    found: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    config: ZeroConfig,
+    ledger: Traffic,
+) -> dict[nn.Module, DeviceMesh]:
+    """Put a layer of split experts in the place of each of those found; return their meshes.
+
+    Consecutive ranks of the data axis `mesh` split them: `zeropp.shard` keeps this rank's part of
+    the parameters. `ledger` gets the bytes of the tokens that this rank sends.
+    """
+    if not found:
+        return {}
+    size, ranks = config.expert_ranks, ranks_of(mesh)
+    place = mesh.get_local_rank()
+    lines = {
+        "expert_data": ranks[place % size :: size],
+        "expert": ranks[place // size * size :][:size],
+    }
+    grid = DeviceMesh.from_group(
+        [shared_group(name, lines[name], ranks) for name in AXIS_NAMES],
+        mesh.device_type,
+        mesh=mesh.mesh.view(-1, size),
+        mesh_dim_names=AXIS_NAMES,
+    )
+    inherit_time_limits(grid)
+    world = dist.get_world_size()
+    group = RankGroup(
+        members=tuple(lines["expert"]),
+        position=dist.get_rank(),
+        nodes=Nodes(num_ranks=world, ranks_per_node=own_ranks_per_node(config)),
+        purpose="expert",
+        ledger=ledger,
+        group=grid.get_group("expert"),
+    )
+    layers = {path: ExpertParallel(experts, ExpertRanks(group)) for path, experts in found.items()}
+    for path, layer in layers.items():
+        model.set_submodule(path, layer)
+    return dict.fromkeys(layers.values(), grid)
+
+
+def experts_to_split(
+    model: nn.Module, mesh: DeviceMesh, config: ZeroConfig
+) -> dict[str, nn.Module]:
+    """Return the experts of a model's layers if ranks are to split them; changes nothing.
+
+    Raises InputError unless equal groups of ranks of the data axis `mesh`, in nodes or of nodes,
+    can.
+    """
+    if config.expert_ranks == 1:
+        return {}
+    size, per_node = config.expert_ranks, own_ranks_per_node(config)
+    if mesh.size() % size:
+        raise InputError(
+            f"{SIZE} = {size} and {mesh.size()} ranks: choose a number that divides the ranks"
+        )
+    if per_node % size and size % per_node:
+        raise InputError(
+            f"{SIZE} = {size} and {per_node} ranks per node: some experts would be split in a node "
+            "and others across two; choose a number that divides the ranks of a node, or a "
+            "multiple of these"
+        )
+    return find_experts(model, size)
+
+
+def describe(layers: Collection[ExpertParallel]) -> Iterator[str]:
+    """Yield the line that says which ranks split how many experts, if any do."""
+    if not layers:
+        return
+    group = next(iter(layers)).ranks.group
+    experts = " or ".join(map(str, sorted({each.num_experts for each in layers})))
+    yield (
+        f"experts: {group.size} ranks {group.where} split the {experts} experts of each of "
+        f"{len(layers)} layers, and send each other tokens in the format of computing"
+    )
 
 
 def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
