@@ -32,7 +32,11 @@ HOMES = {
         (6, 4),
     ),
     "incremental weight updates": (r"weight_steps|gather_changes|requantize", (), (13, 1)),
-    "experts": (r"expert|moe", ("megatron_zpp/model/moe", "zeropp/wire/tokens"), (58, 19)),
+    "experts": (
+        r"expert|moe",
+        ("megatron_zpp/capabilities/experts", "zeropp/capabilities/experts"),
+        (12, 19),
+    ),
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {

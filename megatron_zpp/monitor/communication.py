@@ -254,7 +254,7 @@ class CommunicationMeter:
         """Return what is expected of activations, the optimizer and capabilities."""
         expected: Counter = Counter()
         has_other_axes = self._ranks.num_replicas < self._ranks.num_ranks
-        if has_other_axes or self._config.model.has_experts:
+        if has_other_axes or self._sharding.model.part.axes:
             expected.update(
                 activation_traffic(self._config, self._ranks, self._sharding, num_micro_batches)
             )

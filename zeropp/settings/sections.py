@@ -81,22 +81,6 @@ class TorchAutocast(JsonSection):
     dtype: str | None = key(None, choices=tuple(FORMATS), no_effect=needs("torch_autocast.enabled"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertParallel(JsonSection):
-    """DeepSpeed's AutoEP, by which `autoep_size` ranks split the experts of a layer."""
-
-    path: ClassVar[str] = "expert_parallel"
-
-    enabled: bool = key(
-        False,
-        no_effect=NoEffect(
-            "with autoep_size 1 each rank gathers all experts of a block",
-            when=lambda c: c.expert_parallel.autoep_size == 1,
-        ),
-    )
-    autoep_size: int = key(1, minimum=1, no_effect=needs("expert_parallel.enabled"))
-
-
 _TABLE = MappingProxyType(read_toml(__package__, "parameters.toml"))
 OPTIMIZERS: Mapping[str, Sequence[str]] = MappingProxyType(_TABLE["optimizers"])
 SCHEDULES: Mapping[str, Sequence[str]] = MappingProxyType(_TABLE["schedules"])

@@ -217,7 +217,7 @@ class Sharding:
 
     @property
     def parts_gradients(self) -> bool:
-        """Whether data ranks hold different gradients: slices of them, or those of experts."""
+        """Whether data ranks hold different gradients: slices, or of other parts of a model."""
         return self.shards_gradients or len(self.plan.axes) > 1
 
     def num_copies(self, parameter: torch.Tensor) -> int:
@@ -228,7 +228,7 @@ class Sharding:
 
     def num_holders(self, parameter: torch.Tensor) -> int:
         """Return how many of all ranks hold the same part of a parameter."""
-        if self.grid.is_of_experts(parameter):
+        if self.grid.has_own_mesh(parameter):
             return num_replicas(parameter)
         is_on_all = not (self.shards_gradients and isinstance(parameter, DTensor))
         return self.num_copies_beside(parameter) * (self.num_ranks if is_on_all else 1)

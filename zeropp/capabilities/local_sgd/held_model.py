@@ -61,7 +61,7 @@ class OfSharding:
         return self.sharding.group
 
     def is_shard(self, parameter: nn.Parameter) -> bool:
-        is_split = self.sharding.shards_gradients or self.sharding.grid.is_of_experts(parameter)
+        is_split = self.sharding.shards_gradients or self.sharding.grid.has_own_mesh(parameter)
         return is_split and isinstance(parameter, DTensor)
 
     def changed(self) -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.model.moe import experts
-from megatron_zpp.model.moe.experts import products, rows_of_biases
+from megatron_zpp.capabilities.experts import experts
+from megatron_zpp.capabilities.experts.experts import products, rows_of_biases
 
 COUNTS = ([2, 0, 5, 1], [0, 8, 0, 0], [0, 0, 0, 0])
 

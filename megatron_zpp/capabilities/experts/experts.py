@@ -6,7 +6,9 @@ Shapes: N rows, H hidden, E experts, e those of a rank, F width inside an expert
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_zpp.capabilities.experts.axis import axis_of
 from megatron_zpp.model.lora import adapt, adapters_of
 from megatron_zpp.model.mlp import activate, gated
 from megatron_zpp.model.part import WHOLE, Part
@@ -26,6 +28,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, part: Part = WHOLE, layer: int = 0) -> None:
         super().__init__()
+        self.axis = axis_of(part)
         num, hidden, width = config.num_experts, config.hidden_size, config.expert_ffn_size
         self.config, bias = config, config.has_mlp_bias
 
@@ -36,6 +39,13 @@ class Experts(nn.Module):
         self.gate = matrices("gate", width, hidden) if config.is_gated else None
         self.input = matrices("input", width, hidden)
         self.output = matrices("output", hidden, width)
+
+    @property
+    def own_mesh(self) -> DeviceMesh | None:
+        """The ranks that split and shard the parameters, if they are others than of other layers.
+
+        It is None too where ranks are only planned."""
+        return None if self.axis is None else self.axis.mesh
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows [N, H], sorted by expert, to [N, H]; counts int64 [e] are those of each expert.
@@ -72,10 +82,10 @@ class Matrices(nn.Module):
         self.weight = nn.Parameter(torch.empty(num * rows, columns))
         self.bias = nn.Parameter(torch.empty(num * rows)) if bias else None
         self.split_dims: dict[str, int] = {}
-        if part.experts is not None:
-            self.split_dims["weight"], self.weight = 0, part.experts.part(self.weight)
-        if part.experts is not None and bias:
-            self.split_dims["bias"], self.bias = 0, part.experts.part(self.bias)
+        if (axis := axis_of(part)) is not None:
+            self.split_dims["weight"], self.weight = 0, axis.part(self.weight)
+            if bias:
+                self.split_dims["bias"], self.bias = 0, axis.part(self.bias)
         self.lora = lora
         if lora is not None:
             self.lora_A = AdapterMatrices(num, lora.lora_rank, columns, part)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_zpp.capabilities.experts.layer import MoE
 from megatron_zpp.model.attention.sequences import Sequences
 from megatron_zpp.model.flops import flops_per_token
-from megatron_zpp.model.moe.layer import MoE
 from megatron_zpp.settings.config import RecomputeConfig
-from tests.megatron_zpp.model.moe.small_experts import (
+from tests.megatron_zpp.capabilities.experts.small_experts import (
     EXPERTS,
     by_token,
     inputs,

@@ -12,9 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.model.moe.auxiliary_losses import GLOBAL_BALANCE, AuxiliaryLosses
-from megatron_zpp.model.moe.layer import MoE
-from megatron_zpp.model.routing_record import RoutingRecord, RoutingStep
+from megatron_zpp.capabilities.experts.auxiliary_losses import GLOBAL_BALANCE, AuxiliaryLosses
+from megatron_zpp.capabilities.experts.layer import MoE
+from megatron_zpp.capabilities.experts.routing_record import RoutingRecord, RoutingStep
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.settings.config import Config

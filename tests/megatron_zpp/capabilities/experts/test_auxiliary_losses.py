@@ -6,13 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_zpp.capabilities.experts.auxiliary_losses import AuxiliaryLosses
+from megatron_zpp.capabilities.experts.router import Router
+from megatron_zpp.capabilities.experts.routing_record import RoutingStep
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.moe.auxiliary_losses import AuxiliaryLosses
-from megatron_zpp.model.moe.router import Router
-from megatron_zpp.model.routing_record import RoutingStep
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
-from tests.megatron_zpp.model.moe.small_experts import EXPERTS, inputs, layer_of, recorded
+from tests.megatron_zpp.capabilities.experts.small_experts import (
+    EXPERTS,
+    inputs,
+    layer_of,
+    recorded,
+)
 from tests.megatron_zpp.model.small import build, rows
 
 ALL = replace(

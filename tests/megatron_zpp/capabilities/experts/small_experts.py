@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.capabilities.experts.layer import MoE
+from megatron_zpp.capabilities.experts.routing_record import RoutingRecord
 from megatron_zpp.model.attention.sequences import Sequences
 from megatron_zpp.model.mlp import activate
-from megatron_zpp.model.moe.layer import MoE
-from megatron_zpp.model.routing_record import RoutingRecord
 from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.small import LLAMA, build
 

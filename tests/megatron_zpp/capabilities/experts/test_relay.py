@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.model.moe.layer import MoE
-from megatron_zpp.model.moe.relay import COUNT_BYTES, copy_bytes
+from megatron_zpp.capabilities.experts.axis import NAME, ExpertAxis
+from megatron_zpp.capabilities.experts.layer import MoE
+from megatron_zpp.capabilities.experts.messages import copies_across_nodes
+from megatron_zpp.capabilities.experts.relay import COUNT_BYTES, copy_bytes
 from megatron_zpp.model.part import Part
-from megatron_zpp.parallel.expert_axis import ExpertAxis
-from megatron_zpp.parallel.token_copies import copies_across_nodes
 from megatron_zpp.settings.config import ModelConfig
-from tests.megatron_zpp.model.moe.small_experts import (
+from tests.megatron_zpp.capabilities.experts.small_experts import (
     EXPERTS,
     inputs,
     layer_of,
@@ -55,7 +55,7 @@ def axis_of(rank: int, per_node: int, bits: int = 16) -> ExpertAxis:
 
 def split_layer(whole: MoE, axis: ExpertAxis) -> MoE:
     """A layer with the part of another one's experts that this rank has."""
-    layer = MoE(whole.config, 0, Part(experts=axis))
+    layer = MoE(whole.config, 0, Part(axes={NAME: axis}))
     for name, weight in whole.state_dict().items():
         is_expert = name.startswith("experts.")
         layer.state_dict()[name].copy_(weight.chunk(SIZE)[dist.get_rank()] if is_expert else weight)

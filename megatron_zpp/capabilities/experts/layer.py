@@ -5,25 +5,30 @@ E experts, K experts of a token, M pairs of a token and an expert.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_zpp.capabilities.experts.auxiliary_losses import AuxiliaryLosses
+from megatron_zpp.capabilities.experts.axis import axis_of
+from megatron_zpp.capabilities.experts.experts import Experts
+from megatron_zpp.capabilities.experts.messages import token_messages
+from megatron_zpp.capabilities.experts.relay import return_sums, send_copies
+from megatron_zpp.capabilities.experts.router import Router
+from megatron_zpp.capabilities.experts.routing_record import Assignment
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
-from megatron_zpp.model.mlp import MLP
-from megatron_zpp.model.moe.auxiliary_losses import AuxiliaryLosses
-from megatron_zpp.model.moe.experts import Experts
-from megatron_zpp.model.moe.relay import return_sums, send_copies
-from megatron_zpp.model.moe.router import Router
+from megatron_zpp.model.mlp import MLP, FeedForward
 from megatron_zpp.model.part import WHOLE, Part
-from megatron_zpp.model.routing_record import Assignment
+from megatron_zpp.recipe.activation_forecast import Forecast
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.capabilities.experts.rows import RowsOfPairs, RowsOfTokens
 from zeropp.optim.step_or_skip import local_part
-from zeropp.wire.tokens.rows import RowsOfPairs, RowsOfTokens
+from zeropp.wire.rank_group import Message
 
 
-class MoE(nn.Module):
+class MoE(FeedForward):
     """Experts, of which each token passes the K that the router chooses; perhaps a shared one.
 
     The result is Σ_k w_k expert_k(x), plus that of the shared MLP, which is multiplied by σ(g x) if
@@ -32,16 +37,41 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
         super().__init__()
-        self.config, self.layer, self.axis = config, layer, part.experts
+        self.config, self.layer, self.axis = config, layer, axis_of(part)
         self.router = Router(config)
         self.experts = Experts(config, part, layer)
         self.losses = AuxiliaryLosses(config)
+        whole = ("router", "shared_gate") + ("experts",) * (self.axis is None)
+        self.grad_is_partial = whole if part.splits_rows else ()
         self.shared = self.shared_gate = None
         width = config.moe_shared_expert_intermediate_size
         if width is not None:
             self.shared = MLP(config, layer, part, width=width, name="mlp.shared")
             if config.moe_shared_expert_gate:
                 self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor ranks split any of it: they only split the shared MLP."""
+        return self.shared is not None
+
+    @classmethod
+    def is_in(cls, config: ModelConfig, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return config.moe_layers[layer]
+
+    @classmethod
+    def flops(cls, config: ModelConfig) -> float:
+        """Return the operations of the experts that a token passes, the router, the shared MLP."""
+        router = 2 * config.hidden_size * config.num_experts
+        shared = MLP.flops(config, config.moe_shared_expert_intermediate_size or 0)
+        return router + expert_products(config) + shared
+
+    @classmethod
+    def messages(cls, forecast: Forecast, stage: Part) -> Iterator[Message]:
+        """Yield the moves of tokens to experts and back."""
+        axis = axis_of(stage)
+        return iter(()) if axis is None else token_messages(forecast, stage, axis)
 
     @torch.compiler.disable  # how many rows an expert has is known only when it runs
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
@@ -112,6 +142,11 @@ class MoE(nn.Module):
         return Assignment(experts=experts, order=order, counts=bounds.diff())
 
 
+def expert_products(config: ModelConfig) -> float:
+    """Return the operations of the experts that a token passes, forward, without a shared one."""
+    return MLP.flops(config, config.moe_router_topk * config.expert_ffn_size)
+
+
 def _kept(by_expert: Tensor, bounds: Tensor, capacity: int) -> Tensor:
     """Return for each pair, bool [M], whether it is among the first `capacity` of its expert.
 
@@ -123,3 +158,6 @@ def _kept(by_expert: Tensor, bounds: Tensor, capacity: int) -> Tensor:
     kept = torch.empty_like(by_expert, dtype=torch.bool)
     kept[by_expert] = places < capacity
     return kept
+
+
+FEED_FORWARDS = (MoE,)

@@ -18,8 +18,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.moe.router import normalized, scores_of
-from megatron_zpp.model.routing_record import RoutingRecord
+from megatron_zpp.capabilities.experts.router import normalized, scores_of
+from megatron_zpp.capabilities.experts.routing_record import RoutingRecord
 from megatron_zpp.settings.config import ModelConfig
 
 BALANCE, SEQUENCE_BALANCE, GLOBAL_BALANCE = "aux_loss", "seq_aux_loss", "global_aux_loss"

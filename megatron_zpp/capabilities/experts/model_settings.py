@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
 from megatron_zpp.settings.gpt.layer_pattern import QUOTED, marks_of
-from megatron_zpp.settings.gpt.sizes import PRETRAINED, model_flag
+from megatron_zpp.settings.gpt.sizes import model_flag
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule, at_most, requires, settings_of
+from zeropp.settings.schema import Rule, at_most, requires
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 NO_LOSS = "none"
@@ -233,7 +233,17 @@ class MoeConfig(Section):
             "moe_expert_capacity_factor",
             "{} needs a capacity: give --moe-expert-capacity-factor, or leave it out",
         ),
+        Rule(
+            ("num_experts", "xielu"),
+            lambda experts, xielu: (experts or 0) > 1 and xielu,
+            "{}, {}: experts have an activation without learned numbers: give another one",
+        ),
     )
+
+    @staticmethod
+    def is_in(model: Any) -> bool:
+        """Whether these settings say anything of a model."""
+        return model.has_experts
 
     @property
     def has_experts(self) -> bool:
@@ -319,9 +329,3 @@ class MoeConfig(Section):
                 f"{shown} and --moe-aux-loss-coeff {' '.join(f'{c:g}' for c in coefficients)}: "
                 f"{len(types)} types need as many coefficients, in their order"
             )
-
-
-# What only training uses; it may differ between the run that saved a model and one that loads it.
-OF_TRAINING = tuple(
-    entry.name for entry in settings_of(MoeConfig) if PRETRAINED not in entry.no_effect
-)
