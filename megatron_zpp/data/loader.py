@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -116,12 +115,7 @@ class Loader:
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # DataLoader or the transfer of a tensor reports it, with different errors.
         may_be_worker = isinstance(error, (RuntimeError, OSError, EOFError))
         exit_code = self._failed_exit_code() if may_be_worker else None
