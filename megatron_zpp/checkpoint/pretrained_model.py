@@ -8,7 +8,7 @@ from megatron_zpp.checkpoint.checkpoint import choose
 from megatron_zpp.checkpoint.open_model import OpenedModel, OpenModel
 from megatron_zpp.checkpoint.training_state import NOT_ARCHITECTURE, read_state, with_tuples
 from megatron_zpp.settings.config import Config, DataConfig, ModelConfig, TokenizerConfig
-from megatron_zpp.settings.gpt.experts import OF_TRAINING
+from megatron_zpp.settings.gpt.model import OF_TRAINING
 from zeropp import InputError
 
 log = logging.getLogger("megatron_zpp")
@@ -18,8 +18,8 @@ def with_initial_model(config: Config, open_model: OpenModel) -> tuple[Config, O
     """Return `config` with the shape of the model that its flags name, and that model if opened.
 
     `--use-checkpoint-args` takes the shape from `--load`; `--pretrained-checkpoint` opens a model,
-    and takes its shape and its tokenizer. The sequence length and how the load of experts is
-    balanced stay as the flags set them; the path of the checkpoint that was opened is recorded.
+    and takes its shape and its tokenizer. The sequence length and what only training
+    uses stay as the flags set them; the path of the checkpoint that was opened is recorded.
     Raises InputError for a model that cannot be opened, for sequences longer than its positions,
     and without data to tokenize for it.
     """

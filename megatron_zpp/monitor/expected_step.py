@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class StepWatch:
 def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
     """Return what a step's time depends on in the settings of a run, as JSON holds it.
 
-    The configuration of a mixture says how many ranks split experts.
+    The configuration is one that capabilities have settled (`settled`).
     """
     model, zero = config.model, config.zero
     optimization, own = zero.zero_optimization, zero.zeropp
@@ -96,13 +98,8 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
             "sync_every": list(map(list, every)) if isinstance(every, tuple) else every,
             **{name: getattr(own, name) for name in ("sync_bits", "sync_fragments", "sync_delay")},
         }
-    if model.has_experts:
-        key |= {
-            "expert_ranks": parallel.expert_model_parallel_size,
-            "experts": [model.num_experts, model.moe_router_topk, model.expert_ffn_size],
-            "moe_layers": sum(model.moe_layers),
-            "shared_ffn": model.moe_shared_expert_intermediate_size,
-        }
+    for each in declared("STEP_KEYS", CAPABILITIES):
+        key |= each(config)
     if config.lora.lora_rank:
         bits = own.nontrainable_weight_bits if zero.stores_frozen else None
         key |= {"lora_rank": config.lora.lora_rank, "stored_bits": bits}

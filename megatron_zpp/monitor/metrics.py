@@ -33,8 +33,8 @@ class Iteration:
     in which no token has a loss, `seconds` the wall time, `consumed_*` the counts after this
     iteration, `skipped` true if the update was left out (fp16 overflow),
     `communication` what the nodes sent since the last log line, measured where a line is due,
-    `optimizer_norms` the norms of weights and moments by (tensor, norm), `of_experts` the losses
-    that balance experts, divided by their coefficients, and the largest loads, by name.
+    `optimizer_norms` the norms of weights and moments by (tensor, norm), `others` what
+    capabilities measured, by name.
     """
 
     iteration: int
@@ -57,7 +57,7 @@ class Iteration:
     forward_backward_seconds: float | None = None
     batch_generator_seconds: float | None = None  # spent waiting for samples
     optimizer_norms: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    of_experts: Mapping[str, float] = field(default_factory=dict)
+    others: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

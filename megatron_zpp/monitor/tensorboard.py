@@ -76,7 +76,7 @@ class ScalarNames:
         yield ITERATIONS, self._memory(it)
         yield ITERATIONS, timer_scalars(it)
         yield (Axis.ITERATIONS, Axis.TOKENS), optimizer_scalars(it)
-        yield ITERATIONS, dict(it.of_experts)
+        yield ITERATIONS, dict(it.others)
 
     def interval(self, interval: Interval) -> Iterator[Curves]:
         """All that is known once per log interval."""

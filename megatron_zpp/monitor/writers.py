@@ -107,7 +107,7 @@ class JsonLines(Writer):
             **({"empty_micro_batches": interval.empty_share} if interval.empty_share else {}),
             **timer_scalars(last),
             **optimizer_scalars(last),
-            **last.of_experts,
+            **last.others,
             **communication_scalars(last.communication),
             **plain_scalars(last.communication),
             **(held or {}),

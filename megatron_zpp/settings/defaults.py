@@ -10,14 +10,12 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, ModelConfig
 from megatron_zpp.settings.data import SOURCES
-from megatron_zpp.settings.gpt.experts import MoeConfig
-from megatron_zpp.settings.gpt.layer_pattern import marks_of
-from megatron_zpp.settings.gpt.model import ModelFlags
 from megatron_zpp.settings.json_flags import STRATEGIES
-from megatron_zpp.settings.parallel import ExpertParallelConfig
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 from zeropp.settings.schema import settings_of
 
 ITERATIONS = 100
@@ -25,8 +23,6 @@ ITERATIONS = 100
 SHORT_RUN = MappingProxyType({"train_iters": ITERATIONS, "log_interval": 10, "eval_iters": 10})
 LENGTHS = ("train_iters", "train_samples", "train_tokens")
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr")
-_EXPERT_FLAGS = (*settings_of(MoeConfig), ModelFlags.setting("expert_interval"))
-_RANKS_OF_EXPERTS = settings_of(ExpertParallelConfig)
 DEFAULTS = MappingProxyType(
     {flag.name: flag.default for section in SECTIONS.values() for flag in settings_of(section)}
 )
@@ -40,7 +36,8 @@ def complete(
     `accumulation` is the number of micro-batches in the JSON. Raises InputError for values that
     cannot be completed.
     """
-    values = _experts(values)
+    for change in declared("BEFORE_DEFAULTS", CAPABILITIES):
+        values = change(values)
     run_length = {} if any(name in values for name in LENGTHS) else SHORT_RUN
     result = {**DEFAULTS, **run_length, **values}
     if result["max_position_embeddings"] is None:
@@ -93,41 +90,6 @@ def _fsdp_stages(values: Mapping[str, Any]) -> dict[str, int]:
     elif values.get("use_megatron_fsdp"):
         stages["--use-megatron-fsdp"] = STRATEGIES["optim_grads_params"]
     return stages
-
-
-def _experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values without those of experts if the model is dense, and layers by --expert-interval.
-
-    Raises InputError for flags of experts without --num-experts.
-    """
-    if values.get("pretrained_checkpoint") or values.get("use_checkpoint_args"):
-        return values
-    given = [entry for entry in _EXPERT_FLAGS if entry.name in values]
-    if values.get("num_experts", 1) > 1:
-        return {**values, **_expert_layers(values)}
-    if given and "num_experts" not in values:
-        shown = ", ".join(entry.assignment(values[entry.name]) for entry in given)
-        raise InputError(
-            f"{shown}: how many experts are there? Give --num-experts, or 1 for a dense model"
-        )
-    names = {entry.name for entry in (*given, *_RANKS_OF_EXPERTS)}
-    return {name: value for name, value in values.items() if name not in names}
-
-
-def _expert_layers(values: Mapping[str, Any]) -> dict[str, str]:
-    """What --expert-interval, as Megatron-DeepSpeed counts, says of the layers with experts."""
-    interval = values.get("expert_interval")
-    if interval is None:
-        return {}
-    if "moe_layer_freq" in values:
-        raise InputError(
-            f"--expert-interval {interval} and --moe-layer-freq {values['moe_layer_freq']} both "
-            "say which layers have experts: give one"
-        )
-    marks = marks_of(
-        str(interval), values.get("num_layers", ModelConfig().num_layers), "--expert-interval"
-    )
-    return {"moe_layer_freq": str(list(map(int, marks))).replace(" ", "")}
 
 
 def _model(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,13 +4,14 @@ import difflib
 from collections.abc import Sequence
 from types import MappingProxyType
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.command_line import HELP, flag_help, help_text, vocabulary
 from megatron_zpp.settings.config import SECTIONS
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
-from megatron_zpp.settings.gpt.experts import MoeConfig
 from megatron_zpp.settings.gpt.model import ModelFlags
 from megatron_zpp.settings.json_flags import ZeroFlags
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 
 USAGE = """\
 usage: {program} [FLAGS]
@@ -26,10 +27,9 @@ FIRST = (
     "save", "load", "save-interval", "tensorboard-dir",
 )  # fmt: skip
 ALL, NO_EFFECT = "all", "no-effect"
-APART = (MoeConfig,)  # parts of a section that have a topic of their own
-TOPICS = MappingProxyType(
-    {**SECTIONS, "experts": MoeConfig, "zero": ZeroFlags, "megatron": ModelFlags}
-)
+_PARTS = dict(declared("TOPICS", CAPABILITIES))  # of sections, with a topic of their own
+APART = tuple(_PARTS.values())
+TOPICS = MappingProxyType({**SECTIONS, **_PARTS, "zero": ZeroFlags, "megatron": ModelFlags})
 
 
 def run_help(argv: Sequence[str], program: str) -> str:

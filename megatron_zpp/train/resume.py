@@ -19,7 +19,7 @@ from megatron_zpp.recipe.capability import Capability, states_of
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.data import names_examples
-from megatron_zpp.settings.gpt.experts import OF_TRAINING
+from megatron_zpp.settings.gpt.model import OF_TRAINING
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON

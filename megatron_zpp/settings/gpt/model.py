@@ -2,14 +2,24 @@
 
 from dataclasses import dataclass
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.flag import Section, flags_in
-from megatron_zpp.settings.gpt.experts import NEEDS_EXPERTS, MoeConfig
 from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
 from megatron_zpp.settings.gpt.positions import PositionConfig
 from megatron_zpp.settings.gpt.sizes import PRETRAINED
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule, one_of
+from zeropp.settings.capabilities import declared
+from zeropp.settings.schema import Rule, one_of, settings_of
 
+OF_CAPABILITIES = tuple(declared("MODEL", CAPABILITIES))
+# Of these, what only training uses: the run that saved a model may have another than one that loads
+# it.
+OF_TRAINING = tuple(
+    entry.name
+    for part in OF_CAPABILITIES
+    for entry in settings_of(part)
+    if PRETRAINED not in entry.no_effect
+)
 SWIGLU_MULTIPLE = 64
 OF_HEADS = (  # what latent attention does not have
     "qk_layernorm_across_heads",
@@ -44,7 +54,7 @@ _ACTIVATIONS = "{} contradict: the MLP has one activation"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(MoeConfig, PositionConfig):
+class ModelConfig(*OF_CAPABILITIES, PositionConfig):
     """The GPT: its shape, its numerics and its initial weights."""
 
     init_method_std: float = _flag(0.02)
@@ -95,7 +105,7 @@ class ModelConfig(MoeConfig, PositionConfig):
 
     rules = (
         *PositionConfig.rules,
-        *MoeConfig.rules,
+        *(rule for each in OF_CAPABILITIES for rule in each.rules),
         Rule(
             ("softmax_type", "attn_logit_softcapping"),
             lambda kind, cap: kind != "vanilla" and cap is not None,
@@ -113,11 +123,6 @@ class ModelConfig(MoeConfig, PositionConfig):
             "{1} needs --normalization RMSNorm without --apply-layernorm-1p",
         ),
         *(one_of(*pair, message=_GAINS) for pair in _CONTRADICTING_GAINS),
-        Rule(
-            ("num_experts", "xielu"),
-            lambda experts, xielu: (experts or 0) > 1 and xielu,
-            "{}, {}: experts have an activation without learned numbers: give another one",
-        ),
         *(
             one_of(
                 *("swiglu", gelu, "quick_geglu", "reglu", "liglu"),
@@ -197,11 +202,10 @@ class ModelConfig(MoeConfig, PositionConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags(Section):
+class ModelFlags(*declared("MODEL_FLAGS", CAPABILITIES), Section):
     """Megatron's switches that go with the value of another flag."""
 
     group_query_attention: bool = _switch(False)
     attention_head_type: str | None = _switch(None)
     glu_activation: str | None = _switch(None)
-    expert_interval: int | None = _switch(None, no_effect=NEEDS_EXPERTS)
     no_position_embedding: bool = _switch(False)

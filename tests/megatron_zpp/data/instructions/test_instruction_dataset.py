@@ -129,9 +129,7 @@ def test_a_hidden_end_inside_a_prompt_ends_nothing() -> None:
     assert batch.loss_mask.tolist() == [[0, 0, 1, 1, 0]]
 
 
-def test_what_is_too_long_is_cut_or_divided(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_too_long_is_cut_or_divided(tmp_path, caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
     path = write(
         tmp_path / "a.jsonl",

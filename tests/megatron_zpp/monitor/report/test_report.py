@@ -283,9 +283,7 @@ def measured(path: Path, folder: Path, widths: tuple[int, ...]) -> Iterator[dict
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_a_browser_shows_the_charts_on_a_screen_and_on_a_phone(
-    written: Path, tmp_path: Path
-) -> None:
+def test_a_browser_shows_the_charts_on_a_screen_and_on_a_phone(written, tmp_path):
     widths = (1280, 390)
     for width, page in zip(widths, measured(written, tmp_path, widths), strict=True):
         assert page["content"] <= width  # nothing to scroll sideways
