@@ -18,7 +18,7 @@ from megatron_zpp.commands.run_command import load_part, open_model
 from megatron_zpp.data.blend import parse_blend
 from megatron_zpp.data.indexed_dataset import require_pair
 from megatron_zpp.data.instructions.examples import read_objects
-from megatron_zpp.data.path_files import with_named_paths
+from megatron_zpp.data.text_source import with_named_paths
 from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
 from megatron_zpp.settings.data import names_examples

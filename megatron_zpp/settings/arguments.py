@@ -18,8 +18,7 @@ from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ModelCon
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.gpt.model import ModelFlags
-from megatron_zpp.settings.json_flags import ZeroFlags
-from megatron_zpp.settings.merge import json_values, merge
+from megatron_zpp.settings.json_flags import ZeroFlags, json_values, merge
 from megatron_zpp.settings.run_help import run_help
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
