@@ -23,7 +23,7 @@ HOMES = {
         r"local.?steps|local.?sgd|diloco|\bouter_(lr|momentum|group|mean)|sync_every"
         r"|(?<!torch)elastic",
         ("zeropp/capabilities/local_sgd", "megatron_zpp/capabilities/local_sgd"),
-        (8, 13),
+        (7, 13),
     ),
     "LoRA and MixZ++": (
         # But q_lora_rank and kv_lora_rank, widths of latent attention, and zeropp/fsdp_adapter.

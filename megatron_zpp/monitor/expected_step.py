@@ -93,11 +93,6 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
         "coded": own.code_messages,
         "once": zero.reduces_once,
     }
-    if (every := own.sync_every) != 1:
-        key |= {
-            "sync_every": list(map(list, every)) if isinstance(every, tuple) else every,
-            **{name: getattr(own, name) for name in ("sync_bits", "sync_fragments", "sync_delay")},
-        }
     for each in declared("STEP_KEYS", CAPABILITIES):
         key |= each(config)
     return key

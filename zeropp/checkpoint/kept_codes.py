@@ -108,7 +108,8 @@ class SavedCodes:
                 )
             return
         for name, (module, gather) in self.units.items():
-            gather.kept.restore(module, OwnRow(rows[name], saved[name].is_outdated))
+            gather.copies.restore(module, OwnRow(rows[name], saved[name].is_outdated))
+            gather.kept.note(module)
 
 
 def codes_to_save(model: nn.Module) -> dict[str, Tensor]:

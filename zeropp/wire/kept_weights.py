@@ -29,7 +29,7 @@ from zeropp.ranks.groups import shared_group
 from zeropp.ranks.waits import explained_waits
 from zeropp.settings.sections import Zeropp
 from zeropp.wire.cross_stream import refuse_capture
-from zeropp.wire.secondary_copies import OwnRow, SecondaryCopies
+from zeropp.wire.secondary_copies import SecondaryCopies
 from zeropp.wire.shard_holders import ShardHolder, add_holder, remove_holder
 
 Units = Sequence[fsdp.Unit]
@@ -153,11 +153,6 @@ class KeptWeights(ShardHolder):
     def free(self, shards: Iterable[torch.Tensor]) -> None:
         """Free gathered weights, as these shards will be, or no longer are, whole in place."""
         _free(self._units_with(shards))
-
-    def restore(self, unit: fsdp.Unit, own: OwnRow) -> None:
-        """Let the unit's next gather begin with this rank's row, as a checkpoint holds it."""
-        self._copies.restore(unit, own)
-        self.note(unit)
 
     def note_written(
         self, parameters: Iterable[torch.Tensor], where: Mapping, *, gathered: bool

@@ -129,15 +129,6 @@ class SecondaryCopies:
             if unit in self._trained:
                 self._rows.pop(unit, None)
 
-    def own_row(self, unit: fsdp.Unit, place: int) -> OwnRow | None:
-        """Return this rank's row of a copy that steps bring up to date; it shares its memory.
-
-        `place` is that of the row in the copy.
-        """
-
-    def restore(self, unit: fsdp.Unit, own: OwnRow) -> None:
-        """Let the unit's next gather begin with what `own_row` returned when it was saved."""
-
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds."""

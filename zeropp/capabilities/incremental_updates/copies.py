@@ -92,12 +92,14 @@ class UpdatedCopies(SecondaryCopies):
                 self._outdated.add(unit)
 
     def own_row(self, unit: fsdp.Unit, place: int) -> OwnRow | None:
+        """Return this rank's row of a copy, the one at `place` in it; it shares its memory."""
         if unit in self._loaded or unit not in self._trained or unit not in self._rows:
             return self._loaded.get(unit)
         row = self._rows[unit].on_current_stream()[place]
         return OwnRow(row, is_outdated=unit in self._outdated)
 
     def restore(self, unit: fsdp.Unit, own: OwnRow) -> None:
+        """Let the unit's next gather begin with what `own_row` returned when it was saved."""
         self._loaded[unit] = own
 
     def _gathered(self, hop: OuterGather) -> Generator[dist.Work | None, None, Tensor]:
