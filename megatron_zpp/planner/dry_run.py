@@ -19,7 +19,7 @@ from megatron_zpp.settings.config import Config
 from zeropp.capabilities.local_sgd.outer_group import PURPOSE
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
-from zeropp.sharding.report import describe
+from zeropp.sharding.forecast import describe
 from zeropp.wire.rank_group import AXES, Nodes
 from zeropp.wire.traffic import PURPOSES
 

@@ -11,10 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import close_groups
-from zeropp.sharding.forecast import rank_bytes
+from zeropp.sharding.forecast import Rows, describe, rank_bytes
 from zeropp.sharding.grid import Grid, num_replicas
 from zeropp.sharding.plan import Plan
-from zeropp.sharding.report import Rows, describe
 from zeropp.sharding.root import Root
 from zeropp.wire.frozen_weights import require_frozen
 from zeropp.wire.gradients import Gradients
