@@ -27,8 +27,12 @@ HOMES = {
     ),
     "LoRA and MixZ++": (
         # But q_lora_rank and kv_lora_rank, widths of latent attention, and zeropp/fsdp_adapter.
-        r"(?<!q_)(?<!kv_)lora|mixz|nontrainable|stores_frozen|(?<!fsdp_)adapter",
-        ("megatron_zpp/capabilities/lora", "megatron_zpp/interchange/adapters"),
+        r"(?<!q_)(?<!kv_)lora|mixz|nontrainable|(?<!fsdp_)adapter",
+        (
+            "zeropp/capabilities/mixz",
+            "megatron_zpp/capabilities/lora",
+            "megatron_zpp/interchange/adapters",
+        ),
         (76, 11),
     ),
     "offload": (

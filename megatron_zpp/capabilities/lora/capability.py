@@ -69,7 +69,7 @@ class LoraCapability(Capability):
 
     def model_rows(self, model: GPT) -> Iterator[tuple[str, str]]:
         """Yield how many parameters are trained, and how the others are stored."""
-        lora, zero = self.config.lora, self.config.zero
+        lora = self.config.lora
         num_trained = model.num_parameters(trained_only=True)
         text = (
             f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are "
@@ -77,8 +77,7 @@ class LoraCapability(Capability):
         )
         if self.config.model.has_experts and not adapts_experts(lora, self.config.model):
             text += f"\nexperts have none: --lora-target-modules {' '.join(EXPERT_LAYERS)}"
-        if zero.stores_frozen:
-            bits = zero.zeropp.nontrainable_weight_bits
+        if (bits := self.config.zero.placement.frozen_bits) is not None:
             text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
         yield "LoRA", text
 
