@@ -33,7 +33,7 @@ HOMES = {
             "megatron_zpp/capabilities/lora",
             "megatron_zpp/interchange/adapters",
         ),
-        (76, 11),
+        (5, 4),
     ),
     "offload": (
         r"offload|master_weights|delayed.?(param|update)",
