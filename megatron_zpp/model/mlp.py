@@ -60,20 +60,11 @@ class FeedForward(nn.Module):
     """The second branch of a block, and what is asked of it: an MLP, or what takes its place.
 
     It is built with a configuration, the number of a layer, and a `Part`. is_split: tensor ranks
-    split it. A capability lists those it adds as `FEED_FORWARDS` of its module `layer`.
+    split it. A capability lists kinds of it as `FEED_FORWARDS` of its module `layer`, each with
+    `is_in(config, layer)`: whether it takes the place of a layer's MLP.
     """
 
     is_split: bool = True
-
-    @classmethod
-    def is_in(cls, config: ModelConfig, layer: int) -> bool:
-        """Whether it takes the place of a layer's MLP."""
-        raise NotImplementedError
-
-    @classmethod
-    def flops(cls, config: ModelConfig) -> float:
-        """Return its operations for one token, forward."""
-        raise NotImplementedError
 
     @classmethod
     def messages(cls, forecast: "Forecast", stage: Part) -> Iterable[Message]:

@@ -23,6 +23,7 @@ from megatron_zpp.model.mlp import MLP, FeedForward
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.recipe.activation_forecast import Forecast
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.capabilities.experts.exchange import combine, dispatch
 from zeropp.capabilities.experts.rows import RowsOfPairs, RowsOfTokens
 from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.rank_group import Message
@@ -107,8 +108,9 @@ class MoE(FeedForward):
         """
         if self.axis is None or self.axis.group.size == 1:
             return self.experts(rows, counts), len(rows)
-        sent = self.axis.dispatch(rows, counts)
-        return self.axis.combine(self.experts(sent.rows, sent.counts), sent), len(sent.rows)
+        group = self.axis.group
+        sent = dispatch(rows, counts, group)
+        return combine(self.experts(sent.rows, sent.counts), sent, group), len(sent.rows)
 
     def _shared(self, x: Tensor, sequences: Sequences) -> Tensor:
         """Return what the shared MLP adds, [B, S, H]."""
