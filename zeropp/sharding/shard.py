@@ -128,7 +128,7 @@ def _shard(
     sharding = Sharding(model=model, plan=plan, grid=grid, roots=roots, group=group)
     materialize_shards(recorded_tensors, group, torch.device(config.placement.weights or device))
     sharding.refresh()
-    return _stored(sharding, config)
+    return sharding if config.placement.frozen_bits is None else _stored(sharding, config)
 
 
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
@@ -140,7 +140,8 @@ def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.de
     """
     frozen = torch.device(config.placement.weights or device)
     trained = torch.device(config.placement.trained or device)
-    sharding = _stored(sharding, config, frozen)
+    if config.placement.frozen_bits is not None:
+        sharding = _stored(sharding, config, frozen)
     allocate_meta_tensors(sharding.model, lambda each: trained if each.requires_grad else frozen)
     sharding.refresh()
     return sharding
@@ -149,13 +150,12 @@ def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.de
 def _stored(
     sharding: Sharding, config: ZeroConfig, meta_device: torch.device | None = None
 ) -> Sharding:
-    """Return the sharding with frozen matrices as a capability stores them, if one does.
+    """Return the sharding with frozen matrices as a capability stores them.
 
     Those on the meta device get memory on `meta_device`; without they wait until all have values.
     """
     are_meta = [each.is_meta for each in sharding.model.parameters() if not each.requires_grad]
-    is_ready = meta_device is not None or (bool(are_meta) and not any(are_meta))
-    if config.placement.frozen_bits is not None and is_ready:
-        for module in modules_of("storage"):
-            sharding = module.store(sharding, config, meta_device)
-    return sharding
+    if meta_device is None and (not are_meta or any(are_meta)):
+        return sharding
+    (storage,) = modules_of("storage")
+    return storage.store(sharding, config, meta_device)

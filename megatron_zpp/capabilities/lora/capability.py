@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import lt
 from typing import Any
 
 from torch import nn
@@ -15,7 +17,6 @@ from megatron_zpp.capabilities.lora.adapters import (
 )
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.recipe.capability import Capability
-from megatron_zpp.settings.config import Config
 from zeropp import InputError
 
 log = logging.getLogger("megatron_zpp")
@@ -25,12 +26,11 @@ log = logging.getLogger("megatron_zpp")
 class LoraCapability(Capability):
     """Adapters are trained; the weights beside them are frozen, and perhaps stored as codes."""
 
-    setting = ("trains_all", False)
+    setting = ("lora.lora_rank", partial(lt, 0))
 
-    @classmethod
-    def extend(cls, model: GPT, config: Config) -> None:
+    def extend(self, model: GPT) -> None:
         """Add adapters to a model."""
-        add_adapters(model, config.lora)
+        add_adapters(model, self.config.lora)
 
     def initialize(self, model: nn.Module) -> None:
         """Draw the adapters."""
