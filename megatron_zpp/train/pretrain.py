@@ -63,7 +63,7 @@ def main(
             config = parse(argv, environment.world_size, program)
             console.set_level(config.log.logging_level)
             if needs_pretrained:
-                require_pretrained(config, program)
+                require_pretrained(config.pretrained_checkpoint, program)
             if config.training.dry_run:
                 return dry_run(config, environment, console)
             with (
