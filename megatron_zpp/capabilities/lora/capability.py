@@ -9,12 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_zpp.capabilities.lora.adapters import (
-    EXPERT_LAYERS,
-    adapts_experts,
-    add_adapters,
-    initialize_adapters,
-)
+from megatron_zpp.capabilities.lora import adapters
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.recipe.capability import Capability
 from zeropp import InputError
@@ -30,11 +25,11 @@ class LoraCapability(Capability):
 
     def extend(self, model: GPT) -> None:
         """Add adapters to a model."""
-        add_adapters(model, self.config.lora)
+        adapters.add_adapters(model, self.config.lora)
 
     def initialize(self, model: nn.Module) -> None:
         """Draw the adapters."""
-        initialize_adapters(model, self.config.training.seed)
+        adapters.initialize_adapters(model, self.config.training.seed)
 
     def require_stages(self, model: GPT, stages: Sequence[range]) -> None:
         """Raise InputError if a stage has nothing to train."""
@@ -75,8 +70,8 @@ class LoraCapability(Capability):
             f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are "
             "trained"
         )
-        if self.config.model.has_experts and not adapts_experts(lora, self.config.model):
-            text += f"\nexperts have none: --lora-target-modules {' '.join(EXPERT_LAYERS)}"
+        if self.config.model.has_experts and not adapters.adapts_experts(lora, self.config.model):
+            text += f"\nexperts have none: --lora-target-modules {' '.join(adapters.EXPERT_LAYERS)}"
         if (bits := self.config.zero.placement.frozen_bits) is not None:
             text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
         yield "LoRA", text
