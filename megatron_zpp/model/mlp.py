@@ -85,12 +85,7 @@ class MLP(FeedForward):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int = 0,
-        part: Part = WHOLE,
-        *,
-        width: int | None = None,
+        self, config: ModelConfig, layer: int = 0, part: Part = WHOLE, *, width: int | None = None
     ) -> None:
         super().__init__()
         hidden, ffn, bias = config.hidden_size, width or config.ffn_size, config.has_mlp_bias

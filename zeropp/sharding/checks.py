@@ -276,8 +276,7 @@ def require_attachable_settings(config: ZeroConfig) -> None:
             "let transformers split its experts, by DistributedConfig(ep_size=...), and leave it "
             "out"
         )
-    stored = ("zero_quantized_nontrainable_weights",) * config.stores_frozen
-    for key in (*config.placement.keys, *stored):
+    for key in config.placement.keys:
         raise InputError(
             f"zero_optimization.{key} changes where or how weights are stored, which "
             "zeropp.attach leaves as it is: shard the model with zeropp.shard, or leave it out"

@@ -25,7 +25,7 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import device_of, find_nodes, first_axis, ranks_of
 from zeropp.sharding.places import Parts, Place, Places
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
-from zeropp.wire.frozen_weights import stored_layout
+from zeropp.wire.quantized_shard import stored_layout
 
 Subunits = dict[nn.Module, set[nn.Parameter]]  # module -> parameters its forward pass uses
 
@@ -96,7 +96,6 @@ def plan_units(
         regathers=config.stage == 3 and has_shards,
         casts_inputs=casts_inputs,
         num_shards=1 if config.stage == 0 else axis.nodes.num_ranks,
-        stored_bits=config.zeropp.nontrainable_weight_bits if config.stores_frozen else None,
         placement=config.placement,
     )
     units: list[UnitPlan] = []
@@ -123,8 +122,8 @@ def plan_units(
 def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan]:
     """Return a unit, and what is gathered apart from it as one or two more.
 
-    These are, under MixZ++ and hpZ, the trained parameters beside its frozen ones, and in 16 bit
-    the parameters of layers that keep statistics.
+    These are, with hpZ and where frozen parameters are codes, the trained ones beside these, and in
+    16 bit the parameters of layers that keep statistics.
     """
     own = sharded_parameters(places)
     statistical = {} if like.dtype == torch.float32 else _statistical_layers(places)
@@ -148,7 +147,7 @@ def unit_of(
 ) -> UnitPlan:
     """Return a unit like another one, of parameters that these modules use."""
     parameters = tuple(parameters)
-    specs = (_spec_of(each, like.num_shards, like.stored_bits) for each in parameters)
+    specs = (_spec_of(each, like.num_shards, like.placement.frozen_bits) for each in parameters)
     return replace(like, modules=tuple(modules), parameters=parameters, specs=tuple(specs))
 
 

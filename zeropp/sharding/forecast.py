@@ -213,7 +213,7 @@ def describe(plan: Plan, num_micro_batches: int = 1, sent: Sent | None = None) -
 def _gathers(plan: Plan) -> str:
     route = plan.axis.weights
     lines = ["all-gather, " + _hops(route, plan.compute_dtype, ("outer", "inner"))]
-    if plan.stores_frozen:
+    if plan.has_codes:
         lines.append("frozen matrices quantized, as they are stored")
     if route.keeps:
         lines.append("kept in each node until the weights change (hpZ)")

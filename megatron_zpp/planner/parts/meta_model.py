@@ -15,7 +15,7 @@ from megatron_zpp.model.part import WHOLE, Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.recipe.capability import extended
+from megatron_zpp.recipe.capability import capabilities_of, extended
 from megatron_zpp.settings.config import Config
 
 META = torch.device("meta")
@@ -30,6 +30,7 @@ class MetaModel:
 
     def __init__(self, config: Config, vocab_size: int) -> None:
         self._config, self._vocab_size = config, vocab_size
+        self._capabilities = capabilities_of(config)
         self.whole = self._build(GPT, WHOLE)
         self._kept: dict[tuple, Any] = {}
 
@@ -124,7 +125,7 @@ class MetaModel:
             part = replace(part, tensor=tensor, context=context, axes=ranks.axes)
         with META:
             model = kind(self._config.model, self._vocab_size, part)
-            return extended(model, self._config) if kind is GPT else model
+            return extended(model, self._capabilities) if kind is GPT else model
 
 
 class PassingBlock(Block):
