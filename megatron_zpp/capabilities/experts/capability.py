@@ -19,6 +19,7 @@ from megatron_zpp.capabilities.experts.layer import MoE
 from megatron_zpp.capabilities.experts.log import BUSIEST_EXPERT, BUSIEST_RANK
 from megatron_zpp.capabilities.experts.parallel_settings import expert_ranks
 from megatron_zpp.capabilities.experts.routing_record import RoutingRecord, routing_records
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.settings.config import Config
@@ -66,12 +67,12 @@ class ExpertCapability(Capability):
         log_settings_without_effect(self.config, self._axis)
         return self._axis
 
-    def model_rows(self) -> Iterator[tuple[str, str]]:
+    def model_rows(self, model: GPT) -> Iterator[tuple[str, str]]:
         """Yield how many experts there are, and which ranks have them."""
-        model, axis = self.config.model, self._axis
+        shape, axis = self.config.model, self._axis
         text = (
-            f"{model.num_experts} in {sum(model.moe_layers)} of {model.num_layers} layers, "
-            f"{model.moe_router_topk} for each token"
+            f"{shape.num_experts} in {sum(shape.moe_layers)} of {shape.num_layers} layers, "
+            f"{shape.moe_router_topk} for each token"
         )
         if axis is not None:
             text += f"\n{axis.size} ranks split them, {(axis.across or axis.group).where}"
@@ -108,7 +109,7 @@ class ExpertCapability(Capability):
         counts, losses, rows = (
             each.view_as(part) for each, part in zip(total.split(sizes), parts, strict=True)
         )
-        if self.config.model.moe_router_enable_expert_bias and not self.config.lora.lora_rank:
+        if self.config.model.moe_router_enable_expert_bias and self.config.trains_all:
             self._move_bias(self.ranks.replicas.sum_in_step(step, counts))
         return dict(self._numbers(counts, losses, rows))
 
@@ -139,7 +140,7 @@ class ExpertCapability(Capability):
     def _move_bias(self, counts: Tensor) -> None:
         """Raise the bias of experts with fewer tokens than the mean, and lower that of others.
 
-        Adapters are trained without it, as their model must stay as it is.
+        Where weights are frozen it stays, as the model must.
         """
         rate = self.config.model.moe_router_bias_update_rate
         places = {layer: place for place, layer in enumerate(self.layers)}

@@ -40,14 +40,14 @@ class MoE(FeedForward):
         super().__init__()
         self.config, self.layer, self.axis = config, layer, axis_of(part)
         self.router = Router(config)
-        self.experts = Experts(config, part, layer)
+        self.experts = Experts(config, part)
         self.losses = AuxiliaryLosses(config)
         whole = ("router", "shared_gate") + ("experts",) * (self.axis is None)
         self.grad_is_partial = whole if part.splits_rows else ()
         self.shared = self.shared_gate = None
         width = config.moe_shared_expert_intermediate_size
         if width is not None:
-            self.shared = MLP(config, layer, part, width=width, name="mlp.shared")
+            self.shared = MLP(config, layer, part, width=width)
             if config.moe_shared_expert_gate:
                 self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
