@@ -55,11 +55,9 @@ def expert_ranks(config: Any, nodes: "Nodes") -> int:
             f"{shown} needs tensor ranks with tokens of their own: add --sequence-parallel "
             "beside --tensor-model-parallel-size, or set 1"
         )
-    steps_alone = config.zero.zeropp.sync_every != 1
-    alone = " in a node, which zeropp.sync_every lets step alone" if steps_alone else ""
     for number, what in (
         (num_experts, f"the {num_experts} experts of --num-experts"),
-        (stage_ranks, f"the {stage_ranks} ranks that share the layers{alone}"),
+        (stage_ranks, f"the {stage_ranks} ranks that share the layers"),
     ):
         if number % size:
             raise InputError(
