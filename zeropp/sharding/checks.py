@@ -68,7 +68,7 @@ def require_shardable(
             "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
         )
     _require_blocks(model, blocks)
-    if own_meshes or config.expert_ranks > 1:
+    if own_meshes or config.expert_parallel.enabled:
         require_apart(own_meshes, parts, blocks, data, config)
     for place in places:
         _require_plain(place.name, place.parameter)
