@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import device_of, find_nodes, first_axis, ranks_of
-from zeropp.sharding.places import Parts, Place, Places
+from zeropp.sharding.places import Place, Places
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.wire.quantized_shard import stored_layout
 
@@ -181,32 +181,6 @@ def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
             pin_memory=plan.placement.is_pinned and plan.axis.mesh.device_type != "cpu",
         )
     return tuple(plan.modules[0] for plan in plans)
-
-
-def parts_of(meshes: Mapping[nn.Module, DeviceMesh]) -> Parts:
-    """Return this rank's part of each whole parameter of these modules, a DTensor.
-
-    The first dim, which must be divisible, is split over the last axis of the module's mesh.
-    """
-    parts: dict[nn.Parameter, nn.Parameter] = {}
-    for module, mesh in meshes.items():
-        axis = mesh[mesh.mesh_dim_names[-1]]
-        for whole in module.parameters():
-            if not isinstance(whole, DTensor) and whole not in parts:
-                local = whole.detach().chunk(axis.size())[axis.get_local_rank()].clone()
-                part = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
-                parts[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
-                fsdp.inherit(parts[whole], whole)
-    return parts
-
-
-def replace_by_parts(modules: Iterable[nn.Module], parts: Parts) -> None:
-    """Let each rank keep its part of the whole parameters of these modules, in place."""
-    for module in modules:
-        for owner in module.modules():
-            for name, parameter in tuple(owner.named_parameters(recurse=False)):
-                if parameter in parts:
-                    owner.register_parameter(name, parts[parameter])
 
 
 def trained_subunits(

@@ -27,14 +27,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.settings.capabilities import modules_of
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.checks import require_own_meshes, require_same_model, require_shardable
-from zeropp.sharding.cut import cut, parts_of, plan_model, replace_by_parts
+from zeropp.sharding.checks import require_same_model, require_shardable
+from zeropp.sharding.cut import cut, plan_model
 from zeropp.sharding.grid import Grid, data_axis, device_of, inherit_time_limits
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
     materialize_shards,
     replace_by_meta,
 )
+from zeropp.sharding.own_meshes import parts_of, replace_by_parts
 from zeropp.sharding.places import outermost_blocks, places_of
 from zeropp.sharding.recorded_tensor import not_recording
 from zeropp.sharding.root import Root
@@ -110,8 +111,8 @@ def _shard(
         inherit_time_limits(mesh)
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
-    require_own_meshes(own_meshes)
-    parts, blocks = parts_of(own_meshes), tuple(outermost_blocks(model) if units is None else units)
+    parts = parts_of(own_meshes) if own_meshes else {}
+    blocks = tuple(outermost_blocks(model) if units is None else units)
     places = places_of(model, {*blocks, *own_meshes}, parts)
     known = dict(blocks=blocks, places=places, own_meshes=own_meshes)
     is_cut = require_shardable(model, data, config, **known, parts=parts)
@@ -119,7 +120,8 @@ def _shard(
     plan = plan_model(
         model, mesh, data if is_cut else None, config, **known, keeps_root=keeps_root, **plans
     )
-    replace_by_parts(own_meshes, parts)
+    if parts:
+        replace_by_parts(own_meshes, parts)
     group, device, roots = None if data is None else data.get_group(), device_of(data), ()
     if plan.units:
         cut_units = cut(plan.units)
