@@ -25,7 +25,12 @@ HOMES = {
         ("zeropp/capabilities/local_sgd", "megatron_zpp/capabilities/local_sgd"),
         (8, 13),
     ),
-    "LoRA and MixZ++": (r"lora|mixz|nontrainable|stores_frozen|adapter", (), (76, 11)),
+    "LoRA and MixZ++": (
+        # But q_lora_rank and kv_lora_rank, widths of latent attention, and zeropp/fsdp_adapter.
+        r"(?<!q_)(?<!kv_)lora|mixz|nontrainable|stores_frozen|(?<!fsdp_)adapter",
+        ("megatron_zpp/capabilities/lora", "megatron_zpp/interchange/adapters"),
+        (76, 11),
+    ),
     "offload": (
         r"offload|master_weights|delayed.?(param|update)",
         ("zeropp/capabilities/offload", "megatron_zpp/capabilities/offload"),

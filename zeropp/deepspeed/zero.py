@@ -235,7 +235,7 @@ def _free_gathered(shards: list[DTensor]) -> None:
 def _groups_of(parameter: DTensor) -> list[dist.ProcessGroup]:
     """This rank's group along each axis of a parameter's mesh that has several ranks.
 
-    The mesh of stage 0 has all ranks on its first axis, that of experts some on each.
+    The mesh of stage 0 has all ranks on its first axis, that of layers they split some on each.
     """
     mesh = parameter.device_mesh
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]

@@ -11,13 +11,14 @@ own experts alone, so that a rank with some of them can compute it.
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
-from zeropp.errors import InputError, first_few
+from zeropp.errors import InputError, Unavailable, first_few
 from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import inherit_time_limits, own_ranks_per_node, ranks_of
@@ -180,3 +181,13 @@ def _require_splittable(path: str, module: nn.Module, size: int) -> None:
             f"{what} has hooks, which would be called with the rows of other ranks: register them "
             "on the module that is in its place after zeropp.initialize"
         )
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Mapping[str, Any] | list | tuple, max_group_size: float | None = None
+) -> list[Mapping[str, Any]]:
+    """Return the groups as a list. Raises InputError for parameters of DeepSpeed's own experts."""
+    groups = [param_groups] if isinstance(param_groups, Mapping) else [*param_groups]
+    if not all(getattr(each, "allreduce", True) for group in groups for each in group["params"]):
+        raise Unavailable("experts of DeepSpeed's class MoE are not available here: see AutoEP")
+    return groups

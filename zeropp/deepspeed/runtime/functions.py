@@ -3,7 +3,7 @@
 import gc
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.deepspeed.zero import GatheredParameters
-from zeropp.errors import Unavailable
 from zeropp.ranks.host_memory import free_bytes
 
 SHARD_BYTES, COMPUTE_BYTES, GB = 16, 2, 2**30
@@ -72,16 +71,6 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 def is_zero_param(parameter: Any) -> bool:
     """Whether a parameter is sharded, so that its values must be gathered."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Mapping[str, Any] | list | tuple, max_group_size: float | None = None
-) -> list[Mapping[str, Any]]:
-    """Return the groups as a list. Raises InputError for parameters of DeepSpeed's own experts."""
-    groups = [param_groups] if isinstance(param_groups, Mapping) else [*param_groups]
-    if not all(getattr(each, "allreduce", True) for group in groups for each in group["params"]):
-        raise Unavailable("experts of DeepSpeed's class MoE are not available here: see AutoEP")
-    return groups
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
