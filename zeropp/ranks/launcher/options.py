@@ -93,9 +93,8 @@ def _add_machines(group: argparse._ArgumentGroup) -> None:
         "run the ranks of machine N only (0: the first); for use without ssh, on every machine "
         "with --num_nodes and --master_addr"
     )
-    text(
-        "-H", "--hostfile", metavar="FILE", help="machines and ranks: a line HOST slots=N for each"
-    )
+    hosts = "machines and ranks: a line HOST slots=N for each"
+    text("-H", "--hostfile", metavar="FILE", help=hosts)
     text("-i", "--include", metavar="HOSTS", help=only, default="")
     text("-e", "--exclude", metavar="HOSTS", help="all but these, in the same format", default="")
     number("--num_nodes", "only the first N machines of the hostfile", "N")
