@@ -122,11 +122,10 @@ class ZeroConfig(*keys_of(""), Placed, _TopLevel):
             config = build(cls, values)
         except InputError as error:
             raise InputError(f"{file.source}: {error}") from None
+        idle = keys_without_effect()
         return replace(
             config,
-            idle_values={
-                name: value for name, value in values.items() if name in keys_without_effect()
-            },
+            idle_values={name: value for name, value in values.items() if name in idle},
             others=file.others,
             file_keys=frozenset(file.values),
             auto_keys=file.auto_keys - filled.keys(),
@@ -232,11 +231,8 @@ class ZeroConfig(*keys_of(""), Placed, _TopLevel):
     def value(self, dotted: str) -> Any:
         """The value under a dotted key; raises `InputError` for one that does not exist."""
         self.setting(dotted)
-        return (
-            self.idle_values.get(dotted)
-            if dotted in keys_without_effect()
-            else attrgetter(dotted)(self)
-        )
+        is_idle = dotted in keys_without_effect()
+        return self.idle_values.get(dotted) if is_idle else attrgetter(dotted)(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON that gives these values: every key in the file or not at its default."""
