@@ -23,7 +23,7 @@ from megatron_zpp.planner.advice import what_would_fit
 from megatron_zpp.planner.calibration import calibrate_by_log
 from megatron_zpp.planner.plan_chart import draw, require_matplotlib
 from megatron_zpp.planner.plan_table import plan_json, print_plan
-from megatron_zpp.planner.search import Plan, Search
+from megatron_zpp.planner.search import ClusterPlan, Search
 from megatron_zpp.planner.timing.hardware import Cluster, Description, find_cluster
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
 from megatron_zpp.settings.capability_flags import CAPABILITIES
@@ -238,7 +238,7 @@ def samples_per_replica(wanted: float) -> int:
     return max(near or {1}, key=lambda samples: (samples & -samples, -abs(samples - wanted)))
 
 
-def report(plan: Plan, flags: PlanFlags) -> None:
+def report(plan: ClusterPlan, flags: PlanFlags) -> None:
     """Print the plan, and write it as JSON if asked for."""
     if flags.json is None:
         print_plan(plan, flags.top)

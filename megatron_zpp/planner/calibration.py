@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.planner.candidates import given_candidate
+from megatron_zpp.planner.replicas import with_interval
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.hardware import TERA, Cluster, Range
 from megatron_zpp.planner.timing.step_time import typical_seconds
@@ -60,8 +61,7 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
     batch = replace(config.batch, global_batch_size=run.global_batch_size)
     config = replace(config, batch=batch)
     if run.num_ranks == per_node:  # one node has no others, from which it would step apart
-        zeropp = replace(config.zero.zeropp, sync_every=1)
-        config = replace(config, zero=replace(config.zero, zeropp=zeropp))
+        config = with_interval(config, 1)
     measured_on = replace(cluster, num_nodes=run.num_ranks // per_node, gpus_per_node=per_node)
 
     work = Search(config, vocab_size, measured_on).row(given_candidate(config)).work

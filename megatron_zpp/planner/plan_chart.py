@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import BinaryIO
 
 from megatron_zpp.planner.plan_table import best_of_settings, subject
-from megatron_zpp.planner.search import TIE, Plan, Row, Search
+from megatron_zpp.planner.search import TIE, ClusterPlan, Row, Search
 from megatron_zpp.planner.timing.hardware import GBIT
 from megatron_zpp.planner.timing.step_time import typical_seconds
 from zeropp.errors import InputError
@@ -28,7 +28,7 @@ def require_matplotlib() -> None:
         raise InputError("--plot needs matplotlib: pip install matplotlib (make setup has it)")
 
 
-def draw(plan: Plan, search: Search, file: BinaryIO) -> None:
+def draw(plan: ClusterPlan, search: Search, file: BinaryIO) -> None:
     """Write the picture of a plan of which something fits, as PNG."""
     import matplotlib  # noqa: PLC0415  (optional)
 
@@ -49,8 +49,8 @@ def draw(plan: Plan, search: Search, file: BinaryIO) -> None:
     pyplot.close(figure)
 
 
-def compared_rows(plan: Plan) -> list[Row]:
-    """Return the fastest configuration without quantization, the fastest with it, and local steps.
+def compared_rows(plan: ClusterPlan) -> list[Row]:
+    """Return the fastest configuration without quantization, the fastest with it, and replicas.
 
     These are the ones with the longest interval.
     """

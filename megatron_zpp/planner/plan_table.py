@@ -12,8 +12,9 @@ from rich.table import Table
 
 from megatron_zpp.monitor.expected_step import settings_key
 from megatron_zpp.planner.advice import (
+    ALONE,
+    about_alone,
     about_flags,
-    about_local_steps,
     advice,
     loss_of,
     not_compared,
@@ -21,8 +22,8 @@ from megatron_zpp.planner.advice import (
 )
 from megatron_zpp.planner.candidates import RECOMPUTED
 from megatron_zpp.planner.parts.balanced_stages import stage_flags
-from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
-from megatron_zpp.planner.search import Plan, Row
+from megatron_zpp.planner.replicas import loss_change
+from megatron_zpp.planner.search import ClusterPlan, Row
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 
@@ -56,7 +57,7 @@ SECONDS = MappingProxyType(  # in JSON: parts of `StepTime`
         "orthogonalizing": "optimizer",
     }
 )
-LOCAL_STEPS = (*CONFIGURATION[:-2], "times\nas fast", "loss")
+OF_REPLICAS = (*CONFIGURATION[:-2], "times\nas fast", "loss")
 NOTES = (
     "places: configurations that differ by less than the error of a prediction share one, except "
     "those that leave 0.0 GiB; the advice is the most exact configuration of the first place",
@@ -68,7 +69,7 @@ NOTES = (
 )
 
 
-def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
+def print_plan(plan: ClusterPlan, top: int, console: Console | None = None) -> None:
     """Print the table of a plan, `top` configurations of it, and what it says."""
     console = console or _console()
     for name, text in subject(plan).items():
@@ -84,8 +85,8 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
     for line in not_compared(plan):
         console.print(line, soft_wrap=True)
     if plan.fitting and plan.cluster.num_nodes > 1 and len(plan.rows) > 1:
-        _print_local_steps(plan, console)
-    if timed and plan.row_of_flags.work.run.optimizer.turns:
+        _print_alone(plan, console)
+    if timed and plan.row_of_flags.work.run.optimizer is not None:
         console.print(_optimizer_line(plan.config.optimizer.optimizer.title(), timed[0][1]))
     for note in NOTES:
         console.print(note)
@@ -101,16 +102,16 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
             console.print(f"JSON: {json.dumps(settings.to_json())}", soft_wrap=True)
 
 
-def _print_local_steps(plan: Plan, console: Console) -> None:
+def _print_alone(plan: ClusterPlan, console: Console) -> None:
     """Print what nodes that step alone take, or why they are not offered."""
-    console.print("\nLocal steps: nodes exchange their weights after so many steps")
+    console.print(f"\n{ALONE}")
     timed = [row for row in plan.alone if row.time is not None]
     if timed:
-        console.print(_table(LOCAL_STEPS, [_local_cells(row, plan.best) for row in timed]))
-    console.print(about_local_steps(plan))
+        console.print(_table(OF_REPLICAS, [_cells_alone(row, plan.best) for row in timed]))
+    console.print(about_alone(plan))
 
 
-def _local_cells(row: Row, best: Row) -> list[str]:
+def _cells_alone(row: Row, best: Row) -> list[str]:
     times = best.time.typical / row.time.typical
     _, *cells = _configuration_cells(None, row)
     return [str(row.candidate.interval), *cells[:-2], f"{times:.2g}", loss_of(row)]
@@ -125,7 +126,7 @@ def _optimizer_line(name: str, row: Row) -> str:
     )
 
 
-def subject(plan: Plan) -> dict[str, str]:
+def subject(plan: ClusterPlan) -> dict[str, str]:
     """Return what is planned: the model, the batch, the cluster, and what its constants rest on."""
     model, cluster = plan.config.model, plan.cluster
     samples = Schedules.of(plan.config).batch_size.final
@@ -140,7 +141,7 @@ def subject(plan: Plan) -> dict[str, str]:
     }
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: ClusterPlan) -> dict[str, Any]:
     """Return everything that a plan found, for programs."""
     cluster, rows = plan.cluster, (*plan.rows, *plan.alone)
     return {
@@ -167,7 +168,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def best_of_settings(plan: Plan) -> Iterator[tuple[int | None, Row]]:
+def best_of_settings(plan: ClusterPlan) -> Iterator[tuple[int | None, Row]]:
     """Yield the place and the first row of each setting of ZeRO, and of all sizes of axes.
 
     The row that is advised is among them. The place is None for one that does not fit.

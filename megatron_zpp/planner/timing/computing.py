@@ -37,6 +37,9 @@ class Passes:
         return Passes(self.forward + other.forward, self.backward + other.backward)
 
 
+NOTHING = Passes(0.0, 0.0)
+
+
 def layer_passes(config: Config, layer: int, place: int, itemsize: int, rates: Rates) -> Passes:
     """Return the passes of a micro-batch through a layer, `place` from the first of its stage.
 

@@ -11,7 +11,6 @@ from megatron_zpp.planner.timing.hardware import (
     Rates,
     hardware_table,
 )
-from megatron_zpp.planner.timing.timeline import Streams
 from megatron_zpp.planner.timing.unit_work import StepWork
 
 
@@ -42,15 +41,15 @@ def step_time(work: StepWork, cluster: Cluster) -> StepTime:
     rates = cluster.at(TYPICAL, work.run.compute_dtype)
     residuals = hardware_table()["residuals"]
     slowest, fastest = (
-        residuals[level] * work.seconds(Streams, replace(rates, far=cluster.far_rate(level)))
+        residuals[level] * work.seconds(replace(rates, far=cluster.far_rate(level)))
         for level in (SLOW, FAST)
     )
-    typical = work.seconds(Streams, rates)
-    near_only = work.seconds(Streams, _without_links(rates, near=False))
+    typical = work.seconds(rates)
+    near_only = work.seconds(_without_links(rates, near=False))
     no_links = _without_links(rates, near=True)
-    kernels_only = work.seconds(Streams, no_links)
-    passes = work.seconds(Streams, no_links, quantizing=False)
-    computing = work.busy_seconds(Streams, no_links, quantizing=False)
+    kernels_only = work.seconds(no_links)
+    passes = work.seconds(no_links, quantizing=False)
+    computing = work.busy_seconds(no_links, quantizing=False)
     return StepTime(
         typical=typical,
         fastest=fastest,
@@ -66,7 +65,7 @@ def step_time(work: StepWork, cluster: Cluster) -> StepTime:
 
 def typical_seconds(work: StepWork, cluster: Cluster) -> float:
     """Return the typical seconds of a step alone."""
-    return work.seconds(Streams, cluster.at(TYPICAL, work.run.compute_dtype))
+    return work.seconds(cluster.at(TYPICAL, work.run.compute_dtype))
 
 
 def _without_links(rates: Rates, *, near: bool) -> Rates:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_zpp.planner.timing.exchange_time import Exchange
+from megatron_zpp.planner.replicas import PlannedExchange
 from megatron_zpp.planner.timing.hardware import TYPICAL, Description, find_cluster, hardware_table
 from zeropp.settings.sync_schedule import SyncSchedule
 
@@ -18,9 +18,11 @@ PLAIN = replace(
 )
 
 
-def exchange(interval: int, fragments: int = 1, delay: int = 0, seconds: float = 6.0) -> Exchange:
+def exchange(
+    interval: int, fragments: int = 1, delay: int = 0, seconds: float = 6.0
+) -> PlannedExchange:
     """What takes the links so many seconds in an interval."""
-    return Exchange(
+    return PlannedExchange(
         interval=interval,
         fragments=fragments,
         hidden_share=min(1.0, delay * fragments / interval),
