@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from megatron_zpp.planner.candidates import why_undivided
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing
-from megatron_zpp.planner.parts.balanced_stages import stage_flags
 from megatron_zpp.planner.replicas import loss_change
 from megatron_zpp.planner.search import MUCH_FASTER, TIE, ClusterPlan, Row, Search
+from megatron_zpp.planner.timing.balanced_stages import stage_flags
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.wire.rank_group import Nodes

@@ -18,7 +18,6 @@ from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.replicas import with_interval
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.hardware import TERA, Cluster, Range
-from megatron_zpp.planner.timing.step_time import typical_seconds
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
 
@@ -67,7 +66,7 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
     work = Search(config, vocab_size, measured_on).row(given_candidate(config)).work
 
     def predict(with_value: Callable[[Cluster, Range], Cluster], value: float) -> float:
-        return typical_seconds(work, with_value(measured_on, Range(value, value, value)))
+        return work.typical(with_value(measured_on, Range(value, value, value)))
 
     is_one_node = measured_on.num_nodes == 1
     with_value, limits = (

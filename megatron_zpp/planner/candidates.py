@@ -8,9 +8,9 @@ from math import gcd, prod
 from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.planner.parts.balanced_stages import BY_TYPE, LayerSeconds, balanced_stages
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.replicas import INTERVAL, interval_of, with_interval
+from megatron_zpp.planner.timing.balanced_stages import BY_TYPE, LayerSeconds, balanced_stages
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, STAGES_PER_RANK

@@ -12,7 +12,6 @@ from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.activations import Activations, ActivationTraces, MicroBatch
 from megatron_zpp.planner.node_traffic import mean_of_nodes
-from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, plan_places
 from megatron_zpp.planner.replicas import AGREED, EXCHANGE, OUTER_STATE, PlannedReplicas
 from megatron_zpp.planner.state_memory import (
@@ -31,6 +30,7 @@ from megatron_zpp.planner.step_simulation import (
     IN_FLIGHT,
     StepSimulation,
 )
+from megatron_zpp.planner.timing.balanced_stages import layer_kinds
 from megatron_zpp.settings.config import Config
 from zeropp.sharding.plan import Plan
 from zeropp.wire.rank_group import Nodes

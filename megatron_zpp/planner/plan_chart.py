@@ -7,7 +7,6 @@ from typing import BinaryIO
 from megatron_zpp.planner.plan_table import best_of_settings, subject
 from megatron_zpp.planner.search import TIE, ClusterPlan, Row, Search
 from megatron_zpp.planner.timing.hardware import GBIT
-from megatron_zpp.planner.timing.step_time import typical_seconds
 from zeropp.errors import InputError
 
 PARTS = (  # attribute of StepTime, label, colour
@@ -93,7 +92,7 @@ def _draw_rates(axes, search: Search, rows: Sequence[Row]) -> None:
     curves = []
     alone = [row.candidate.interval > 1 for row in rows]
     for row, colour in zip(rows, COLOURS, strict=False):
-        seconds = [typical_seconds(row.work, search.cluster.with_link(rate)) for rate in rates]
+        seconds = [row.work.typical(search.cluster.with_link(rate)) for rate in rates]
         curves.append(seconds)
         axes.plot(rates, seconds, color=colour, label=_label(row))
     axes.axvline(

@@ -21,9 +21,9 @@ from megatron_zpp.planner.advice import (
     why_not,
 )
 from megatron_zpp.planner.candidates import RECOMPUTED
-from megatron_zpp.planner.parts.balanced_stages import stage_flags
 from megatron_zpp.planner.replicas import loss_change
 from megatron_zpp.planner.search import ClusterPlan, Row
+from megatron_zpp.planner.timing.balanced_stages import stage_flags
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 

@@ -20,14 +20,13 @@ from megatron_zpp.planner.candidates import (
 from megatron_zpp.planner.estimate import estimate_places
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
 from megatron_zpp.planner.node_traffic import mean_of_nodes
-from megatron_zpp.planner.parts.balanced_stages import LayerSeconds
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.parts.planned_run import plan_places
 from megatron_zpp.planner.replicas import PlannedReplicas, compared_intervals
+from megatron_zpp.planner.step_work import StepTime, StepWork
+from megatron_zpp.planner.timing.balanced_stages import LayerSeconds
 from megatron_zpp.planner.timing.computing import layer_seconds
 from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
-from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
-from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.recipe.expert_ranks import with_expert_ranks
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.scheduled_values import Schedules
@@ -86,12 +85,12 @@ class Row:
     @cached_property
     def seconds(self) -> float:
         """The typical seconds of a step, whether it fits or not."""
-        return typical_seconds(self.work, self.cluster)
+        return self.work.typical(self.cluster)
 
     @cached_property
     def time(self) -> StepTime | None:
         """All times of a step, if it fits."""
-        return step_time(self.work, self.cluster) if self.fits else None
+        return self.work.time(self.cluster) if self.fits else None
 
     @property
     def tokens_per_second(self) -> float:

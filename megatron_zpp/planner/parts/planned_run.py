@@ -15,11 +15,11 @@ from torch import nn
 from megatron_zpp.capabilities.muon.capability import MuonCapability, muon_options
 from megatron_zpp.model.moe.experts import Experts
 from megatron_zpp.model.part import Part
-from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.meta_model import META, MetaModel, axes_key
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit, stored_bytes
+from megatron_zpp.planner.timing.balanced_stages import layer_kinds
 from megatron_zpp.recipe.capability import Capability, capabilities_of
 from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.settings.config import Config

@@ -18,7 +18,7 @@ from megatron_zpp.model.flops import (
     projections,
     recomputed_layers,
 )
-from megatron_zpp.planner.parts.balanced_stages import LayerSeconds
+from megatron_zpp.planner.timing.balanced_stages import LayerSeconds
 from megatron_zpp.planner.timing.hardware import Rates, hardware_table
 from megatron_zpp.settings.config import Config
 

@@ -13,9 +13,9 @@ from megatron_zpp.planner.candidates import (
     why_undivided,
 )
 from megatron_zpp.planner.estimate import estimate_places, estimate_run
-from megatron_zpp.planner.parts.balanced_stages import LayerSeconds, balanced_stages, stage_flags
 from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
 from megatron_zpp.planner.search import Search
+from megatron_zpp.planner.timing.balanced_stages import LayerSeconds, balanced_stages, stage_flags
 from megatron_zpp.planner.timing.hardware import Description, find_cluster
 from megatron_zpp.settings.arguments import parse
 from zeropp.wire.rank_group import Nodes

@@ -1,9 +1,21 @@
-"""The work of a step's units on given hardware, and how long the step takes."""
+"""How long a step takes, as a range, and what its seconds are spent on: the work of its units."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from megatron_zpp.model.part import Part
+from megatron_zpp.planner.loads import (
+    AT_ENDS,
+    IN_LAYER,
+    PIPELINE,
+    Loads,
+    load_of,
+    seconds_of,
+    stage_loads,
+    unit_loads,
+)
 from megatron_zpp.planner.node_traffic import gradient_messages
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Units
 from megatron_zpp.planner.parts.planned_unit import Unit
@@ -16,23 +28,42 @@ from megatron_zpp.planner.timing.computing import (
     layer_passes,
     update_seconds,
 )
-from megatron_zpp.planner.timing.hardware import Rates, hardware_table
-from megatron_zpp.planner.timing.links import Load
-from megatron_zpp.planner.timing.messages import (
-    AT_ENDS,
-    IN_LAYER,
-    PIPELINE,
-    Loads,
-    load_of,
-    seconds_of,
-    stage_loads,
-    unit_loads,
+from megatron_zpp.planner.timing.hardware import (
+    FAST,
+    SLOW,
+    TYPICAL,
+    Cluster,
+    Rates,
+    hardware_table,
 )
+from megatron_zpp.planner.timing.links import Load
 from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds, pipeline_seconds
 from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork, step_seconds
 from zeropp.wire.route import UNQUANTIZED
 
 Works = tuple[list[UnitWork], UnitWork]  # of a stage: its blocks and their experts, and its root
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step: the range, and what the typical one consists of.
+
+    The range is that of published runs around their predictions, at the slowest and the fastest
+    that links between nodes may be. computing: passes and update of the busiest rank. bubble: what
+    it waits for other stages of a pipeline, were the links infinitely fast. across_nodes, in_node:
+    what would be saved if these links were infinitely fast, the far ones first. kernels: what
+    quantizing and dequantizing take. optimizer: of these, what its products and messages take.
+    """
+
+    typical: float
+    fastest: float
+    slowest: float
+    computing: float
+    bubble: float
+    across_nodes: float
+    in_node: float
+    kernels: float
+    optimizer: float = 0.0
 
 
 class StepWork:
@@ -56,6 +87,36 @@ class StepWork:
     def run(self) -> PlannedRun:
         """The run of a first rank."""
         return self._ranks[0][0].run
+
+    def typical(self, cluster: Cluster) -> float:
+        """Return the typical seconds of a step on GPUs of a cluster."""
+        return self.seconds(cluster.at(TYPICAL, self.run.compute_dtype))
+
+    def time(self, cluster: Cluster) -> StepTime:
+        """Return how long a step takes on GPUs of a cluster."""
+        rates = cluster.at(TYPICAL, self.run.compute_dtype)
+        residuals = hardware_table()["residuals"]
+        slowest, fastest = (
+            residuals[level] * self.seconds(replace(rates, far=cluster.far_rate(level)))
+            for level in (SLOW, FAST)
+        )
+        typical = self.seconds(rates)
+        near_only = self.seconds(_without_links(rates, near=False))
+        no_links = _without_links(rates, near=True)
+        kernels_only = self.seconds(no_links)
+        passes = self.seconds(no_links, quantizing=False)
+        computing = self.busy_seconds(no_links, quantizing=False)
+        return StepTime(
+            typical=typical,
+            fastest=fastest,
+            slowest=slowest,
+            computing=computing,
+            bubble=passes - computing,
+            across_nodes=typical - near_only,
+            in_node=near_only - kernels_only,
+            kernels=kernels_only - passes,
+            optimizer=max(rank.optimizer_seconds(rates) for rank, _ in self._ranks),
+        )
 
     def seconds(self, rates: Rates, *, quantizing: bool = True) -> float:
         """Return the seconds of a step, the mean of the steps.
@@ -81,10 +142,6 @@ class StepWork:
         stages = [stage for chunk in zip(*by_place, strict=True) for stage in chunk]
         passes = pipeline_seconds(stages, len(by_place), num_micro_batches)
         return passes + max(rank.after_passes(rates) for rank, _ in self._ranks)
-
-    def optimizer_seconds(self, rates: Rates) -> float:
-        """Return what the optimizer takes beside Adam's update, on the rank where that is most."""
-        return max(rank.optimizer_seconds(rates) for rank, _ in self._ranks)
 
     def busy_seconds(self, rates: Rates, *, quantizing: bool = True) -> float:
         """Return `seconds` of the busiest rank without what it waits for stages of a pipeline."""
@@ -201,3 +258,12 @@ class RankWork:
 
         named = {name: collective(name, each) for name, each in self._unit_loads[unit].items()}
         return UnitWork(forward=passes.forward, backward=passes.backward, **named)
+
+
+def _without_links(rates: Rates, *, near: bool) -> Rates:
+    """Return the rates with far links, and near ones if asked for, that take no time."""
+    protocols = tuple(
+        replace(each, start=0.0, far=0.0, near=0.0) if near else replace(each, far=0.0)
+        for each in rates.protocols
+    )
+    return replace(rates, far=math.inf, near=math.inf if near else rates.near, protocols=protocols)
