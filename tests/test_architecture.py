@@ -24,6 +24,7 @@ MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_TYPES = re.compile(r"(.*\.)?(list|dict|set|deque|defaultdict|Counter|Weak\w+)")
 # The one variable of a module: what holds shards. The docstring of the module says why.
 STATE = {"zeropp/wire/shard_holders.py": "_holders"}
+MIRRORS = (("zeropp", "deepspeed"), ("zeropp", "integrations"))  # of others' names
 HOOKS_OF_STEPS = "register_optimizer_step"  # torch's, of all optimizers
 VAGUE_NAMES = ("utils", "util", "helpers", "misc", "common")
 FOLDERS = ("zeropp", "megatron_zpp", "csrc", "benchmarks", "tools", "examples", "tests")
@@ -75,6 +76,17 @@ def test_files_and_functions_are_short_and_named_after_one_thing() -> None:
                 if length > MAX_FUNCTION_LINES:
                     problems.append(f"{place}:{node.lineno}: {node.name}() has {length} lines")
     assert not problems, "\n".join(problems)
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    files = {}  # of each name
+    for path in SOURCES:
+        room = path.relative_to(ROOT).parts[:2]
+        if room[0] in PACKAGES and room not in MIRRORS:
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: twins for name, twins in files.items() if len(twins) > 1}
 
 
 def test_modules_hold_no_state_and_leave_torch_alone() -> None:

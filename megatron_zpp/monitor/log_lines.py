@@ -14,7 +14,7 @@ from megatron_zpp.monitor.communication import (
     size,
     sum_over,
 )
-from megatron_zpp.monitor.memory import Memory, memory_line
+from megatron_zpp.monitor.memory import MemoryUse, memory_line
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
 from megatron_zpp.recipe.expert_balance import BUSIEST_EXPERT, BUSIEST_RANK
 
@@ -75,7 +75,7 @@ class MegatronLines:
         rule = "-" * (len(line) + 1)
         return [rule, line, rule]
 
-    def memory(self, rank: int, memory: Memory, iteration: int) -> str:
+    def memory(self, rank: int, memory: MemoryUse, iteration: int) -> str:
         """What a rank holds after an iteration."""
         return memory_line(rank, memory, f"(after {iteration} iterations)")
 
@@ -117,7 +117,7 @@ class ShortLines:
             f"perplexity {perplexity:,.{digits}f}"
         ]
 
-    def memory(self, rank: int, memory: Memory, iteration: int) -> str:
+    def memory(self, rank: int, memory: MemoryUse, iteration: int) -> str:
         """The most that a rank has held."""
         allocated, reserved = memory.peak_allocated_bytes, memory.peak_reserved_bytes
         return (

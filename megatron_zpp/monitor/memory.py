@@ -12,7 +12,7 @@ MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryUse:
     """Bytes held by one rank; on the CPU `allocated` and `reserved` are the resident set."""
 
     allocated_bytes: int
@@ -22,13 +22,13 @@ class Memory:
     allocated_count: int | None = None  # live tensors in the CUDA allocator
 
 
-def read_memory(device: torch.device) -> Memory:
+def read_memory(device: torch.device) -> MemoryUse:
     """What this rank holds now and held at most."""
     if device.type == "cuda":
         return _cuda(torch.cuda.memory_stats(device))
     peak = _peak_resident_bytes()
     resident = _resident_bytes() or peak
-    return Memory(
+    return MemoryUse(
         allocated_bytes=resident,
         reserved_bytes=resident,
         peak_allocated_bytes=max(peak, resident),
@@ -36,7 +36,7 @@ def read_memory(device: torch.device) -> Memory:
     )
 
 
-def memory_line(rank: int, memory: Memory, moment: str) -> str:
+def memory_line(rank: int, memory: MemoryUse, moment: str) -> str:
     """Megatron's memory report, in MiB, e.g. for the moment "(after 10 iterations)"."""
     fields = {
         "allocated": memory.allocated_bytes,
@@ -48,8 +48,8 @@ def memory_line(rank: int, memory: Memory, moment: str) -> str:
     return f"[Rank {rank}] {moment} memory (MB){numbers}"
 
 
-def _cuda(stats: dict[str, int]) -> Memory:
-    return Memory(
+def _cuda(stats: dict[str, int]) -> MemoryUse:
+    return MemoryUse(
         allocated_bytes=stats.get("allocated_bytes.all.current", 0),
         reserved_bytes=stats.get("reserved_bytes.all.current", 0),
         peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),

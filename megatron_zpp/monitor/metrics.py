@@ -12,7 +12,7 @@ from typing import Protocol
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.monitor.matmul_rate import MatmulRate
-from megatron_zpp.monitor.memory import Memory
+from megatron_zpp.monitor.memory import MemoryUse
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.settings.config import LogConfig
 
@@ -48,7 +48,7 @@ class Iteration:
     num_zeros: float | None = None
     params_norm: float | None = None
     skipped: bool = False
-    memory: Memory | None = None
+    memory: MemoryUse | None = None
     communication: Communication | None = None
     forward_backward_seconds: float | None = None
     batch_generator_seconds: float | None = None  # spent waiting for samples
@@ -154,7 +154,7 @@ class Lines(Protocol):
 
     def interval(self, interval: Interval) -> list[str]: ...
     def validation(self, validation: Validation) -> list[str]: ...
-    def memory(self, rank: int, memory: Memory, iteration: int) -> str: ...
+    def memory(self, rank: int, memory: MemoryUse, iteration: int) -> str: ...
 
 
 class Metrics:

@@ -25,7 +25,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
+class InputPosition:
     """A position in the input, at which reading can start.
 
     file: index of the file. offset: byte in the decompressed text of the file, or row of a parquet
@@ -54,7 +54,7 @@ class Chunk:
     size: int = 0
     rows: tuple[tuple[object, ...], ...] = ()
     is_whole: bool = False
-    end: Position
+    end: InputPosition
     bytes_read: int
 
     def __getstate__(self) -> dict[str, object]:
@@ -113,14 +113,16 @@ def file_format(path: Path) -> str:
     return suffixes[-1]
 
 
-def read_chunks(files: Sequence[Path], keys: Sequence[str], start: Position) -> Iterator[Chunk]:
+def read_chunks(
+    files: Sequence[Path], keys: Sequence[str], start: InputPosition
+) -> Iterator[Chunk]:
     """Yield the content of the files from `start` on, in the order of the files.
 
     Raises InputError for a file that cannot be read.
     """
     for number in range(start.file, len(files)):
         path = files[number]
-        position = start if number == start.file else Position(file=number)
+        position = start if number == start.file else InputPosition(file=number)
         if file_format(path) == PARQUET:
             yield from _parquet_chunks(path, keys, position)
         elif file_format(path) == PLAIN_TEXT:
@@ -129,7 +131,7 @@ def read_chunks(files: Sequence[Path], keys: Sequence[str], start: Position) -> 
             yield from _line_chunks(path, position)
 
 
-def _whole_text_chunk(path: Path, position: Position) -> Chunk:
+def _whole_text_chunk(path: Path, position: InputPosition) -> Chunk:
     with TextFile(path) as file:
         text = file.read_rest().removeprefix(BOM)
     return Chunk(
@@ -137,12 +139,12 @@ def _whole_text_chunk(path: Path, position: Position) -> Chunk:
         first=1,
         data=text,
         is_whole=True,
-        end=Position(file=position.file + 1),
+        end=InputPosition(file=position.file + 1),
         bytes_read=path.stat().st_size,
     )
 
 
-def _line_chunks(path: Path, position: Position) -> Iterator[Chunk]:
+def _line_chunks(path: Path, position: InputPosition) -> Iterator[Chunk]:
     offset, number = position.offset, position.number
     with TextFile(path) as file:
         file.skip(offset)
@@ -150,7 +152,7 @@ def _line_chunks(path: Path, position: Position) -> Iterator[Chunk]:
             first, is_file_start = number, offset == 0
             offset += len(data)
             number += int(np.count_nonzero(np.frombuffer(data, np.uint8) == NEWLINE))
-            end = Position(file=position.file, offset=offset, number=number)
+            end = InputPosition(file=position.file, offset=offset, number=number)
             data = data.removeprefix(BOM) if is_file_start else data
             yield Chunk(
                 path=path,
@@ -163,7 +165,7 @@ def _line_chunks(path: Path, position: Position) -> Iterator[Chunk]:
             )
 
 
-def _parquet_chunks(path: Path, keys: Sequence[str], position: Position) -> Iterator[Chunk]:
+def _parquet_chunks(path: Path, keys: Sequence[str], position: InputPosition) -> Iterator[Chunk]:
     pyarrow = load_package("pyarrow", f"{path}")
     parquet = load_package("pyarrow.parquet", f"{path}")
     file_bytes, row = path.stat().st_size, position.offset
@@ -182,7 +184,7 @@ def _parquet_chunks(path: Path, keys: Sequence[str], position: Position) -> Iter
                     path=path,
                     first=first,
                     rows=rows,
-                    end=Position(file=position.file, offset=row, number=row + 1),
+                    end=InputPosition(file=position.file, offset=row, number=row + 1),
                     bytes_read=file_bytes * row // num_rows,
                 )
     except pyarrow.ArrowException as error:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import write_index
-from megatron_zpp.preprocess.chunks import Position
+from megatron_zpp.preprocess.chunks import InputPosition
 from megatron_zpp.preprocess.encoder import EncodedChunk, EncodedTexts
 from zeropp.atomic import sync_folder, write_atomically
 from zeropp.errors import InputError
@@ -63,7 +63,7 @@ class Journal:
     of each part of each key. complete: all text is encoded, and the indices are written.
     """
 
-    position: Position = Position()
+    position: InputPosition = InputPosition()
     totals: Totals = Totals()
     bytes_read: int = 0
     sizes: tuple[tuple[int, ...], ...] = ()
@@ -83,7 +83,7 @@ class Journal:
     def from_json(cls, entries: Mapping[str, Any]) -> "Journal":
         """Return the journal with the entries of journal.json."""
         return cls(
-            position=Position(**entries["place"]),
+            position=InputPosition(**entries["place"]),
             totals=Totals(**entries["count"]),
             bytes_read=entries["read"],
             sizes=entries["sizes"],

@@ -14,7 +14,7 @@ from megatron_zpp.preprocess.chunks import input_files, read_chunks
 from megatron_zpp.preprocess.encoder import cached_tokenizer, encode_chunk, load_tokenizers
 from megatron_zpp.preprocess.partial_output import Journal, PartialOutput, Totals
 from megatron_zpp.preprocess.preprocess_config import PreprocessConfig
-from megatron_zpp.preprocess.progress import Progress
+from megatron_zpp.preprocess.progress import ProgressLines
 from megatron_zpp.preprocess.worker_pool import WorkerDied, map_in_order
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def _write_datasets(
     num_workers = 0 if config.workers == 1 else config.workers
     chunks = read_chunks(files, config.keys, journal.position)
     encode = functools.partial(encode_chunk, config, tokenizer)
-    progress = Progress(config.log_interval, sum(file_sizes), journal)
+    progress = ProgressLines(config.log_interval, sum(file_sizes), journal)
     last_commit = time.monotonic()
     try:
         with closing(map_in_order(encode, chunks, num_workers)) as encoded_chunks:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from megatron_zpp.preprocess.partial_output import Journal
 
 
-class Progress:
+class ProgressLines:
     """Print progress lines. Rates are those of this process, which continues from `initial`."""
 
     def __init__(self, interval: int, total_bytes: int, initial: Journal) -> None:

@@ -21,10 +21,11 @@ from megatron_zpp.model.gpt import GPT, Blocks
 from megatron_zpp.model.routing_record import RoutingRecord
 from megatron_zpp.parallel.collectives import sum_whole
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.pipeline_channels import Transfer, connect
+from megatron_zpp.parallel.pipeline_channels import connect
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from zeropp import Sharding
 from zeropp.optim.step_or_skip import gradient_parts
+from zeropp.wire.rank_group import Transfer
 
 SeedDropout = Callable[[int, int], None]  # by the micro-batch's first sample, and the stage
 
@@ -146,7 +147,7 @@ class Pipeline(nn.Module):
             if not root.part.is_first:
                 shape = self._shape(tokens, splits=labels is not None)
                 channel = self.channels.activations_in
-                received = channel.expect(shape, self._dtype, self._ranks.device).wait()
+                received = channel.receive(shape, self._dtype, self._ranks.device).wait()
             output = root(tokens, labels, loss_mask, position_ids, edges, cache, received)
             if not root.part.is_last:
                 self._await_sent()
@@ -192,7 +193,7 @@ class Pipeline(nn.Module):
         part, channels = self.roots[each.chunk].part, self.channels
         channel = channels.activations_in if each.is_forward else channels.gradients_in
         is_end = part.is_first if each.is_forward else part.is_last
-        return None if is_end else channel.expect(step.shape, self._dtype, self._ranks.device)
+        return None if is_end else channel.receive(step.shape, self._dtype, self._ranks.device)
 
     def _forward(self, step: Step, each: Pass, received: Tensor | None) -> None:
         root = self.roots[each.chunk]

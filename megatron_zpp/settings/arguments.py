@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_zpp.settings import defaults
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.command_line import HELP, Assignment, read, vocabulary
+from megatron_zpp.settings.command_line import HELP, TypedFlag, read, vocabulary
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ParallelConfig
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
@@ -234,7 +234,7 @@ def _zero(
     return ZeroConfig.from_values(file, from_flags)
 
 
-def _log_notices(typed: Mapping[str, Assignment], config: Config) -> None:
+def _log_notices(typed: Mapping[str, TypedFlag], config: Config) -> None:
     ignored = {
         assignment.text: reason
         for assignment in typed.values()

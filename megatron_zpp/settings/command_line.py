@@ -35,7 +35,7 @@ class Meaning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class TypedFlag:
     """One flag as it was typed; `spelling` has its dashes, `text` also the values behind it."""
 
     flag: Flag
@@ -67,15 +67,15 @@ def vocabulary(
     return MappingProxyType(meanings)
 
 
-def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, Assignment]:
+def read(argv: Sequence[str], meanings: Mapping[str, Meaning]) -> dict[str, TypedFlag]:
     """The flags that were typed, by the name of their setting.
 
     Raises InputError for unknown flags and missing or wrong values, all at once, and for
     several names of one setting with different values.
     """
     problems: list[str] = []
-    typed: dict[str, Assignment] = {}
-    repeated: dict[str, Assignment] = {}
+    typed: dict[str, TypedFlag] = {}
+    repeated: dict[str, TypedFlag] = {}
     for spelling, values in _groups(typed_words(argv)):
         meaning = meanings.get(_plain(spelling[2:]))
         if meaning is None:
@@ -118,7 +118,7 @@ def split_flags(
     return ours, others
 
 
-def build_section(kind: type[Section], typed: Mapping[str, Assignment]) -> Section:
+def build_section(kind: type[Section], typed: Mapping[str, TypedFlag]) -> Section:
     """A section with the flags that were typed and defaults for the others.
 
     Raises InputError for a value out of range or values that contradict each other.
@@ -182,12 +182,12 @@ def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield spelling, values
 
 
-def _assignment(meaning: Meaning, spelling: str, values: list[str]) -> Assignment:
+def _assignment(meaning: Meaning, spelling: str, values: list[str]) -> TypedFlag:
     flag = meaning.flag
     if meaning.constant is not None:
         if values:
             raise InputError(f"{spelling} takes no value, but {values[0]!r} follows it")
-        return Assignment(flag=flag, value=meaning.constant, spelling=spelling, text=spelling)
+        return TypedFlag(flag=flag, value=meaning.constant, spelling=spelling, text=spelling)
     if not values or "" in values:
         about = flag.help or f"it has no effect here: {flag.why_ignored}"
         raise InputError(f"{spelling} needs a value: {TYPE_NAMES[flag.type]} ({about})")
@@ -201,7 +201,7 @@ def _assignment(meaning: Meaning, spelling: str, values: list[str]) -> Assignmen
     value = items if flag.count else items[0]
     flag.check(value, spelling)
     text = flag.assignment(value, spelling)
-    return Assignment(flag=flag, value=value, spelling=spelling, text=text)
+    return TypedFlag(flag=flag, value=value, spelling=spelling, text=text)
 
 
 def _convert(flag: Flag, spelling: str, text: str) -> Any:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_zpp.settings.command_line import Assignment
+from megatron_zpp.settings.command_line import TypedFlag
 from megatron_zpp.settings.flag import Flag
 from zeropp.errors import InputError
 from zeropp.settings.deepspeed_json import JsonValues
@@ -21,7 +21,7 @@ log = logging.getLogger("megatron_zpp")
 
 
 def merge(
-    typed: Mapping[str, Assignment], file: JsonValues, flags: Iterable[Flag]
+    typed: Mapping[str, TypedFlag], file: JsonValues, flags: Iterable[Flag]
 ) -> dict[str, Any]:
     """The values of all flags that were typed or whose JSON key is in the file, by flag.
 
@@ -64,9 +64,9 @@ def json_values(values: Mapping[str, Any], flags: Iterable[Flag]) -> dict[str, A
     return result
 
 
-def _check_same_keys(typed: Mapping[str, Assignment]) -> None:
+def _check_same_keys(typed: Mapping[str, TypedFlag]) -> None:
     """Raise InputError for two flags that give a key different values."""
-    first: dict[tuple[str, int | None], tuple[Assignment, Any]] = {}
+    first: dict[tuple[str, int | None], tuple[TypedFlag, Any]] = {}
     for assignment in typed.values():
         same_as = assignment.flag.same_as
         value = None if same_as is None else same_as.to_json(assignment.value)
@@ -77,7 +77,7 @@ def _check_same_keys(typed: Mapping[str, Assignment]) -> None:
             raise InputError(f"{other} and {assignment} contradict: keep one")
 
 
-def _check_between_settings(typed: Mapping[str, Assignment], file: JsonValues) -> None:
+def _check_between_settings(typed: Mapping[str, TypedFlag], file: JsonValues) -> None:
     """Raise InputError for flags that contradict other flags, or keys of other settings."""
     for name, other in (("fp16", "bf16.enabled"), ("bf16", "fp16.enabled")):
         if name in typed and file.values.get(other):
@@ -93,5 +93,5 @@ def _check_between_settings(typed: Mapping[str, Assignment], file: JsonValues) -
             raise _contradiction(typed[name], file.assignment(_ACCUMULATION))
 
 
-def _contradiction(typed: Assignment, other: str) -> InputError:
+def _contradiction(typed: TypedFlag, other: str) -> InputError:
     return InputError(f"{typed} on the command line and {other} contradict: keep one")

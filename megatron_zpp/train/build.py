@@ -18,6 +18,7 @@ from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.report.run_record import RunFacts
+from megatron_zpp.monitor.step_profiler import StepProfiler
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
@@ -25,8 +26,9 @@ from megatron_zpp.recipe.expert_ranks import expert_rows, with_expert_ranks
 from megatron_zpp.recipe.model import lora_summary
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import CheckpointConfig, Config
+from megatron_zpp.settings.config import Config
 from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN, open_inputs
 from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
@@ -81,6 +83,7 @@ def build_run(
             trained.capabilities,
         ),
     )
+    saves = bool(config.checkpoint.save)
     run = Run(
         config=config,
         ranks=ranks,
@@ -95,20 +98,17 @@ def build_run(
             console=console,
             lock=save_lock,
             batches=batches,
-            writer=open_writer(config.checkpoint),
+            writer=AsyncWriter() if saves and config.checkpoint.async_save else None,
         ),
         metrics=metrics,
         stopping=stopping,
+        profiler=StepProfiler(config.log, ranks.rank),
+        garbage=GarbageCollection(config.training),
         step_watch=open_step_watch(config, ranks),
     )
     console.table("Megatron-Z++", rows := summary(run))
     metrics.use_facts(partial(run_facts, run, rows))
     return run
-
-
-def open_writer(checkpoint: CheckpointConfig) -> AsyncWriter | None:
-    """What writes checkpoints beside training; None without `--async-save`."""
-    return AsyncWriter() if checkpoint.save and checkpoint.async_save else None
 
 
 def passes_of(sharding: Sharding, ranks: Ranks) -> OneStage | Pipeline:

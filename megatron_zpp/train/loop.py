@@ -1,11 +1,8 @@
 """The training loop: step, log, evaluate, save, stop."""
 
-from megatron_zpp.monitor.metrics import Validation
-from megatron_zpp.monitor.step_profiler import StepProfiler
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.settings.scheduled_values import is_due
-from megatron_zpp.train.evaluate import evaluate
-from megatron_zpp.train.garbage_collection import GarbageCollection
+from megatron_zpp.train.evaluate import evaluate_split
 from megatron_zpp.train.inputs import TRAIN, VALIDATION
 from megatron_zpp.train.iteration_log import IterationLog
 from megatron_zpp.train.run import Run
@@ -21,14 +18,10 @@ def train(run: Run) -> bool:
         evaluate_split(run, VALIDATION, "the start of training")
 
     last, stop_reason = run.trainer.schedules.length.iterations, None
-    with (
-        run.console.live(),
-        StepProfiler(config.log, run.ranks.rank) as profiler,
-        GarbageCollection(config.training) as garbage,
-    ):
+    with run.console.live(), run.profiler, run.garbage:
         while counters.iteration < last and not stop_reason:
             keep_writers(run)
-            stop_reason = train_with_these_replicas(run, log, profiler, garbage)
+            stop_reason = train_with_these_replicas(run, log)
         if stop_reason:
             run.saver.finish()
             run.console.line(f"stopping after iteration {counters.iteration}: {stop_reason}")
@@ -41,9 +34,7 @@ def train(run: Run) -> bool:
     return True
 
 
-def train_with_these_replicas(
-    run: Run, log: IterationLog, profiler: StepProfiler, garbage: GarbageCollection
-) -> str | None:
+def train_with_these_replicas(run: Run, log: IterationLog) -> str | None:
     """Train until the last iteration, or until other replicas take part.
 
     Returns why the run stops and has been saved, or None.
@@ -54,7 +45,7 @@ def train_with_these_replicas(
     left_out = schedules.batch_size.batches_with(config.data.skipped, first_sample)
     with run.batches.loader(TRAIN, first_sample, left_out) as batches:
         while counters.iteration < schedules.length.iterations:
-            profiler.before_iteration(counters.iteration)
+            run.profiler.before_iteration(counters.iteration)
             if any(counters.consumed_samples in samples for samples in left_out):
                 leave_out_batch(run)
             else:
@@ -68,9 +59,9 @@ def train_with_these_replicas(
             if evaluates or saves:
                 log.end()
 
-            garbage.after_iteration(counters.iteration)
+            run.garbage.after_iteration(counters.iteration)
             if evaluates:
-                with garbage.around_evaluation():
+                with run.garbage.around_evaluation():
                     evaluate_split(run, VALIDATION, f"iteration {counters.iteration}")
 
             if saves:
@@ -102,47 +93,4 @@ def leave_out_batch(run: Run) -> None:
     run.console.line(
         f"iteration {counters.iteration} is left out: samples {first}:{first + size} "
         "(--skip-samples)"
-    )
-
-
-def evaluate_split(run: Run, split: int, moment: str) -> None:
-    """Log the loss on the next `--eval-iters` global batches of `VALIDATION` or `TEST`, if any.
-
-    `moment` is the log line's description of when this happens.
-    """
-    config, counters, dataset = run.config, run.trainer.counters, run.batches.datasets[split]
-    if dataset is None or config.evaluation.eval_iters == 0:
-        return
-    batch_size = run.trainer.schedules.batch_size(counters.consumed_samples)
-    num_samples = config.evaluation.eval_iters * batch_size
-    consumed = counters.consumed_valid_samples if split == VALIDATION else 0
-    if consumed + num_samples > len(dataset):
-        consumed = 0  # this run has fewer validation samples than the one that saved the checkpoint
-    ranks = run.ranks
-    alone = ranks.replicas.joins_and_leaves
-    parts = ranks.num_replicas if alone else ranks.num_parts
-    samples_per_pass = config.batch.micro_batch_size * parts
-    passes = num_samples // samples_per_pass
-
-    def sums_of(share: int, shares: int) -> tuple[float, float]:
-        own = range(share * passes // shares, (share + 1) * passes // shares)
-        with run.batches.loader(split, consumed + own.start * samples_per_pass) as batches:
-            return evaluate(run.trainer.sharding, ranks, batches, len(own))
-
-    sum_of_losses, num_tokens = ranks.replicas.evaluate(sums_of)
-    if split == VALIDATION:
-        counters.consumed_valid_samples = consumed + num_samples
-    name = "validation" if split == VALIDATION else "test"
-    if not num_tokens:
-        run.console.line(f"no {name} loss at {moment}: none of the tokens drawn has one")
-        return
-    run.metrics.validation(
-        Validation(
-            iteration=counters.iteration,
-            consumed_samples=counters.consumed_samples,
-            consumed_tokens=counters.consumed_tokens,
-            loss=sum_of_losses / num_tokens,
-            moment=moment,
-            split=name,
-        )
     )

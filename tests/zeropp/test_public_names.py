@@ -1,16 +1,18 @@
 """The names that `import zeropp` provides; torch is imported with the first that needs it."""
 
 import ast
+import importlib
 import inspect
 import random
 import subprocess
 import sys
-from types import ModuleType
+from pathlib import Path
 
 import pytest
 
 import zeropp
 
+ROOT = Path(zeropp.__file__).parent.parent
 MODULES = ("optim", "zero")
 
 
@@ -43,20 +45,19 @@ def test_shard_is_the_function_after_every_module_is_imported() -> None:
     assert output_of(code).split() == [str(name not in MODULES) for name in zeropp.__all__]
 
 
-def test_names_for_type_checkers_match_the_lazy_imports() -> None:
-    tree = ast.parse(inspect.getsource(zeropp))
-    module_of = {
-        alias.name: f"{node.module}.{alias.name}" if node.module == "zeropp" else node.module
-        for branch in tree.body if isinstance(branch, ast.If)
-        for node in branch.body
-        for alias in node.names
-    }  # fmt: skip
-    assert sorted(module_of) == sorted(zeropp.__all__)
-    for name, module in module_of.items():
-        value = getattr(zeropp, name)
-        expected = value.__name__ if isinstance(value, ModuleType) else value.__module__
-        assert module == expected, name
-    assert set(zeropp.__all__) < set(dir(zeropp))
+@pytest.mark.parametrize("stub", sorted(ROOT.glob("zeropp/**/__init__.pyi")), ids=str)
+def test_each_name_that_a_package_exports_is_there(stub: Path) -> None:
+    package = importlib.import_module(".".join(stub.parent.relative_to(ROOT).parts))
+    imports = [node for node in ast.parse(stub.read_text()).body if hasattr(node, "names")]
+    for node in imports:
+        for alias in node.names:
+            assert alias.asname == alias.name, "says to type checkers that it is exported"
+            value = getattr(package, alias.name)
+            if isinstance(value, type) or inspect.isfunction(value):
+                assert value.__module__ == node.module, alias.name
+    names = [alias.name for node in imports for alias in node.names]
+    assert sorted(names) == package.__all__ and set(names) < set(dir(package))
+    assert not [name for name in names if (stub.parent / f"{name}.py").exists()] or "zero" in names
 
 
 @pytest.mark.parametrize(

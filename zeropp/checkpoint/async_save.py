@@ -29,8 +29,8 @@ from zeropp.checkpoint.shared_folder import partial_checkpoint, with_owner
 from zeropp.checkpoint.writer_process import (
     Abort,
     AllWritten,
-    Job,
     Published,
+    RankWrite,
     SaveHooks,
     Written,
 )
@@ -106,7 +106,7 @@ class AsyncWriter(AbstractContextManager):
         with partial_checkpoint(checkpoints, name, num_bytes):
             self._memory.remove_all()
             write_shards(self._memory, tensors)
-        job = Job(
+        job = RankWrite(
             rank=rank(),
             num_ranks=world_size(),
             checkpoints=checkpoints,
@@ -163,7 +163,7 @@ class AsyncWriter(AbstractContextManager):
                 errors[0] = published.error
         return broadcast_object(errors)
 
-    def _send(self, message: Job | AllWritten | Abort) -> None:
+    def _send(self, message: RankWrite | AllWritten | Abort) -> None:
         with suppress(BrokenPipeError):  # the process is dead, which `_receive` reports
             self._connection.send(message)
 

@@ -2,8 +2,8 @@
 
 It is a new interpreter, so that it shares no thread and no lock with the rank. It does not import
 torch, starts in a fraction of a second, and needs little more memory than one block of a file. The
-rank's files are in shared memory (`memory_files.py`). The rank sends a `Job` through a pipe; the
-process answers with `Written` and, on rank 0, `Published`.
+rank's files are in shared memory (`memory_files.py`). The rank sends a `RankWrite` through a pipe;
+the process answers with `Written` and, on rank 0, `Published`.
 
     .NAME.OWNER.tmp/__2_0.distcp   written by rank 2's process, with its checksum
     .NAME.OWNER.tmp/.2.written     then this: the names and checksums of rank 2's files
@@ -56,7 +56,7 @@ class SaveHooks(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RankWrite:
     """One rank's part of one checkpoint. Only rank 0 has `hooks`."""
 
     rank: int
@@ -95,7 +95,7 @@ class Abort(NamedTuple):
 
 
 def serve(connection_descriptor: int, memory_descriptor: int) -> None:
-    """Do one `Job` after another until the rank closes the pipe or dies."""
+    """Do one `RankWrite` after another until the rank closes the pipe or dies."""
     for number in (signal.SIGINT, signal.SIGTERM):  # it is the rank that reacts to them
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
@@ -104,13 +104,13 @@ def serve(connection_descriptor: int, memory_descriptor: int) -> None:
     try:
         while True:
             message = connection.recv()
-            if isinstance(message, Job):  # else it is about the job before, which is done
+            if isinstance(message, RankWrite):  # else it is about the job before, which is done
                 perform(message, memory_descriptor, connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def perform(job: Job, memory_descriptor: int, connection: Connection) -> None:
+def perform(job: RankWrite, memory_descriptor: int, connection: Connection) -> None:
     """Write a rank's files and report it; on rank 0 also publish the checkpoint and report that."""
     try:
         written = Written(entries=_write_files(job, memory_descriptor))
@@ -128,7 +128,7 @@ def perform(job: Job, memory_descriptor: int, connection: Connection) -> None:
     connection.send(published)
 
 
-def _write_files(job: Job, memory_descriptor: int) -> dict[str, FileEntry]:
+def _write_files(job: RankWrite, memory_descriptor: int) -> dict[str, FileEntry]:
     partial = job.checkpoints.partial(job.name)
     entries = {
         name: _write_file(partial / name, memory_descriptor, extent)
@@ -150,7 +150,7 @@ def _write_file(path: Path, memory_descriptor: int, extent: Extent) -> FileEntry
     return FileEntry(extent.bytes, checksum.hexdigest())
 
 
-def _publish(job: Job, hooks: SaveHooks, connection: Connection) -> list[Note]:
+def _publish(job: RankWrite, hooks: SaveHooks, connection: Connection) -> list[Note]:
     partial = job.checkpoints.partial(job.name)
     entries = _entries_of_all_ranks(job, partial, connection)
     require_visible(partial, entries)
@@ -161,7 +161,7 @@ def _publish(job: Job, hooks: SaveHooks, connection: Connection) -> list[Note]:
     return hooks.after_publication()
 
 
-def _entries_of_all_ranks(job: Job, partial: Path, connection: Connection) -> Entries:
+def _entries_of_all_ranks(job: RankWrite, partial: Path, connection: Connection) -> Entries:
     """Wait for all ranks' files: until their `.written` is seen, or the rank says so."""
     waiting = [_written(partial, rank) for rank in range(job.num_ranks)]
     entries: dict[str, FileEntry] = {}

@@ -17,8 +17,9 @@ from zeropp.deepspeed.fp32_weights import HALVES
 from zeropp.errors import InputError
 from zeropp.optim.sharded_optimizer import sharded
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.cut import Place, Subunits, by_unit, by_user, cut, places_of
+from zeropp.sharding.cut import Subunits, by_unit, by_user, cut, unit_of
 from zeropp.sharding.materialize import copy_from_first_rank
+from zeropp.sharding.places import Place, places_of
 from zeropp.sharding.plan import UnitPlan
 from zeropp.sharding.shard import store_frozen
 from zeropp.sharding.sharding import Sharding
@@ -98,7 +99,7 @@ def _adopt_into(
     for module in added:
         copy_from_first_rank(module, mesh.get_group(), device)
     like = replace(plan, is_root=False, is_apart=True, casts_inputs=True)
-    adopted = like.with_parameters(added, plain.values())
+    adopted = unit_of(like, added, plain.values())
     (module,) = cut([adopted])
     return {module: replace(adopted, parameters=())}
 

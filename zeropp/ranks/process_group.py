@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from zeropp.errors import InputError, NetworkError
-from zeropp.ranks.attempt import attempt_store
 from zeropp.ranks.reachability import refuse, require_reachable
-from zeropp.ranks.rendezvous import open_store
+from zeropp.ranks.rendezvous import attempt_store, open_store
 from zeropp.ranks.topology import Environment
 
 # Collectives of CPU tensors do not wait for the GPUs.

@@ -41,7 +41,7 @@ ADVICE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankAddresses:
     """Where a rank will be dialed: (ip, port, reason) of each address, on which `host`.
 
     world_size: the number of ranks that this one was started with.
@@ -89,7 +89,7 @@ def require_reachable(store: dist.Store, environment: Environment, *, with_nccl:
 
 def refuse(store: dist.Store, environment: Environment, reason: str) -> None:
     """Tell the ranks that call `require_reachable` why this rank does not start."""
-    place = Place(
+    place = RankAddresses(
         host=socket.gethostname(),
         world_size=environment.world_size,
         network=network_of_this_process(),
@@ -100,10 +100,10 @@ def refuse(store: dist.Store, environment: Environment, reason: str) -> None:
 
 
 @contextmanager
-def _listening(environment: Environment, *, with_nccl: bool) -> Iterator[Place]:
+def _listening(environment: Environment, *, with_nccl: bool) -> Iterator[RankAddresses]:
     """Listen where this rank will be dialed; yield that place."""
     here = partial(
-        Place,
+        RankAddresses,
         host=socket.gethostname(),
         world_size=environment.world_size,
         network=network_of_this_process(),
@@ -137,9 +137,9 @@ def _listener(address: Address) -> socket.socket:
     return listener
 
 
-def _place_of(store: dist.Store, rank: int) -> Place:
+def _place_of(store: dist.Store, rank: int) -> RankAddresses:
     try:
-        return Place(**json.loads(store.get(f"place/{rank}")))
+        return RankAddresses(**json.loads(store.get(f"place/{rank}")))
     except dist.DistStoreError as error:
         raise NetworkError(
             f"rank {rank} has not said where it can be reached within "
@@ -159,7 +159,7 @@ def _wait_until_heard(store: dist.Store, environment: Environment) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _refusals(places: Sequence[Place]) -> list[str]:
+def _refusals(places: Sequence[RankAddresses]) -> list[str]:
     """Name the ranks that do not start, and why."""
     return [
         f"rank {rank} on {place.host} has ended: {place.refusal}"
@@ -168,7 +168,7 @@ def _refusals(places: Sequence[Place]) -> list[str]:
     ]
 
 
-def _mismatches(places: Sequence[Place]) -> list[str]:
+def _mismatches(places: Sequence[RankAddresses]) -> list[str]:
     """Name the ranks that were started with another number of ranks."""
     return [
         f"rank {rank} on {place.host} was started with WORLD_SIZE={place.world_size}, rank 0 on "
@@ -178,7 +178,7 @@ def _mismatches(places: Sequence[Place]) -> list[str]:
     ]
 
 
-def _problems(places: Sequence[Place]) -> list[str]:
+def _problems(places: Sequence[RankAddresses]) -> list[str]:
     """Name the problems that are known before any rank dials."""
     problems = [
         f"rank {rank}: {place.problem}" for rank, place in enumerate(places) if place.problem
@@ -195,7 +195,7 @@ def _problems(places: Sequence[Place]) -> list[str]:
     return problems
 
 
-def _firsts(places: Sequence[Place]) -> list[int]:
+def _firsts(places: Sequence[RankAddresses]) -> list[int]:
     """The first rank of each machine."""
     first: dict[str, int] = {}
     for rank, place in enumerate(places):
@@ -203,7 +203,7 @@ def _firsts(places: Sequence[Place]) -> list[int]:
     return list(first.values())
 
 
-def _plan(places: Sequence[Place]) -> dict[str, dict]:
+def _plan(places: Sequence[RankAddresses]) -> dict[str, dict]:
     """Return which rank dials which: the first rank of each machine dials that of the next one."""
     firsts = _firsts(places)
     if len(firsts) == 1:
@@ -215,9 +215,9 @@ def _plan(places: Sequence[Place]) -> dict[str, dict]:
     }
 
 
-def _dial(own: Place, rank: int, other: int, at: Mapping) -> str:
+def _dial(own: RankAddresses, rank: int, other: int, at: Mapping) -> str:
     """Connect to another rank; return what is wrong, or nothing."""
-    place = Place(**at)
+    place = RankAddresses(**at)
     for ip, port, reason in place.addresses:
         try:
             socket.create_connection((ip, port), DIAL_SECONDS).close()

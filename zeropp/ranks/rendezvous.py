@@ -3,6 +3,11 @@
 The store is at MASTER_ADDR and MASTER_PORT. A launcher (torchrun, `zeropp`) has opened it before it
 starts the ranks. Otherwise rank 0 opens it, and the others wait until rank 0 has started, which
 takes as long as it takes.
+
+torchrun's agent keeps one store for as long as it runs. What the ranks of an earlier attempt wrote,
+such as the addresses at which they listened and which of them failed, would be taken for that of
+the present ones. No variable of the environment tells attempts apart: agents of several machines
+count restarts differently once a machine was lost. The ranks therefore agree on a name.
 """
 
 import contextlib
@@ -11,16 +16,17 @@ import os
 import socket
 import threading
 import time
+import uuid
 from concurrent.futures import Future
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from zeropp.errors import NetworkError
+from zeropp.errors import NetworkError, first_few
 from zeropp.ranks.topology import Environment
 
 PATIENCE_SECONDS = 20.0  # for a store that should be there, and before a rank says that it waits
-RETRY_SECONDS = 0.5
+RETRY_SECONDS, POLL_SECONDS = 0.5, 0.02
 LAST_PORT = 2**16 - 1
 
 log = logging.getLogger("zeropp")
@@ -42,6 +48,25 @@ def open_store(environment: Environment, timeout: timedelta) -> dist.Store:
         store = _connect_to_store(environment, min(timeout.total_seconds(), PATIENCE_SECONDS))
     store.set_timeout(timeout)
     return store
+
+
+def attempt_store(store: dist.Store, environment: Environment) -> dist.Store:
+    """Return the part of `store` that only the ranks of this attempt use; all ranks call it.
+
+    Every rank announces itself under a name of its own. Rank 0 answers each announcement with the
+    attempt's name until all ranks have confirmed it. Announcements by ranks of an earlier attempt
+    are answered too, without an effect. Raises `dist.DistStoreError` after the store's timeout.
+    """
+    meeting = dist.PrefixStore("attempts", store)
+    if environment.rank == 0:
+        name = uuid.uuid4().hex
+        _admit(meeting, name, environment)
+    else:
+        own_name = uuid.uuid4().hex
+        meeting.set(f"announced/{environment.rank}", own_name)
+        name = _answer(meeting, f"attempt-of/{own_name}", environment)
+        meeting.set(f"{name}/{environment.rank}", "")
+    return dist.PrefixStore(f"attempt/{name}", store)
 
 
 def _require_meeting_point(environment: Environment) -> None:
@@ -136,3 +161,42 @@ def _where(environment: Environment) -> str:
         ips = tuple(dict.fromkeys(str(address[0]) for *_, address in found))
     resolved = "" if ips == (host,) else f" (here {', '.join(ips) or 'an unknown name'})"
     return f"{host} port {port}{resolved}"
+
+
+def _answer(meeting: dist.Store, key: str, environment: Environment) -> str:
+    """Wait for rank 0's answer; say so if that takes long."""
+    patience = min(meeting.timeout, timedelta(seconds=PATIENCE_SECONDS))
+    try:
+        meeting.wait([key], patience)
+    except dist.DistStoreError:
+        log.warning(
+            f"rank {environment.rank} on {socket.gethostname()} has waited "
+            f"{patience.total_seconds():.0f} s for rank 0 to answer at "
+            f"{environment.meeting_point[0]}"
+        )
+    return meeting.get(key).decode()
+
+
+def _admit(meeting: dist.Store, name: str, environment: Environment) -> None:
+    """Answer each announcement with the attempt's name until all ranks have confirmed it."""
+    began = time.monotonic()
+    deadline, notice = began + meeting.timeout.total_seconds(), began + PATIENCE_SECONDS
+    missing, answered = set(range(1, environment.world_size)), set()
+    while missing:
+        for rank in sorted(missing):
+            if meeting.check([f"{name}/{rank}"]):
+                missing.remove(rank)
+            elif meeting.check([f"announced/{rank}"]):
+                announced = meeting.get(f"announced/{rank}").decode()
+                if announced not in answered:
+                    meeting.set(f"attempt-of/{announced}", name)
+                    answered.add(announced)
+        late = first_few([str(rank) for rank in sorted(missing)])
+        if missing and time.monotonic() > deadline:
+            raise dist.DistStoreError(
+                f"ranks {late} have not joined within {meeting.timeout.total_seconds():g} s"
+            )
+        if missing and time.monotonic() > notice:
+            notice = deadline
+            log.warning("ranks %s have not joined for %.0f s", late, PATIENCE_SECONDS)
+        time.sleep(POLL_SECONDS if missing else 0)

@@ -17,7 +17,7 @@ from zeropp.errors import InputError
 from zeropp.quant.packing import FLOATS
 from zeropp.ranks.coordination import among, require_same
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.cut import Place
+from zeropp.sharding.places import Place
 from zeropp.wire.collectives import WeightGather
 from zeropp.wire.route import UNQUANTIZED, Route
 
@@ -40,9 +40,32 @@ def require_same_model(
         require_same(values, "build the same model on all ranks", caller=caller)
 
 
-def require_shardable(places: Iterable[Place]) -> None:
-    """Raise InputError naming the parameters that keep a model from being sharded by units."""
-    places = list(places)
+def require_shardable(
+    model: nn.Module,
+    data: DeviceMesh | None,
+    config: ZeroConfig,
+    *,
+    blocks: Sequence[nn.Module],
+    places: Sequence[Place],
+    experts: Mapping[nn.Module, DeviceMesh],
+) -> bool:
+    """Raise InputError for what keeps a model from being sharded by units, its blocks and itself.
+
+    Returns whether it is to be sharded: one rank in fp32 leaves it as it is.
+    """
+    _require_no_engine(config)
+    _require_dense_gradients(model)
+    is_alone = data is None or data.size() == 1
+    if is_alone and config.compute_format == "float32" and not config.always_gathers:
+        return False
+    if data is None:
+        raise InputError(
+            f"zeropp.shard needs a device mesh of the ranks for {config.compute_format} and for "
+            "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
+        )
+    _require_blocks(model, blocks)
+    if experts or config.expert_ranks > 1:
+        _require_experts(experts, blocks, data, config)
     for place in places:
         _require_plain(place.name, place.parameter)
     owners: dict[nn.Parameter, Place] = {}
@@ -58,9 +81,10 @@ def require_shardable(places: Iterable[Place]) -> None:
             )
         if place.parameter.requires_grad:
             _require_one_type(trained.setdefault(place.unit, place), place)
+    return True
 
 
-def require_dense_gradients(model: nn.Module) -> None:
+def _require_dense_gradients(model: nn.Module) -> None:
     """Raise InputError for a layer whose gradients are sparse."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and module.weight.requires_grad:
@@ -70,7 +94,7 @@ def require_dense_gradients(model: nn.Module) -> None:
             )
 
 
-def require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def _require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Raise InputError unless `blocks` can be the units of a model that is not sharded.
 
     They are modules within the model, each given once and before what contains it: a unit takes all
@@ -102,7 +126,7 @@ def require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             taken.setdefault(module, name)
 
 
-def require_experts(
+def _require_experts(
     experts: Mapping[nn.Module, DeviceMesh],
     blocks: Sequence[nn.Module],
     data: DeviceMesh,
@@ -240,7 +264,7 @@ def require_common_steps(config: ZeroConfig, caller: str) -> None:
         )
 
 
-def require_no_engine(config: ZeroConfig) -> None:
+def _require_no_engine(config: ZeroConfig) -> None:
     """Raise InputError for what only engines do, where the caller has none."""
     for dotted in ENGINES_KEYS:
         value, key = config.value(dotted), ZeroConfig.setting(dotted)

@@ -7,42 +7,67 @@ so each parameter is gathered with the innermost called module that uses it. 0-d
 whole on every rank, outside of all units (zeropp/wire/gradients.py).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.fsdp_adapter import ShardSpec
+from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.grid import replicas
-from zeropp.sharding.plan import DataAxis, UnitPlan
+from zeropp.sharding.grid import device_of, find_nodes, first_axis, ranks_of
+from zeropp.sharding.places import Place, Places
+from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
+from zeropp.wire.frozen_weights import stored_layout
 
-
-class Place(NamedTuple):
-    """A parameter in a module. One that modules share has several places.
-
-    name: in the whole model.
-    unit: the innermost one that contains the module, or the model.
-    user: the innermost module of the unit whose forward pass is called and reads the parameter, or
-    the unit.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    module: nn.Module
-    user: nn.Module
-    unit: nn.Module
-
-
-Places = Iterable[Place]
 Subunits = dict[nn.Module, set[nn.Parameter]]  # module -> parameters its forward pass uses
+
+
+def plan_model(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    data: DeviceMesh | None,
+    config: ZeroConfig,
+    *,
+    blocks: Sequence[nn.Module],
+    places: Places,
+    experts: Mapping[nn.Module, DeviceMesh],
+    casts_inputs: bool,
+    keeps_root: bool,
+    calls_units: bool,
+) -> Plan:
+    """Return what `shard` does over `data`, an axis of the mesh; without one it has no units."""
+    plan = Plan(
+        stage=config.stage,
+        reduces_once=config.reduces_once,
+        keeps_roots=keeps_root or config.reduces_once,
+        calls_units=calls_units,
+        compute_dtype=getattr(torch, config.compute_format),
+    )
+    if data is None:
+        return plan
+    axis = _axis_of(mesh, data, config, data.size())
+    its_mesh = dict.fromkeys(experts.values())
+    axes = {each: _axis_of(each, first_axis(each), config, data.size()) for each in its_mesh}
+    units = plan_units(
+        model,
+        blocks,
+        places,
+        axis,
+        config,
+        experts={module: axes[each] for module, each in experts.items()},
+        casts_inputs=casts_inputs,
+    )
+    plan = replace(plan, units=units)
+    return plan.with_coding(device_of(data)) if axis.nodes.machines > 1 else plan
 
 
 def plan_units(
@@ -103,17 +128,26 @@ def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan
     statistical = {} if like.dtype == torch.float32 else _statistical_layers(places)
     in_fp32 = replace(like, dtype=torch.float32, casts_inputs=False)
     if unit in statistical:  # alone
-        return [in_fp32.with_parameters([unit], own)]
+        return [unit_of(in_fp32, [unit], own)]
     apart = set().union(*statistical.values())
     trained = trained_subunits(unit, places, apart) if like.separates_trained else {}
     apart.update(*trained.values())
-    units = [like.with_parameters([unit], (each for each in own if each not in apart))]
+    units = [unit_of(like, [unit], (each for each in own if each not in apart))]
     for users, kind in ((trained, like), (statistical, in_fp32)):
         if users:
             used = set().union(*users.values())
             subunit = replace(kind, is_apart=True)
-            units.append(subunit.with_parameters(users, (each for each in own if each in used)))
+            units.append(unit_of(subunit, users, (each for each in own if each in used)))
     return units
+
+
+def unit_of(
+    like: UnitPlan, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
+) -> UnitPlan:
+    """Return a unit like another one, of parameters that these modules use."""
+    parameters = tuple(parameters)
+    specs = (_spec_of(each, like.num_shards, like.stored_bits) for each in parameters)
+    return replace(like, modules=tuple(modules), parameters=parameters, specs=tuple(specs))
 
 
 def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
@@ -128,7 +162,7 @@ def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
                 if each.axis is plan.axis
                 for parameter in each.parameters
             )
-            copies[mesh] = replicas(
+            copies[mesh] = _replicas(
                 mesh, with_others=any(isinstance(each, DTensor) for each in same)
             )
     for plan in sorted(plans, key=lambda plan: plan.is_apart):  # a unit cut first hides its modules
@@ -216,14 +250,6 @@ def _statistical_layers(places: Places) -> Subunits:
     return layers
 
 
-def places_of(model: nn.Module, units: Collection[nn.Module] = ()) -> list[Place]:
-    """Return the places of all parameters, in the order of `model.parameters()`.
-
-    `units` are modules inside the model.
-    """
-    return [*_walk(model, frozenset(units), user=model, unit=model, prefix="")]
-
-
 def by_unit(places: Places) -> dict[nn.Module, list[Place]]:
     """Return the places in each unit that has any of its own."""
     units: dict[nn.Module, list[Place]] = {}
@@ -246,26 +272,45 @@ def sharded_parameters(places: Places) -> list[nn.Parameter]:
     return list(dict.fromkeys(place.parameter for place in places if place.parameter.ndim))
 
 
-def _walk(
-    module: nn.Module,
-    units: frozenset[nn.Module],
-    *,
-    user: nn.Module,
-    unit: nn.Module,
-    prefix: str,
-) -> Iterator[Place]:
-    if module in units:
-        user = unit = module
-    elif is_called(module):
-        user = module
-    for name, parameter in module.named_parameters(recurse=False):
-        yield Place(prefix + name, parameter, module, user, unit)
-    for name, child in module.named_children():
-        yield from _walk(child, units, user=user, unit=unit, prefix=f"{prefix}{name}.")
+def _axis_of(mesh: DeviceMesh, data: DeviceMesh, config: ZeroConfig, num_losses: int) -> DataAxis:
+    """Return the axis of units that are sharded over `data`, an axis of `mesh`."""
+    nodes, place = find_nodes(mesh, config, data), data.get_local_rank()
+    return DataAxis.of(config, nodes, ranks_of(data), place, num_losses=num_losses, mesh=data)
 
 
-def is_called(module: nn.Module) -> bool:
-    """Whether a module's forward is called: not so for containers, nor for the output projection
-    of `nn.MultiheadAttention`, whose weight is read without calling it."""
-    has_forward = type(module).forward is not nn.Module.forward
-    return has_forward and not isinstance(module, NonDynamicallyQuantizableLinear)
+def _replicas(mesh: DeviceMesh, *, with_others: bool) -> DeviceMesh:
+    """Return a mesh of shards of one rank, replicated over all ranks of a data axis.
+
+    `with_others` keeps it a part of the mesh that the data axis is an axis of, which FSDP2 needs
+    for parameters on other axes.
+    """
+    if with_others:
+        return fsdp.replica_axes(mesh)
+    alone = shared_group("alone", [dist.get_rank()], mesh.mesh.flatten().tolist())
+    return DeviceMesh.from_group(
+        [mesh.get_group(), alone],
+        mesh.device_type,
+        mesh=mesh.mesh.view(-1, 1),
+        mesh_dim_names=("replica", "shard"),
+    )
+
+
+def _spec_of(parameter: nn.Parameter, num_shards: int, stored_bits: int | None = None) -> ShardSpec:
+    """Return one rank's part of a parameter; frozen matrices become codes of `stored_bits`, if set.
+
+    If the parameter is split over other axes too, this is a part of this rank's part of it.
+    """
+    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    row = math.prod(shape[1:])
+    rows = -(-shape[0] // num_shards)  # FSDP2 cuts the first dim, rounded up
+    if fsdp.sharded_dim(parameter, num_shards):
+        row, rows = row // num_shards, shape[0]
+    elements = rows * row
+    is_stored = stored_bits and len(shape) >= 2 and not parameter.requires_grad
+    return ShardSpec(
+        elements=elements,
+        row=row,
+        ndim=len(shape),
+        trainable=parameter.requires_grad,
+        packed_bytes=stored_layout(elements, stored_bits).packed_bytes if is_stored else 0,
+    )

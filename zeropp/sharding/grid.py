@@ -17,9 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.ranks.groups import inherit_time_limit, shared_group
+from zeropp.ranks.groups import inherit_time_limit
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import explained_waits
 from zeropp.settings.zero_config import ZeroConfig
@@ -206,27 +205,17 @@ def _ranks_per_node(
     return per_node
 
 
-def replicas(mesh: DeviceMesh, *, with_others: bool) -> DeviceMesh:
-    """Return a mesh of shards of one rank, replicated over all ranks of a data axis.
-
-    `with_others` keeps it a part of the mesh that the data axis is an axis of, which FSDP2 needs
-    for parameters on other axes.
-    """
-    if with_others:
-        return fsdp.replica_axes(mesh)
-    rank, ranks = dist.get_rank(), ranks_of(mesh)
-    return DeviceMesh.from_group(
-        [mesh.get_group(), shared_group("alone", [rank], ranks)],
-        mesh.device_type,
-        mesh=mesh.mesh.view(-1, 1),
-        mesh_dim_names=("replica", "shard"),
-    )
-
-
 def inherit_time_limits(mesh: DeviceMesh) -> None:
     """Let collectives along a mesh fail after the default group's time limit at the latest."""
     for axis in range(mesh.ndim):
         inherit_time_limit(mesh.get_group(axis))
+
+
+def device_of(mesh: DeviceMesh | None) -> torch.device:
+    """Return this rank's device in a mesh; the CPU without one."""
+    if mesh is None or mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def first_axis(mesh: DeviceMesh) -> DeviceMesh:

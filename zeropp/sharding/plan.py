@@ -4,7 +4,6 @@
 and a planner of runs for models on the meta device. See docs/adr/0021.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,14 +11,12 @@ from functools import cached_property
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.settings.placement import Placement
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.coding_choice import with_choice
-from zeropp.wire.frozen_weights import stored_layout
 from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import Route, gradient_route, weight_route
 
@@ -110,14 +107,6 @@ class UnitPlan:
         """
         return self.stored_bits is not None or self.axis.weights.keeps
 
-    def with_parameters(
-        self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
-    ) -> "UnitPlan":
-        """Return a unit like this one, of parameters that these modules use."""
-        parameters = tuple(parameters)
-        specs = (spec_of(each, self.num_shards, self.stored_bits) for each in parameters)
-        return replace(self, modules=tuple(modules), parameters=parameters, specs=tuple(specs))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -196,6 +185,10 @@ class Plan:
         units = tuple(replace(unit, axis=axes.get(unit.axis, unit.axis)) for unit in self.units)
         return replace(self, units=units)
 
+    def without_parameters(self) -> "Plan":
+        """Return the plan without the whole parameters, so that they can be freed."""
+        return replace(self, units=tuple(replace(unit, parameters=()) for unit in self.units))
+
     def with_specs_of(self, units: Iterable[fsdp.FSDPModule]) -> "Plan":
         """Return the plan with what FSDP2's units hold now."""
         pairs = zip(self.units, units, strict=True)
@@ -207,24 +200,3 @@ def _without_codes(spec: ShardSpec, num_shards: int) -> ShardSpec:
     """Return one of so many parts of a spec, each of whole rows, as numbers."""
     row = max(spec.row, 1)
     return replace(spec, packed_bytes=0, elements=-(-spec.elements // (row * num_shards)) * row)
-
-
-def spec_of(parameter: nn.Parameter, num_shards: int, stored_bits: int | None = None) -> ShardSpec:
-    """Return one rank's part of a parameter; frozen matrices become codes of `stored_bits`, if set.
-
-    If the parameter is split over other axes too, this is a part of this rank's part of it.
-    """
-    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
-    row = math.prod(shape[1:])
-    rows = -(-shape[0] // num_shards)  # FSDP2 cuts the first dim, rounded up
-    if fsdp.sharded_dim(parameter, num_shards):
-        row, rows = row // num_shards, shape[0]
-    elements = rows * row
-    is_stored = stored_bits and len(shape) >= 2 and not parameter.requires_grad
-    return ShardSpec(
-        elements=elements,
-        row=row,
-        ndim=len(shape),
-        trainable=parameter.requires_grad,
-        packed_bytes=stored_layout(elements, stored_bits).packed_bytes if is_stored else 0,
-    )

@@ -42,21 +42,24 @@ INCOMPLETE = (
 class Root(ShardHolder):
     """A sharded model that is called on its own: a whole model, or a stage of a pipeline.
 
-    units: its blocks in forward order, and then itself. `group` are the data ranks. While no pass
-    runs, modules hold their shards, or whole parameters. Between a forward pass and its backward
-    pass they hold what FSDP2 gives them: a step of an optimizer made there raises InputError.
+    units: its blocks in forward order, and then itself, cut as planned. `group` are the data ranks.
+    in_turn: see `order`. While no pass runs, modules hold their shards, or whole parameters.
+    Between a forward pass and its backward pass they hold what FSDP2 gives them: a step of an
+    optimizer made there raises InputError.
     """
 
     def __init__(
         self,
-        model: fsdp.FSDPModule,
+        model: nn.Module,
         plan: Plan,
+        units: Sequence[fsdp.FSDPModule],
         config: ZeroConfig,
         group: dist.ProcessGroup,
         device: torch.device,
+        *,
+        in_turn: bool,
     ) -> None:
-        self.model, self.stage, self.device = model, plan.stage, device
-        self.units: tuple[fsdp.FSDPModule, ...] = ()
+        self.model, self.stage, self.device, self.units = model, plan.stage, device, tuple(units)
         self._apart: set[fsdp.FSDPModule] = set()  # inside the unit before them
         self.traffic, self.gradients = Traffic(), Gradients()
         self.reduces_once, self.keeps_root = plan.reduces_once, plan.keeps_roots
@@ -77,6 +80,8 @@ class Root(ShardHolder):
         if self._uncalled:
             fsdp.call_methods_by(model, self._call)
         add_holder(self)
+        self.add(self.units, plan.units)
+        self.order(self.units, in_turn=in_turn)
 
     def add(self, units: Sequence[fsdp.FSDPModule], plans: Sequence[UnitPlan]) -> None:
         """Connect units of the model as planned, between two passes; `order` sets their order."""

@@ -19,7 +19,7 @@ Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -27,32 +27,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.checks import (
-    require_blocks,
-    require_dense_gradients,
-    require_experts,
-    require_no_engine,
-    require_same_model,
-    require_shardable,
-)
-from zeropp.sharding.cut import cut, is_called, places_of, plan_units, split_experts
-from zeropp.sharding.grid import (
-    Grid,
-    data_axis,
-    find_nodes,
-    first_axis,
-    inherit_time_limits,
-    ranks_of,
-)
+from zeropp.sharding.checks import require_same_model, require_shardable
+from zeropp.sharding.cut import cut, plan_model, split_experts
+from zeropp.sharding.grid import Grid, data_axis, device_of, inherit_time_limits
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
     materialize_shards,
     replace_by_meta,
 )
-from zeropp.sharding.plan import DataAxis, Plan
+from zeropp.sharding.places import outermost_blocks, places_of
 from zeropp.sharding.recorded_tensor import not_recording
 from zeropp.sharding.root import Root
 from zeropp.sharding.sharding import Sharding
@@ -110,18 +95,43 @@ def shard(
         optimizer = zeropp.FusedAdam(model.parameters(), lr=1e-3)
         ```
     """
+    plans = dict(casts_inputs=cast_forward_inputs, keeps_root=keeps_root, calls_units=calls_units)
+    return _shard(model, mesh, config, axis, units, experts, **plans)
+
+
+def _shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    config: ZeroConfig,
+    axis: str | None,
+    units: Iterable[nn.Module] | None,
+    experts: Mapping[nn.Module, DeviceMesh],
+    *,
+    keeps_root: bool,
+    **plans: bool,
+) -> Sharding:
+    """Check that a model can be sharded, plan it, cut it as planned, and let it have memory."""
     data = None if mesh is None else data_axis(mesh, axis)
     if mesh is not None:
         inherit_time_limits(mesh)
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
     split_experts(experts)
-    uses = dict(casts_inputs=cast_forward_inputs, keeps_root=keeps_root, calls_units=calls_units)
-    plan = _make_plan(model, mesh, data, config, units, experts, **uses)
-    sharding = _carry_out(plan, Grid(model, mesh, data, experts), config, in_turn=keeps_root)
-    device = torch.device(config.placement.weights or _device_of(data))
-    materialize_shards(recorded_tensors, sharding.group, device)
-    _refresh(sharding)
+    blocks = tuple(outermost_blocks(model) if units is None else units)
+    parts = dict(blocks=blocks, places=places_of(model, {*blocks, *experts}), experts=experts)
+    is_cut = require_shardable(model, data, config, **parts)
+    grid = Grid(model, mesh, data, experts)
+    plan = plan_model(
+        model, mesh, data if is_cut else None, config, **parts, keeps_root=keeps_root, **plans
+    )
+    group, device, roots = None if data is None else data.get_group(), device_of(data), ()
+    if plan.units:
+        cut_units = cut(plan.units)
+        roots = (Root(model, plan, cut_units, config, group, device, in_turn=keeps_root),)
+    plan, parts = plan.without_parameters(), {}
+    sharding = Sharding(model=model, plan=plan, grid=grid, roots=roots, group=group)
+    materialize_shards(recorded_tensors, group, torch.device(config.placement.weights or device))
+    sharding.refresh()
     return _store_frozen_values(sharding, config) if config.stores_frozen else sharding
 
 
@@ -138,7 +148,7 @@ def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.de
     if config.stores_frozen:
         sharding = store_frozen(sharding, config, frozen)
     allocate_meta_tensors(sharding.model, lambda each: trained if each.requires_grad else frozen)
-    _refresh(sharding)
+    sharding.refresh()
     return sharding
 
 
@@ -167,110 +177,8 @@ def store_frozen(
     return replace(sharding, plan=sharding.plan.with_specs_of(sharding.units))
 
 
-def outermost_blocks(module: nn.Module, *, in_list: bool = False) -> Sequence[nn.Module]:
-    """Return the entries of the outermost `nn.ModuleList`s that have parameters, in order.
-
-    A block that is listed several times, as in models that share layers, is returned once. Entries
-    without a forward pass, such as lists and dicts, count as what is in them.
-    """
-    blocks: dict[nn.Module, None] = {}
-    in_list = in_list or isinstance(module, nn.ModuleList)
-    for child in module.children():
-        is_block = in_list and is_called(child) and not isinstance(child, nn.ModuleList)
-        for block in [child] if is_block else outermost_blocks(child, in_list=in_list):
-            if any(True for _ in block.parameters()):
-                blocks[block] = None
-    return list(blocks)
-
-
-def _make_plan(
-    model: nn.Module,
-    mesh: DeviceMesh | None,
-    data: DeviceMesh | None,
-    config: ZeroConfig,
-    units: Iterable[nn.Module] | None,
-    experts: Mapping[nn.Module, DeviceMesh],
-    *,
-    casts_inputs: bool,
-    keeps_root: bool,
-    calls_units: bool,
-) -> Plan:
-    """Return what `shard` does, or raise InputError; `data` is the data axis of `mesh`."""
-    require_no_engine(config)
-    require_dense_gradients(model)
-    plan = Plan(
-        stage=config.stage,
-        reduces_once=config.reduces_once,
-        keeps_roots=keeps_root or config.reduces_once,
-        calls_units=calls_units,
-        compute_dtype=getattr(torch, config.compute_format),
-    )
-    is_alone = data is None or data.size() == 1
-    if is_alone and plan.compute_dtype == torch.float32 and not config.always_gathers:
-        return plan
-    if data is None:
-        raise InputError(
-            f"zeropp.shard needs a device mesh of the ranks for {config.compute_format} and for "
-            "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
-        )
-    blocks = tuple(outermost_blocks(model) if units is None else units)
-    require_blocks(model, blocks)
-    if experts or config.expert_ranks > 1:
-        require_experts(experts, blocks, data, config)
-    places = places_of(model, {*blocks, *experts})
-    require_shardable(places)
-    axis = _axis_of(mesh, data, config, data.size())
-    its_mesh = dict.fromkeys(experts.values())
-    axes = {each: _axis_of(each, first_axis(each), config, data.size()) for each in its_mesh}
-    planned = plan_units(
-        model,
-        blocks,
-        places,
-        axis,
-        config,
-        experts={module: axes[each] for module, each in experts.items()},
-        casts_inputs=casts_inputs,
-    )
-    plan = replace(plan, units=planned)
-    return plan.with_coding(_device_of(data)) if axis.nodes.machines > 1 else plan
-
-
-def _axis_of(mesh: DeviceMesh, data: DeviceMesh, config: ZeroConfig, num_losses: int) -> DataAxis:
-    """Return the axis of units that are sharded over `data`, an axis of `mesh`."""
-    nodes, place = find_nodes(mesh, config, data), data.get_local_rank()
-    return DataAxis.of(config, nodes, ranks_of(data), place, num_losses=num_losses, mesh=data)
-
-
-def _carry_out(plan: Plan, grid: Grid, config: ZeroConfig, *, in_turn: bool) -> Sharding:
-    """Cut the model of the grid, and connect its units as planned."""
-    model, data = grid.model, grid.data
-    group = None if data is None else data.get_group()
-    sharding = Sharding(model=model, plan=plan, grid=grid, group=group)
-    if not plan.units:
-        return sharding
-    units = cut(plan.units)
-    root = Root(model, plan, config, sharding.group, _device_of(data))
-    root.add(units, plan.units)
-    root.order(units, in_turn=in_turn)
-    freed = (replace(unit, parameters=()) for unit in plan.units)
-    return replace(sharding, plan=replace(plan, units=tuple(freed)), roots=(root,))
-
-
 def _store_frozen_values(sharding: Sharding, config: ZeroConfig) -> Sharding:
     """Quantize frozen weights, if all of them have values."""
     frozen = [each for each in sharding.model.parameters() if not each.requires_grad]
     have_values = bool(frozen) and not any(parameter.is_meta for parameter in frozen)
     return store_frozen(sharding, config) if have_values else sharding
-
-
-def _refresh(sharding: Sharding) -> None:
-    """Let everything use the parameters that the modules hold now."""
-    for root in sharding.roots:
-        root.scalars.move_to_device()
-        fsdp.refresh_parameters(root.units)
-
-
-def _device_of(mesh: DeviceMesh | None) -> torch.device:
-    if mesh is None or mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

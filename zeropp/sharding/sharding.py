@@ -91,6 +91,12 @@ class Sharding:
         """Whether each rank holds a different slice of the averaged gradients."""
         return self.stage >= 1 and self.num_ranks > 1
 
+    def refresh(self) -> None:
+        """Use the parameters that the modules hold now, which have got their memory."""
+        for root in self.roots:
+            root.scalars.move_to_device()
+            fsdp.refresh_parameters(root.units)
+
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
         """Enclose one micro-batch's forward and backward; `last` marks the last one of a step."""

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-import torch
-
 from zeropp import fsdp_adapter as fsdp
 from zeropp.sharding.plan import DataAxis, UnitPlan
 from zeropp.wire.collectives import GradientMean, WeightGather
@@ -13,7 +11,6 @@ from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.kept_weights import KeptWeights
 from zeropp.wire.rank_group import RankGroup, everyone
-from zeropp.wire.route import Route
 from zeropp.wire.traffic import Traffic
 
 Hops = tuple[RankGroup | None, RankGroup | None]  # the inner and the outer one
@@ -38,7 +35,7 @@ class Wiring:
         self.undo = ExitStack()
         self._traffic, self._use, self._kept, self._divides = traffic, use, kept, divides
         self._in_flight = Reductions()
-        self._hops: dict[tuple[DataAxis, str], Hops] = {}
+        self._hops: dict[DataAxis, tuple[Hops, Hops]] = {}  # of weights, and of gradients
 
     def connect(self, unit: fsdp.Unit, plan: UnitPlan, *, stage: int) -> None:
         """Install the planned collectives; stage 0 and a single rank keep those of FSDP2."""
@@ -50,11 +47,23 @@ class Wiring:
                 fsdp.divide_gradients(unit, plan.axis.num_losses)
             return
         self.undo.callback(fsdp.restore_collectives, unit, fsdp.collectives_of(unit))
-        hops = self._hops_of(plan.axis, plan.axis.weights, "weights")
-        gather = WeightGather(unit, plan.axis.weights, hops, self._kept)
-        self.gathers[unit] = gather
-        fsdp.use_all_gather(unit, gather)
-        self.use_mean(unit, plan.axis, plan.wire_dtype)
+        weights, gradients = self._hops_of(plan.axis)
+        rounds = fsdp.replica_group(unit) is not None
+        is_cpu = fsdp.device_of(unit).type == "cpu"
+        self.gathers[unit] = WeightGather(unit, plan.axis.weights, weights, self._kept)
+        mean = GradientMean(
+            unit,
+            plan.axis.gradients,
+            gradients,
+            plan.wire_dtype,
+            self._in_flight if is_cpu and not rounds else None,
+            self._use,
+            num_losses=plan.axis.num_losses if self._divides else 1,
+            rounds=rounds,
+        )
+        fsdp.use_all_gather(unit, self.gathers[unit])
+        self.undo.callback(mean.leave)
+        fsdp.use_reduce_scatter(unit, mean, divides=self._divides)
 
     def watch(self, unit: fsdp.Unit) -> None:
         """Note which gradients FSDP2 reduces."""
@@ -64,32 +73,12 @@ class Wiring:
             note = partial(self._use.note, unit)
         self.undo.callback(fsdp.before_reduction(unit, note))
 
-    def use_mean(self, unit: fsdp.Unit, axis: DataAxis, wire_dtype: torch.dtype) -> None:
-        """Average the unit's gradients along the route of the axis."""
-        route, rounds = axis.gradients, fsdp.replica_group(unit) is not None
-        hops = self._hops_of(axis, route, "gradients")
-        is_cpu = fsdp.device_of(unit).type == "cpu"
-        in_flight = self._in_flight if is_cpu and not rounds else None
-        mean = GradientMean(
-            unit,
-            route,
-            hops,
-            wire_dtype,
-            in_flight,
-            self._use,
-            num_losses=axis.num_losses if self._divides else 1,
-            rounds=rounds,
-        )
-        self.undo.callback(mean.leave)
-        fsdp.use_reduce_scatter(unit, mean, divides=self._divides)
-
-    def _hops_of(self, axis: DataAxis, route: Route, purpose: str) -> Hops:
-        """Connect this rank to its inner and its outer hop, once."""
-        if (axis, purpose) not in self._hops:
-            axis_group = everyone(route.nodes, axis.position, axis.ranks)
-            inner, outer = axis_group.consecutive(route.inner), axis_group.strided(route.inner)
-            self._hops[axis, purpose] = (
-                inner.connected(self._traffic, purpose),
-                outer.connected(self._traffic, purpose, is_coded=bool(route.is_coded)),
+    def _hops_of(self, axis: DataAxis) -> tuple[Hops, Hops]:
+        """Connect this rank, once, to the inner and the outer hop of weights and of gradients."""
+        if axis not in self._hops:
+            whole = everyone(axis.nodes, axis.position, axis.ranks)
+            self._hops[axis] = tuple(
+                whole.hops(route.inner, self._traffic, purpose, is_coded=bool(route.is_coded))
+                for route, purpose in ((axis.weights, "weights"), (axis.gradients, "gradients"))
             )
-        return self._hops[axis, purpose]
+        return self._hops[axis]

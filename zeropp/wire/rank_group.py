@@ -125,6 +125,19 @@ def sum_of(messages: Iterable[Message]) -> Counter[tuple[str, str]]:
     return total
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor on its way between two ranks."""
+
+    _tensor: Tensor
+    _work: dist.Work
+
+    def wait(self) -> Tensor:
+        """Return the tensor when it has arrived, or may be written again."""
+        self._work.wait()
+        return self._tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
     """The ranks that take part in collectives, in their order; this one is at `position`.
@@ -190,6 +203,14 @@ class RankGroup:
         group = shared_group(purpose, members, self.ranks)
         coded = is_coded and uses_gloo(group)
         return replace(self, purpose=purpose, ledger=ledger, group=group, is_coded=coded)
+
+    def hops(
+        self, inner: int, ledger: Traffic, purpose: str, *, is_coded: bool
+    ) -> "tuple[RankGroup | None, RankGroup | None]":
+        """Return the inner hop, of `inner` consecutive members, and the outer one, connected."""
+        near, far = self.consecutive(inner), self.strided(inner)
+        connected = near.connected(ledger, purpose)
+        return connected, far.connected(ledger, purpose, is_coded=is_coded)
 
     def message(self, kind: str, num_bytes: int | tuple[int, ...], **others: object) -> Message:
         """Return a collective of this group as data; `others` are further fields of `Message`."""
@@ -295,6 +316,18 @@ class RankGroup:
             )
             work = self._named(work, "exchange", purpose, unit, async_op)
         return work, dict(zip(others, received.view(-1, room), strict=True))
+
+    def send(self, x: Tensor) -> Transfer:
+        """Begin to send x to the other one of two members."""
+        x = x.detach().contiguous()
+        self.count(EXCHANGE, x.nbytes)
+        with self.traced("send"):
+            return Transfer(x, dist.isend(x, group=self.group, group_dst=1 - self.index))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Transfer:
+        """Begin to receive a tensor from the other one of two members."""
+        x = torch.empty(*shape, dtype=dtype, device=device)
+        return Transfer(x, dist.irecv(x, group=self.group, group_src=1 - self.index))
 
     def maximize(self, x: Tensor) -> None:
         """Replace each element of x by the largest of all members."""

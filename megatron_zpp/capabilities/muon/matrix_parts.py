@@ -13,7 +13,7 @@ from megatron_zpp.capabilities.muon.settings import MuonConfig
 from megatron_zpp.model.attention.attention import Attention
 from megatron_zpp.model.moe.experts import Matrices
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.capabilities.muon.blocks import Matrix, Part, Run, num_rows, rows_within
+from zeropp.capabilities.muon.blocks import Matrix, MatrixPart, Run, num_rows, rows_within
 from zeropp.capabilities.muon.settings import BLOCKWISE
 from zeropp.capabilities.muon.sharded_matrix import matrix_of
 
@@ -52,7 +52,7 @@ def _of_qkv(module: Attention, config: ModelConfig, place: int | None, *, is_who
         of_ranks = tuple(
             rows_within(runs, (rank * shape[0], (rank + 1) * shape[0])) for rank in range(num_ranks)
         )
-        part = Part(
+        part = MatrixPart(
             runs=of_ranks[own_place if place is None else place],
             shape=(num_rows(runs), shape[1]),
             peer_runs=of_ranks if is_whole and is_uneven else (),
@@ -72,5 +72,5 @@ def _of_experts(module: Matrices) -> Matrix:
     """The matrices of experts, one below the other; no other rank has rows of these."""
     shape, rows = matrix_of(module.weight).shape, module.rows
     starts = range(0, shape[0], rows)
-    parts = (Part(runs=((start, start + rows),), shape=(rows, shape[1])) for start in starts)
+    parts = (MatrixPart(runs=((start, start + rows),), shape=(rows, shape[1])) for start in starts)
     return Matrix(shape=shape, parts=tuple(parts), is_apart=True)

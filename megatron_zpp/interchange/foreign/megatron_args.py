@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from megatron_zpp.interchange.foreign.pickles import StandIn
+from megatron_zpp.interchange.foreign.pickles import UnloadedObject
 from megatron_zpp.settings.config import ModelConfig
 from megatron_zpp.settings.gpt.experts import OF_TRAINING
 from zeropp.errors import InputError
@@ -57,7 +57,7 @@ def args_in(content: Any, where: str) -> dict[str, Any]:
 
     Raises InputError if they are something else than arguments.
     """
-    args = content.get("args") if isinstance(content, Mapping) else StandIn()
+    args = content.get("args") if isinstance(content, Mapping) else UnloadedObject()
     if args is None:
         return {}
     if not isinstance(args, Namespace):

@@ -66,7 +66,7 @@ METADATA_CLASSES = (
 )
 
 
-class StandIn:
+class UnloadedObject:
     """An object of a class that is not loaded: it holds what it was made of, and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ def load_pickle(path: Path, content: io.BytesIO | None = None) -> Any:
             "checkpoint needs and which could run any program; if you trust it, save its tensors "
             "anew where it was written"
         )
-    allowed = [(Namespace if name == NAMESPACE else StandIn, name) for name in names]
+    allowed = [(Namespace if name == NAMESPACE else UnloadedObject, name) for name in names]
     try:
         if content is not None:
             content.seek(0)
@@ -134,7 +134,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         """Return a class of the metadata; raises InputError for any other."""
         full = f"{module}.{name}"
         if full.startswith("megatron."):
-            return StandIn
+            return UnloadedObject
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if full in METADATA_CLASSES or is_dtype:
             return super().find_class(module, name)

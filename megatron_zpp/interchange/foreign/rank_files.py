@@ -22,7 +22,7 @@ from megatron_zpp.interchange.foreign.main_weights import with_main_weights
 from megatron_zpp.interchange.foreign.megatron_args import args_in
 from megatron_zpp.interchange.foreign.pickles import load_pickle
 from megatron_zpp.interchange.foreign.rank_parts import (
-    Grid,
+    SavedGrid,
     flat_tensors,
     join_stages,
     with_experts_joined,
@@ -56,7 +56,7 @@ def read_rank_files(folder: Path, *, load_optimizer: bool = True) -> ForeignChec
             f"{folder}: is of checkpoint version {version}, whose queries, keys and values are in "
             f"another order; let Megatron-LM load and save it to have version {FIRST_VERSION} or 3"
         )
-    grid = Grid.of(args, str(folder), 1 + max(rank for _, rank in files))
+    grid = SavedGrid.of(args, str(folder), 1 + max(rank for _, rank in files))
     weights = join_stages(_stages(files, grid, _model_parts), grid)
     weights = with_experts_joined(weights, grid.where)
     reason, state, step = NOT_ASKED_FOR, {}, 0.0
@@ -76,7 +76,7 @@ def read_rank_files(folder: Path, *, load_optimizer: bool = True) -> ForeignChec
     )
 
 
-def _state_of_all(paths: Paths, files: Files, grid: Grid) -> ByKey:
+def _state_of_all(paths: Paths, files: Files, grid: SavedGrid) -> ByKey:
     """Return Adam's moments, and fp32 weights if it has them.
 
     Raises UnmappedStateError if they cannot be mapped to weights.
@@ -146,7 +146,7 @@ def _load(paths: Paths, folder: Path) -> Files:
     return files
 
 
-def _stages(files: Files, grid: Grid, parts_of: Any) -> list[list[dict[str, LazyTensor]]]:
+def _stages(files: Files, grid: SavedGrid, parts_of: Any) -> list[list[dict[str, LazyTensor]]]:
     """Return the parts [stage][tensor rank] in the order of the model's layers.
 
     With interleaved stages each rank has several chunks, the first of all ranks before the second.

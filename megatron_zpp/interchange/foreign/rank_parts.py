@@ -26,7 +26,7 @@ Parts = Mapping[str, LazyTensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class SavedGrid:
     """The ranks whose parts make up a model; `where` is what errors call the checkpoint."""
 
     where: str
@@ -35,9 +35,9 @@ class Grid:
     is_tied: bool
 
     @staticmethod
-    def of(args: Mapping[str, Any], where: str, tensor_ranks: int | None = None) -> "Grid":
+    def of(args: Mapping[str, Any], where: str, tensor_ranks: int | None = None) -> "SavedGrid":
         """Return the ranks by Megatron's arguments, which also say the number if it is None."""
-        return Grid(
+        return SavedGrid(
             where=where,
             tensor_ranks=tensor_ranks or args.get("tensor_model_parallel_size") or 1,
             is_gated=bool(args.get("swiglu") or args.get("geglu")),
@@ -59,7 +59,7 @@ def flat_tensors(content: Mapping[str, Any], prefix: str = "") -> dict[str, Tens
     return tensors
 
 
-def join_stages(stages: Sequence[Sequence[Parts]], grid: Grid) -> dict[str, LazyTensor]:
+def join_stages(stages: Sequence[Sequence[Parts]], grid: SavedGrid) -> dict[str, LazyTensor]:
     """Return whole tensors of the parts [stage][tensor rank]; stages are in the model's order.
 
     Raises InputError for parts that are not of one model.
@@ -121,7 +121,7 @@ def _renumbered(name: str, first: int) -> str:
     return f"{LAYERS}{int(number) + first}.{rest}"
 
 
-def _join(name: str, parts: list[LazyTensor], grid: Grid) -> LazyTensor:
+def _join(name: str, parts: list[LazyTensor], grid: SavedGrid) -> LazyTensor:
     """Join what tensor-parallel ranks have of a weight."""
     dim = split_dim(name)
     try:

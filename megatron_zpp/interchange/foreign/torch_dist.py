@@ -25,7 +25,7 @@ from megatron_zpp.interchange.foreign.main_weights import with_main_weights
 from megatron_zpp.interchange.foreign.megatron_args import args_in
 from megatron_zpp.interchange.foreign.megatron_names import core_name, is_constant
 from megatron_zpp.interchange.foreign.pickles import load_pickle
-from megatron_zpp.interchange.foreign.rank_parts import Grid, with_experts_joined
+from megatron_zpp.interchange.foreign.rank_parts import SavedGrid, with_experts_joined
 from megatron_zpp.interchange.foreign.shard_tensors import ShardTensors
 from megatron_zpp.interchange.foreign.tensor_files import (
     COMMON_STATE,
@@ -109,7 +109,7 @@ def _state(
     if any(f".{MOMENTUM}." in name for name in tensors.names()):
         raise UnmappedStateError(NOT_TAKEN)
     if has_rank_states(tensors):
-        grid = Grid.of(args, str(tensors.folder))
+        grid = SavedGrid.of(args, str(tensors.folder))
         state = read_rank_states(tensors, by_kind.get("", {}), args, grid)
         step = updates(tensors)
     else:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_zpp.interchange.foreign.megatron_args import args_in
 from megatron_zpp.interchange.foreign.megatron_names import core_names
 from megatron_zpp.interchange.foreign.pickles import load_pickle
-from megatron_zpp.interchange.foreign.rank_parts import Grid, flat_tensors, join_stages
+from megatron_zpp.interchange.foreign.rank_parts import SavedGrid, flat_tensors, join_stages
 from megatron_zpp.interchange.foreign.tensor_files import (
     MOMENTUM,
     NOT_TAKEN,
@@ -87,7 +87,7 @@ def read_model_files(folder: Path) -> ForeignCheckpoint:
     )
 
 
-def grid_of(content: Mapping[str, Any], folder: Path) -> Grid:
+def grid_of(content: Mapping[str, Any], folder: Path) -> SavedGrid:
     """Return the ranks that saved a checkpoint; raises InputError without Megatron's arguments."""
     args = args_in(content, str(folder))
     if not args:
@@ -95,7 +95,7 @@ def grid_of(content: Mapping[str, Any], folder: Path) -> Grid:
             f"{folder}: has no arguments of Megatron-DeepSpeed in it, so it does not say what its "
             "model is: only checkpoints of Megatron-DeepSpeed's GPT are imported"
         )
-    return Grid.of(args, str(folder), content.get("mp_world_size"))
+    return SavedGrid.of(args, str(folder), content.get("mp_world_size"))
 
 
 def require_no_pipeline(content: Mapping[str, Any], folder: Path) -> None:
@@ -171,7 +171,7 @@ class _Vector:
                 yield part
 
 
-def _parts(models: Files, states: Files, grid: Grid, key: str) -> list[dict[str, LazyTensor]]:
+def _parts(models: Files, states: Files, grid: SavedGrid, key: str) -> list[dict[str, LazyTensor]]:
     """Return for each tensor rank the weights, or a moment of them, by megatron-core's names."""
     data_ranks = 1 + max(data for data, _ in states)
     parts = []

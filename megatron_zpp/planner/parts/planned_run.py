@@ -26,7 +26,8 @@ from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.capabilities.offload.offload import HOST, master_devices
 from zeropp.fsdp_adapter import ShardSpec
-from zeropp.sharding.cut import places_of, plan_units
+from zeropp.sharding.cut import plan_units
+from zeropp.sharding.places import places_of
 from zeropp.sharding.plan import DataAxis, Plan
 from zeropp.wire.rank_group import Nodes
 

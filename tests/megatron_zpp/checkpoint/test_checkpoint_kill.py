@@ -26,7 +26,7 @@ from tests.launched import call
 from tests.megatron_zpp.small_net import names, state_at
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.memory_files import MemoryFiles
-from zeropp.checkpoint.writer_process import Job, perform
+from zeropp.checkpoint.writer_process import RankWrite, perform
 
 CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove"}
 NUM_KILLS = 6
@@ -71,7 +71,7 @@ class WriterHere(AsyncWriter):
         self._connection, self._theirs = Pipe()
 
     def _send(self, message: object) -> None:
-        if isinstance(message, Job):
+        if isinstance(message, RankWrite):
             perform(message, self._memory.descriptor, self._theirs)
 
 

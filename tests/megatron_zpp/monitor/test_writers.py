@@ -16,7 +16,7 @@ from tensorboard.summary.writer import event_file_writer
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.monitor.matmul_rate import MatmulRate
-from megatron_zpp.monitor.memory import Memory
+from megatron_zpp.monitor.memory import MemoryUse
 from megatron_zpp.monitor.metrics import Iteration, Validation, Writer, summarize
 from megatron_zpp.monitor.tensorboard_names import Axis, Position
 from megatron_zpp.monitor.writers import open_writers
@@ -38,7 +38,7 @@ EVERYTHING = replace(
     log_validation_ppl_to_tensorboard=True,
     log_world_size_to_tensorboard=True,
 )
-MEMORY = Memory(
+MEMORY = MemoryUse(
     allocated_bytes=10, reserved_bytes=20, peak_allocated_bytes=10, peak_reserved_bytes=20,
     allocated_count=3,
 )  # fmt: skip

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_zpp.preprocess import chunks as module
-from megatron_zpp.preprocess.chunks import Position, read_chunks
+from megatron_zpp.preprocess.chunks import InputPosition, read_chunks
 from megatron_zpp.preprocess.partial_output import Journal, Totals
 from tests.megatron_zpp.preprocess.runs import run, texts_of
 from zeropp.errors import InputError
@@ -72,7 +72,7 @@ def test_reading_goes_on_from_any_place(
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 5000)
     path = write(tmp_path / "a.jsonl")
-    whole = list(read_chunks([path], ["text"], Position()))
+    whole = list(read_chunks([path], ["text"], InputPosition()))
     assert len(whole) > 10
     assert whole[-1].bytes_read >= path.stat().st_size * 0.9
     for number in (0, 4, len(whole) - 2, len(whole) - 1):
@@ -95,7 +95,7 @@ def test_a_worker_reads_a_plain_file_itself(
     path = write(tmp_path / "a.jsonl")
     if write is json_lines:
         path.write_bytes(module.BOM + path.read_bytes())
-    chunks = list(read_chunks([path], ["text"], Position()))
+    chunks = list(read_chunks([path], ["text"], InputPosition()))
     pickled = [pickle.dumps(chunk) for chunk in chunks]
     assert (max(map(len, pickled)) < 1000) is (write is json_lines)
     assert b"".join(pickle.loads(data).content() for data in pickled) == _lines()
@@ -174,7 +174,7 @@ ENTRIES = {
 def test_the_entries_of_a_journal_keep_their_names() -> None:
     """A run that an earlier version has begun can be resumed."""
     journal = Journal(
-        position=Position(file=2, offset=300, number=4),
+        position=InputPosition(file=2, offset=300, number=4),
         totals=Totals(documents=5, tokens=60, blank=1, invalid=1, first_invalid="a, line 2"),
         bytes_read=700,
         sizes=((120, 20, 48),),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.preprocess.chunks import Chunk, Position
+from megatron_zpp.preprocess.chunks import Chunk, InputPosition
 from megatron_zpp.preprocess.documents import Document, parse_documents
 from megatron_zpp.preprocess.sentences import split_sentences
 from zeropp.errors import InputError
@@ -21,7 +21,7 @@ VALUES = st.recursive(
 
 def read(*lines: bytes) -> list[Document | InputError | None]:
     data = b"\n".join(lines) + b"\n"
-    end = Position(file=1)
+    end = InputPosition(file=1)
     chunk = Chunk(
         path=Path("a.jsonl"), first=7, data=data, size=len(data), end=end, bytes_read=len(data)
     )

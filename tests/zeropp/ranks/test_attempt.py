@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from zeropp.ranks import attempt as attempt_module
-from zeropp.ranks.attempt import attempt_store
+from zeropp.ranks import rendezvous as attempt_module
+from zeropp.ranks.rendezvous import attempt_store
 from zeropp.ranks.topology import Environment
 
 WORLD = 3
@@ -49,7 +49,7 @@ def test_ranks_that_ended_before_rank_0_came_are_not_counted(store: dist.HashSto
 def test_a_rank_that_never_comes_is_named(
     store: dist.HashStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attempt_module, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(attempt_module, "PATIENCE_SECONDS", 0.1)
     store.set_timeout(timedelta(seconds=0.3))
     with ThreadPoolExecutor(2) as threads:
         joined = threads.submit(join, store, 1)
@@ -62,7 +62,7 @@ def test_a_rank_that_never_comes_is_named(
 def test_a_rank_that_hears_nothing_of_rank_0_says_so(
     store: dist.HashStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attempt_module, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(attempt_module, "PATIENCE_SECONDS", 0.1)
     store.set_timeout(timedelta(seconds=0.3))
     with pytest.raises(dist.DistStoreError):
         join(store, 1)

@@ -9,7 +9,8 @@ from tests.ranks import ranks
 from tests.zeropp.lora_model import engine_losses, expected_losses, with_quantized_weights
 from tests.zeropp.small_model import HIDDEN_SIZE, SmallModel, small_model
 from zeropp import InputError
-from zeropp.sharding.cut import places_of, trained_subunits
+from zeropp.sharding.cut import trained_subunits
+from zeropp.sharding.places import places_of
 from zeropp.wire.frozen_weights import is_quantized
 
 STEPS = 2

@@ -14,7 +14,7 @@ from tests.ranks import ranks
 from tests.zeropp.small_model import Block, SmallModel, loss_of, small_model, tokens_of, train
 from zeropp import Sharding, ZeroConfig, shard
 from zeropp.sharding.forecast import node_bytes
-from zeropp.sharding.shard import outermost_blocks
+from zeropp.sharding.places import outermost_blocks
 
 # Each of 3 AdamW steps may enlarge a rounding difference of 2^-24 by the depth of the sums
 # (< 64 terms in rank order), so losses agree to 3 * 64 * 2^-24 = 1.1e-5; 1e-5 is the promise.

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import ranks
-from zeropp.fsdp_adapter import MixedPrecisionPolicy, shard_unit
-from zeropp.sharding.plan import DataAxis
+from zeropp.fsdp_adapter import MixedPrecisionPolicy, own_specs, shard_unit
+from zeropp.sharding.plan import DataAxis, UnitPlan
 from zeropp.sharding.wiring import Wiring
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.rank_group import Nodes
@@ -38,13 +38,14 @@ def reduced_sum(
     route = Route(nodes=nodes, inner=ranks_per_node, bits=bits)
     use = GradientUse([mesh.get_group()], torch.device("cpu"))
     axis = DataAxis(
-        weights=route,
+        weights=Route(nodes=nodes, inner=WORLD),
         gradients=route,
         num_losses=WORLD,
         ranks=tuple(range(WORLD)),
         position=mesh.get_local_rank(),
     )
-    Wiring(Traffic(), use).use_mean(unit, axis, wire)
+    plan = UnitPlan(specs=own_specs(unit), axis=axis, dtype=torch.float32, wire_dtype=wire)
+    Wiring(Traffic(), use).connect(unit, plan, stage=3)
     unit.set_requires_gradient_sync(True)
     (unit(torch.eye(CHUNK)) * values.view(WORLD, CHUNK).T).sum().backward()
     return unit.weight.grad.to_local().flatten() * WORLD

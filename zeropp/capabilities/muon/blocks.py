@@ -19,7 +19,7 @@ BUCKET = 2**22  # elements that are on their way at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MatrixPart:
     """Rows of a matrix that are orthogonalized by themselves, as those of all queries.
 
     runs: where they are, in order, of the rows that the ranks of a data axis hold together.
@@ -43,18 +43,18 @@ class Matrix:
     """
 
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[MatrixPart, ...]
     is_apart: bool = False
 
     @classmethod
     def of(cls, shape: Shape, whole: Shape | None = None) -> "Matrix":
         """Return a matrix of one part, which is scaled as one of the shape `whole`."""
-        part = Part(runs=((0, shape[0]),), shape=whole or shape)
+        part = MatrixPart(runs=((0, shape[0]),), shape=whole or shape)
         return cls(shape=shape, parts=(part,))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class MatrixBlock:
     """Rows of a part that are orthogonalized together by the member `owner` of a group.
 
     matrix: its index. runs: for each member, the rows of its shard. whole: the part's shape.
@@ -91,7 +91,7 @@ class Block:
         return self.num_rows(member) * self.columns
 
 
-Round = tuple[Block, ...]  # what is on its way at a time
+Round = tuple[MatrixBlock, ...]  # what is on its way at a time
 
 
 def group_of(axis: RankGroup, blocks: str) -> RankGroup:
@@ -128,7 +128,7 @@ def plan_rounds(
     # Peers take the same blocks in the same order, whatever rows of them they have.
     blocks.sort(key=lambda block: (-block.work, block.matrix, block.peer_rows or block.runs))
     work = [0] * len(members)
-    rounds: list[list[Block]] = [[]]
+    rounds: list[list[MatrixBlock]] = [[]]
     for block in blocks:
         owner = work.index(min(work))
         work[owner] += block.work
@@ -157,7 +157,7 @@ def rows_within(runs: Sequence[Run], shard: Run) -> tuple[Run, ...]:
     return tuple((start - first, stop - first) for start, stop in cut if start < stop)
 
 
-def _blocks(index: int, matrix: Matrix, num_shards: int, members: range) -> Iterator[Block]:
+def _blocks(index: int, matrix: Matrix, num_shards: int, members: range) -> Iterator[MatrixBlock]:
     rows, columns = matrix.shape
     shards = [shard_rows(rows, num_shards, member) for member in members]
     for part in matrix.parts:
@@ -166,7 +166,7 @@ def _blocks(index: int, matrix: Matrix, num_shards: int, members: range) -> Iter
             for each in (part.runs, *part.peer_runs)
         )
         peer_rows = tuple(sum(map(num_rows, each)) for each in of_peers)
-        block = Block(
+        block = MatrixBlock(
             matrix=index, columns=columns, whole=part.shape, runs=runs, peer_rows=peer_rows
         )
         if block.elements:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp.capabilities.muon.blocks import Block, Matrix, Round, Run, group_of, rounds_of
+from zeropp.capabilities.muon.blocks import Matrix, MatrixBlock, Round, Run, group_of, rounds_of
 from zeropp.capabilities.muon.exchange import Exchange, Tensors, joined
 from zeropp.capabilities.muon.newton_schulz import MatrixSplit, flops, orthogonalize, scale
 from zeropp.capabilities.muon.settings import BLOCKWISE, NODE, WHOLE
@@ -67,7 +67,7 @@ class MuonOptions:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trained:
+class MatrixState:
     """This rank's rows of a matrix, its gradient and momentum, and the options of its group."""
 
     weight: Tensor
@@ -128,10 +128,10 @@ class MatrixStep:
         self, trained: Iterable[tuple[Tensor, Mapping[str, Any], Mapping, Tensor | None]]
     ) -> None:
         """Update weights and momentum of (parameter, options of its group, state, 16-bit copy)."""
-        by_axis: dict[tuple[RankGroup, str], list[Trained]] = {}
+        by_axis: dict[tuple[RankGroup, str], list[MatrixState]] = {}
         for parameter, options, state, copy in trained:
             matrix = self.matrix(parameter)
-            each = Trained(
+            each = MatrixState(
                 weight=local_part(parameter),
                 gradient=local_part(parameter.grad),
                 momentum=local_part(state[MOMENTUM]),
@@ -220,7 +220,9 @@ def cpu_has_bf16() -> bool:
 class _Rounds:
     """The rounds of one data axis in one step."""
 
-    def __init__(self, exchange: Exchange, matrices: Sequence[Trained], dtype: torch.dtype) -> None:
+    def __init__(
+        self, exchange: Exchange, matrices: Sequence[MatrixState], dtype: torch.dtype
+    ) -> None:
         self.exchange, self.matrices, self.dtype = exchange, matrices, dtype
         self.size, self.index = exchange.group.size, exchange.group.index
 
@@ -296,5 +298,5 @@ class _Rounds:
             for run, update in zip(block.runs[self.index], rows.split(lengths), strict=False):
                 self.matrices[block.matrix].move(run, update, block.whole)
 
-    def _owned(self, blocks: Round) -> list[Block]:
+    def _owned(self, blocks: Round) -> list[MatrixBlock]:
         return [block for block in blocks if block.owner == self.index]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zeropp.capabilities.muon.blocks import Matrix, Part, num_rows, rows_within, shard_rows
+from zeropp.capabilities.muon.blocks import Matrix, MatrixPart, num_rows, rows_within, shard_rows
 from zeropp.capabilities.muon.newton_schulz import MatrixSplit
 from zeropp.capabilities.muon.settings import BLOCKWISE, DUPLICATED
 from zeropp.errors import InputError
@@ -72,7 +72,7 @@ def matrix_of(parameter: Tensor, *, is_transposed: bool = False) -> Matrix:
     scaled_as = tuple(reversed(sides) if is_transposed else sides)
     firsts = (range(i * rows, number * pieces * rows, number * rows) for i in range(number))
     runs = (tuple((first, first + rows) for first in each) for each in firsts)
-    parts = tuple(Part(runs=each, shape=scaled_as) for each in runs)
+    parts = tuple(MatrixPart(runs=each, shape=scaled_as) for each in runs)
     return Matrix(shape=(padded * rows, sides[1]), parts=parts, is_apart=True)
 
 

@@ -35,7 +35,7 @@ LOCALHOST = "127.0.0.1"
 THREADS = Path("/proc/self/task")  # of this process, on Linux
 
 
-class Process(NamedTuple):
+class RankProcess(NamedTuple):
     """A rank's process, which leads a session; `poll` returns its exit code once it has ended."""
 
     pid: int
@@ -102,7 +102,7 @@ class LocalRanks:
         if listener is not None and self.imports and _can_fork_with(self.imports):
             start = partial(self._fork, listener)
         with Signals() as signals:
-            processes: list[Process] = []
+            processes: list[RankProcess] = []
             try:
                 for local_rank in range(self.num_ranks):
                     processes.append(start(local_rank, self._variables(world, local_rank)))
@@ -140,16 +140,18 @@ class LocalRanks:
         program = [*self.program[:begin], *told, *self.program[begin:]]
         return [*map(str, (os.getpid(), self.num_cores, local_rank)), *program]
 
-    def _start_program(self, local_rank: int, variables: dict[str, str]) -> Process:
+    def _start_program(self, local_rank: int, variables: dict[str, str]) -> RankProcess:
         command = [sys.executable, rank_main.__file__, *self._arguments(local_rank)]
         process = subprocess.Popen(command, env=environment_with(variables), start_new_session=True)
-        return Process(process.pid, process.poll)
+        return RankProcess(process.pid, process.poll)
 
-    def _fork(self, listener: socket.socket, local_rank: int, variables: dict[str, str]) -> Process:
+    def _fork(
+        self, listener: socket.socket, local_rank: int, variables: dict[str, str]
+    ) -> RankProcess:
         arguments = self._arguments(local_rank), variables, listener
         process = get_context("fork").Process(target=run_forked, args=arguments)
         process.start()
-        return Process(process.pid, lambda: process.exitcode)
+        return RankProcess(process.pid, lambda: process.exitcode)
 
 
 def _can_fork_with(imports: Iterable[str]) -> bool:
@@ -176,7 +178,7 @@ def _open_store(listener: socket.socket) -> dist.Store:
 
 
 def _watch(
-    processes: Sequence[Process], signals: Signals
+    processes: Sequence[RankProcess], signals: Signals
 ) -> tuple[dict[int, EndedRank], signal.Signals | None]:
     """Return how each has ended, and by which signal to this process, if that ended them."""
     ended: dict[int, EndedRank] = {}
@@ -202,7 +204,7 @@ def _watch(
                 deadline = deadline or time.monotonic() + SAVE_SECONDS
 
 
-def _send(number: int, processes: Iterable[Process]) -> None:
+def _send(number: int, processes: Iterable[RankProcess]) -> None:
     """Send a signal to processes and to those that they have started."""
     for process in processes:
         with suppress(ProcessLookupError):

@@ -16,7 +16,7 @@ IsFull = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketRange:
     """The numbers of a parameter: from `start` to `end` of a bucket."""
 
     bucket: int
@@ -28,14 +28,16 @@ class Place:
 class BucketLayout:
     """Places of parameters by name; numbers of each bucket, without the padding at its end."""
 
-    places: Mapping[str, Place]
+    places: Mapping[str, BucketRange]
     bucket_numels: tuple[int, ...]
 
     def joined(self) -> "BucketLayout":
         """Return the layout of one bucket in which all lie one after another."""
         starts = [sum(self.bucket_numels[:bucket]) for bucket in range(len(self.bucket_numels))]
         places = {
-            name: Place(0, starts[place.bucket] + place.start, starts[place.bucket] + place.end)
+            name: BucketRange(
+                0, starts[place.bucket] + place.start, starts[place.bucket] + place.end
+            )
             for name, place in self.places.items()
         }
         return BucketLayout(places=places, bucket_numels=(sum(self.bucket_numels),))
@@ -48,7 +50,7 @@ def lay_out(
 
     Those named in `own_bucket` share their buckets with no other.
     """
-    places: dict[str, Place] = {}
+    places: dict[str, BucketRange] = {}
     finished: list[int] = []
     end = 0  # of what is in the bucket that is being filled
     for name in reversed(numels):
@@ -57,7 +59,7 @@ def lay_out(
             finished.append(start)
             start = 0
         end = start + numels[name]
-        places[name] = Place(len(finished), start, end)
+        places[name] = BucketRange(len(finished), start, end)
         if name in own_bucket or is_full(len(finished), end):
             finished.append(end)
             end = 0

@@ -19,7 +19,7 @@ from megatron_zpp.interchange.foreign.distributed_optimizer.stage_parameters imp
     RankParameters,
     orders,
 )
-from megatron_zpp.interchange.foreign.rank_parts import Grid, join_stages
+from megatron_zpp.interchange.foreign.rank_parts import SavedGrid, join_stages
 from megatron_zpp.interchange.foreign.shard_tensors import ShardTensors
 from megatron_zpp.interchange.foreign.tensor_files import REMEDY, LazyTensor, UnmappedStateError
 from zeropp.errors import InputError, first_few
@@ -46,7 +46,7 @@ class RankStates:
     """The states of all ranks, [stage][tensor rank], and Megatron's arguments."""
 
     states: Sequence[Sequence[RankState]]
-    grid: Grid
+    grid: SavedGrid
     args: Mapping[str, Any]
 
     @property
@@ -97,7 +97,10 @@ def has_rank_states(tensors: ShardTensors) -> bool:
 
 
 def read_rank_states(
-    tensors: ShardTensors, weights: Mapping[str, LazyTensor], args: Mapping[str, Any], grid: Grid
+    tensors: ShardTensors,
+    weights: Mapping[str, LazyTensor],
+    args: Mapping[str, Any],
+    grid: SavedGrid,
 ) -> ByKey:
     """Return the state in a torch_dist checkpoint, of weights that are whole.
 
@@ -143,7 +146,7 @@ def updates(tensors: ShardTensors) -> float | None:
     return steps[0] if steps else None
 
 
-def _states(tensors: ShardTensors, args: Mapping[str, Any], grid: Grid) -> RankStates:
+def _states(tensors: ShardTensors, args: Mapping[str, Any], grid: SavedGrid) -> RankStates:
     if any(name.startswith("chained_") for name in tensors.names()):
         raise UnmappedStateError("it is that of several optimizers")
     stages = args.get("pipeline_model_parallel_size") or 1

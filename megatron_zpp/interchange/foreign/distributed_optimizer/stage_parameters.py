@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_zpp.interchange.foreign.megatron_names import split_dim
-from megatron_zpp.interchange.foreign.rank_parts import LAYERS, Grid
+from megatron_zpp.interchange.foreign.rank_parts import LAYERS, SavedGrid
 from megatron_zpp.interchange.foreign.tensor_files import LazyTensor, UnmappedStateError
 from zeropp.errors import InputError, first_few
 
@@ -53,7 +53,7 @@ class RankParameters:
         return {name: shape.numel() for name, shape in self.shapes.items()}
 
 
-def shared_weights(grid: Grid, stages: int) -> frozenset[str]:
+def shared_weights(grid: SavedGrid, stages: int) -> frozenset[str]:
     """Return the weights that the first and the last pipeline stage share."""
     return frozenset({EMBEDDING, OUTPUT} if grid.is_tied and stages > 1 else ())
 
@@ -77,7 +77,7 @@ class ModelChunks:
 
     @staticmethod
     def of(
-        weights: Mapping[str, LazyTensor], grid: Grid, stages: int, chunks: int
+        weights: Mapping[str, LazyTensor], grid: SavedGrid, stages: int, chunks: int
     ) -> "ModelChunks":
         """Return those of a model with these weights, whole.
 
@@ -137,7 +137,7 @@ class ModelChunks:
             yield RankParameters(shapes=shapes, own_bucket=self.shared), end
 
 
-def _rank_shape(name: str, weight: LazyTensor, grid: Grid) -> torch.Size:
+def _rank_shape(name: str, weight: LazyTensor, grid: SavedGrid) -> torch.Size:
     shape, dim = list(weight.fact.shape), split_dim(name)
     if dim is not None:
         if shape[dim] % grid.tensor_ranks:

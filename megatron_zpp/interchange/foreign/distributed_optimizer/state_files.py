@@ -16,7 +16,7 @@ from megatron_zpp.interchange.foreign.distributed_optimizer.stage_parameters imp
     shared_weights,
 )
 from megatron_zpp.interchange.foreign.pickles import load_pickle
-from megatron_zpp.interchange.foreign.rank_parts import Grid
+from megatron_zpp.interchange.foreign.rank_parts import SavedGrid
 from megatron_zpp.interchange.foreign.tensor_files import REMEDY
 from zeropp.errors import InputError, first_few
 
@@ -26,7 +26,7 @@ Shapes = Mapping[tuple[int, int], Sequence[Mapping[str, torch.Size]]]
 
 
 def read_state_files(
-    paths: Mapping[tuple[int, int], Path], shapes: Shapes, args: Mapping[str, Any], grid: Grid
+    paths: Mapping[tuple[int, int], Path], shapes: Shapes, args: Mapping[str, Any], grid: SavedGrid
 ) -> ByKey:
     """Return the state in the files of all stages and tensor ranks.
 

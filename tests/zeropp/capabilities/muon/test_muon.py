@@ -18,7 +18,7 @@ from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import shard_on_nodes, step
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, Sharding, ZeroConfig, optimizer_step, shard
-from zeropp.capabilities.muon.blocks import Matrix, Part, plan_rounds, shard_rows
+from zeropp.capabilities.muon.blocks import Matrix, MatrixPart, plan_rounds, shard_rows
 from zeropp.capabilities.muon.groups import groups_of, muon_options
 from zeropp.capabilities.muon.matrix_step import MuonOptions
 from zeropp.capabilities.muon.muon import Muon
@@ -102,7 +102,7 @@ def random_parts(draw: random.Random, rows: int, columns: int) -> Matrix:
     for kind, run in zip(kinds, zip(bounds, bounds[1:], strict=False), strict=False):
         runs.setdefault(kind, []).append(run)
     parts = [
-        Part(runs=tuple(each), shape=(sum(stop - start for start, stop in each), columns))
+        MatrixPart(runs=tuple(each), shape=(sum(stop - start for start, stop in each), columns))
         for each in runs.values()
     ]
     return Matrix(shape=(rows, columns), parts=tuple(parts))

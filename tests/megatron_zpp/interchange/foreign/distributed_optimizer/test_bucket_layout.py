@@ -7,7 +7,7 @@ import torch
 
 from megatron_zpp.interchange.foreign.distributed_optimizer.bucket_layout import (
     BucketLayout,
-    Place,
+    BucketRange,
     lay_out,
     of_numels,
     of_size,
@@ -25,7 +25,7 @@ from megatron_zpp.interchange.foreign.distributed_optimizer.stage_parameters imp
     RankParameters,
     orders,
 )
-from megatron_zpp.interchange.foreign.rank_parts import LAYERS, Grid
+from megatron_zpp.interchange.foreign.rank_parts import LAYERS, SavedGrid
 from megatron_zpp.interchange.foreign.shard_tensors import ShardTensors
 from megatron_zpp.interchange.foreign.tensor_files import LazyTensor
 from tests.megatron_zpp.interchange.foreign.recorded_checkpoints import unpack
@@ -50,9 +50,9 @@ def written(
     return [bucket for bucket in buckets if bucket]
 
 
-def places(buckets: list[list[str | None]]) -> dict[str, Place]:
+def places(buckets: list[list[str | None]]) -> dict[str, BucketRange]:
     return {
-        name: Place(number, bucket.index(name), bucket.index(name) + bucket.count(name))
+        name: BucketRange(number, bucket.index(name), bucket.index(name) + bucket.count(name))
         for number, bucket in enumerate(buckets)
         for name in dict.fromkeys(bucket)
         if name is not None
@@ -147,7 +147,7 @@ def test_the_layers_of_pipeline_stages_follow_from_their_buckets(seed):
     stages, chunks, is_tied = draw.randint(1, 3), draw.randint(1, 2), draw.random() < 0.5
     counts = [draw.randint(0, 3) for _ in range(stages * chunks)]
     counts[0] += 1
-    grid = Grid(where="it", tensor_ranks=2, is_gated=False, is_tied=is_tied)
+    grid = SavedGrid(where="it", tensor_ranks=2, is_gated=False, is_tied=is_tied)
     model = ModelChunks.of(model_weights(sum(counts), draw, is_tied=is_tied), grid, stages, chunks)
     for order in orders({"transformer_impl": draw.choice(["local", "transformer_engine"])}):
         saved: list[BucketLayout] = []
