@@ -97,12 +97,12 @@ def _experts_or_tokens(crossing: ExpertCrossing) -> str:
             size = _size(crossing.first_copy)
             text += f": frozen weights do once in a run, {size} from each node"
         return f"{text}. If {across} split the experts, {rows} of tokens would."
-    should = "tokens" if crossing.tokens < crossing.threshold else "weights"
+    should = "tokens" if crossing.tokens < crossing.threshold_tokens else "weights"
     return (
         f"With {crossing.settings}, a node sends others {_size(crossing.weights)} of experts' "
         f"weights and gradients in a step, or {rows} of tokens if {across} split the experts: "
         f"with {crossing.tokens:,.0f} tokens of a node and step, {should} should cross (tokens "
-        f"below {crossing.threshold:,.0f})."
+        f"below {crossing.threshold_tokens:,.0f})."
     )
 
 

@@ -254,13 +254,10 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
 def _loss_json(row: Row) -> dict[str, Any]:
     interval = row.candidate.interval
     change = loss_change(row.candidate.config.optimizer.optimizer, interval)
-    if change is None:
-        return {"interval": interval, "loss_percent": None}
-    return {
-        "interval": interval,
-        "loss_percent": [change.lowest, change.highest],
-        "loss_source": change.source,
-    }
+    loss = {"loss_percent": None}
+    if change is not None:
+        loss = {"loss_percent": [change.lowest, change.highest], "loss_source": change.source}
+    return {"interval": interval, **loss}
 
 
 def _flags(row: Row) -> str:

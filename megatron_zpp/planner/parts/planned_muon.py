@@ -20,7 +20,7 @@ from megatron_zpp.planner.timing.hardware import Rates
 from megatron_zpp.planner.timing.links import exchange
 from megatron_zpp.planner.timing.optimizer_time import OptimizerRound, OptimizerRounds, Sides
 from megatron_zpp.settings.config import Config
-from zeropp.capabilities.muon.blocks import Block, Matrix, group_of, rounds_of
+from zeropp.capabilities.muon.blocks import Matrix, MatrixBlock, group_of, rounds_of
 from zeropp.capabilities.muon.exchange import Exchange
 from zeropp.capabilities.muon.matrix_step import MuonOptions
 from zeropp.capabilities.muon.newton_schulz import flops
@@ -32,7 +32,7 @@ from zeropp.wire.traffic import HOPS
 
 ALONE = Nodes(num_ranks=1, ranks_per_node=1)  # of ranks that hold all rows
 Matrices = tuple[Matrix, ...]
-Blocks = Sequence[Block]  # of a round
+Blocks = Sequence[MatrixBlock]  # of a round
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,9 +141,7 @@ class PlannedMuon:
             load=exchange(near, far * group.nodes.parts / num_nodes / 2), work=work
         )
 
-    def _sent(
-        self, group: RankGroup, member: int, rounds: Sequence[Sequence[Block]]
-    ) -> Counter[str]:
+    def _sent(self, group: RankGroup, member: int, rounds: Sequence[Blocks]) -> Counter[str]:
         """Return the bytes that a member of a group sends in these rounds, there and back."""
         options = self.options
         exchange = Exchange(

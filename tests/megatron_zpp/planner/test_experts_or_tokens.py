@@ -105,7 +105,7 @@ def test_the_threshold_is_that_of_the_formula(
         copies=copies_across_nodes(EXPERTS, CHOSEN, num_nodes),
     )
     row = 4 * 2 * HIDDEN  # 4 moves in bf16
-    assert crossing.threshold == pytest.approx(expected * row / (row + 2 * 16 + 4), rel=0.01)
+    assert crossing.threshold_tokens == pytest.approx(expected * row / (row + 2 * 16 + 4), rel=0.01)
     assert (crossing.in_node, crossing.across) == (2, 2 * num_nodes)
     assert crossing.tokens == 32 * 128 / num_nodes and crossing.first_copy == 0
 
@@ -147,8 +147,8 @@ def test_memory_and_bytes_are_those_of_the_estimate(plan: ClusterPlan) -> None:
 
 def test_what_should_cross_is_said(plan: ClusterPlan) -> None:
     crossing = plan.crossing
-    assert crossing.tokens < crossing.threshold
-    said = f"tokens should cross (tokens below {crossing.threshold:,.0f})"
+    assert crossing.tokens < crossing.threshold_tokens
+    said = f"tokens should cross (tokens below {crossing.threshold_tokens:,.0f})"
     assert said in advice(plan)
 
 
@@ -162,7 +162,7 @@ def test_a_step_is_faster_as_fewer_bytes_cross(batch: int, is_few: bool) -> None
         parallel = replace(given.config.parallel, expert_model_parallel_size=size)
         config = replace(given.config, parallel=parallel)
         seconds.append(its_search.row(replace(given, config=config)).seconds)
-    assert (crossing.tokens < crossing.threshold) == is_few
+    assert (crossing.tokens < crossing.threshold_tokens) == is_few
     assert (seconds[1] < seconds[0]) == is_few
 
 
@@ -173,7 +173,7 @@ def test_frozen_experts_cross_once(name: str, bytes_per_weight: float, plan: Clu
     """Each of two nodes sends half of them, as INT8 with an fp32 scale for 256, or in 16 bit."""
     its_search = search(FEW, LORA)
     crossing = crossing_of(its_search, candidate_of(its_search, name))
-    assert crossing.weights == crossing.threshold == 0
+    assert crossing.weights == crossing.threshold_tokens == 0
     stored = 3 * EXPERTS * HIDDEN * WIDTH * bytes_per_weight
     assert stored < crossing.first_copy < 1.15 * stored  # and attention's
     said = advice(replace(plan, crossing=crossing))

@@ -9,7 +9,7 @@ from megatron_zpp.planner.loads import IN_LAYER, load_of, stage_loads, unit_load
 from megatron_zpp.planner.node_traffic import gradient_messages, node_of
 from megatron_zpp.planner.parts.planned_run import Places, plan_places
 from megatron_zpp.planner.step_work import StepTime, StepWork
-from megatron_zpp.planner.timing.hardware import Description, find_cluster
+from megatron_zpp.planner.timing.hardware import find_cluster
 from megatron_zpp.planner.timing.links import Load
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2, TP4, TWO_STAGES
@@ -81,7 +81,7 @@ def require_sums(sent: Iterable[tuple[float, Iterable[Load]]], expected: dict[st
 
 def time_of(flags: str, **described: object) -> StepTime:
     described = {"cluster": "dgx-a100", "num_nodes": 4, "gpus_per_node": 4, **described}
-    cluster = find_cluster(Description(**{"link": "25gbit", **described}))
+    cluster = find_cluster(**{"link": "25gbit", **described})
     return StepWork(places(flags), VOCABULARY).time(cluster)
 
 
