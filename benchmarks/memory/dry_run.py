@@ -14,8 +14,8 @@ from benchmarks.shared.pretrain_run import cpu_ranks, join_cpu_ranks
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.training_setup import CPU, largest_of_ranks
+from megatron_zpp.capabilities.experts.routing_record import RoutingStep
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.model.routing_record import RoutingStep
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import Estimate, estimate

@@ -7,7 +7,6 @@
 import dataclasses
 import logging
 import re
-from collections.abc import Sequence
 from itertools import chain
 
 from megatron_zpp.data.split import SPLITS, normalize
@@ -75,7 +74,11 @@ def _of_weighted_ranges(data: DataConfig) -> DataConfig:
             log.info("%s: %d groups, mixed in equal shares", flag, len(groups))
         datasets = [_parse_group(group, flag) for group in groups]
         if len(groups) > 1:
-            datasets = list(map(_with_shares, datasets))
+            datasets = [
+                [(f"{share:.15g}", *rest) for share, (_, *rest) in zip(shares, group, strict=True)]
+                for group in datasets
+                for shares in [normalize([float(weight) for weight, _, _ in group])]
+            ]
         weights, bounds, prefixes = zip(*chain.from_iterable(datasets), strict=True)
         pairs = zip(weights, prefixes, strict=True)
         changes[f"{split}_data_path"] = tuple(chain.from_iterable(pairs))
@@ -84,15 +87,6 @@ def _of_weighted_ranges(data: DataConfig) -> DataConfig:
     if not changes:
         return data
     return dataclasses.replace(data, split_ranges=tuple(ranges), **changes)
-
-
-def _with_shares(datasets: Sequence[_Dataset]) -> list[_Dataset]:
-    """Return the datasets of a group with weights that add up to 1."""
-    shares = normalize([float(weight) for weight, _, _ in datasets])
-    return [
-        (f"{share:.15g}", bounds, prefix)
-        for share, (_, bounds, prefix) in zip(shares, datasets, strict=True)
-    ]
 
 
 def _parse_group(group: str, flag: str) -> list[_Dataset]:
@@ -108,7 +102,8 @@ def _parse_group(group: str, flag: str) -> list[_Dataset]:
             )
         weight, bounds, prefix = match.groups()
         parsed.append((weight, bounds, prefix))
-        if not _is_weight(weight):
+        is_number = re.fullmatch(r"\d*\.?\d+([eE][-+]?\d+)?", weight, re.ASCII)
+        if not is_number or float(weight) == 0:
             raise InputError(f"{flag} {group!r}: {weight} is not a weight above 0")
         if range_of_documents(bounds) is None:
             raise InputError(
@@ -117,7 +112,3 @@ def _parse_group(group: str, flag: str) -> list[_Dataset]:
         if prefix.endswith(EXAMPLES_SUFFIX):
             raise InputError(f"{flag} {group!r}: examples have no ranges: give --train-data-path")
     return parsed
-
-
-def _is_weight(text: str) -> bool:
-    return re.fullmatch(r"\d*\.?\d+([eE][-+]?\d+)?", text, re.ASCII) is not None and float(text) > 0

@@ -16,12 +16,12 @@ holds those from r K / T to (r + 1) K / T - 1, in order; `megatron_zpp/parallel/
 which rank of the job that is. With T = n K ranks, n of them share a head of keys and values: each
 computes a part of its channels and of those of its queries, all are gathered, and each attends with
 1 / n of the queries. No weight is on two ranks. Without an axis layers compute the plain thing.
-Routers, gates of shared experts, and experts that are not split, with adapters, are whole too;
-where rows are split each rank computes with them its own. Activations are plain tensors.
-`split_dims` of a layer are the dimensions in which its parameters are split, by their names.
+What capabilities put in the place of an MLP says itself what of it is split. Activations are plain
+tensors. `split_dims` of a layer are the dimensions in which its parameters are split, by their
+names; `grad_is_partial` of a module names what in it is whole while each rank has a term of its
+gradient.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -29,15 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.lora import adapt, is_adapter
+from megatron_zpp.model.lora import adapt
 from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.parallel.collectives import moved, sum_whole
 from megatron_zpp.settings.config import LoraConfig
 from zeropp.optim.step_or_skip import gradient_parts, local_part
 from zeropp.wire.rank_group import RankGroup
-
-ROUTERS_AND_EXPERTS = re.compile(r"\.mlp\.(router|shared_gate|experts\.\w+(\.lora_[AB])?)\.weight$")
-OF_OWN_CHANNELS = re.compile(r"\.attention\.[qk]_norm\.|\.mlp\.activation\.")
 
 
 class LocalLinear(nn.Linear):
@@ -79,7 +76,11 @@ class ParallelLinear(LocalLinear):
         lora: LoraConfig | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, axis, self.dim)
-        self.lora = lora
+        self.lora, self.grad_is_partial = lora, ()
+        if axis is not None:
+            self.grad_is_partial = ("lora_A" if self.dim == 0 else "lora_B",) * (lora is not None)
+            if self.dim == 1 and axis.sequence_parallel:
+                self.grad_is_partial += ("bias",)
         if lora is not None:
             axis_a, axis_b = (axis if self.dim == dim else None for dim in (1, 0))
             self.lora_A = LocalLinear(in_features, lora.lora_rank, False, axis_a, dim=1)
@@ -184,15 +185,10 @@ def own_random_numbers(
 
 
 def sum_partial_gradients(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    group: RankGroup,
-    device: torch.device,
-    *,
-    sequence_parallel: bool,
+    model: nn.Module, optimizer: torch.optim.Optimizer, group: RankGroup, device: torch.device
 ) -> None:
     """Sum in place the gradients of whole parameters, as each rank has a term of each."""
-    parts = gradient_parts(optimizer, partial_parameters(model, sequence_parallel))
+    parts = gradient_parts(optimizer, partial_parameters(model))
     if not parts:
         return
     total = sum_whole(torch.cat([part.flatten() for part in parts]).to(device), group)
@@ -200,28 +196,17 @@ def sum_partial_gradients(
         part.copy_(sums.view(part.shape))
 
 
-def partial_parameters(model: nn.Module, sequence_parallel: bool) -> Iterator[nn.Parameter]:
-    """Yield the whole parameters whose gradient is a sum over ranks, each with its term.
+def partial_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the trained whole parameters whose gradient is a sum over ranks, each with its term.
 
     Those are what computes with its own rows, heads or channels, and the matrix of an adapter whose
-    other is split.
+    other is split. The module that makes them names them, or the modules that have them, as
+    `grad_is_partial`.
     """
-    whole: set[nn.Parameter] = set()
+    partial: set[nn.Parameter] = set()
     for module in model.modules():
-        if isinstance(module, WholeLinear):
-            whole.update(module.parameters())
-    split = {
-        getattr(module, name)
-        for module in model.modules()
-        for name in getattr(module, "split_dims", ())
-    }
-    for name, parameter in model.named_parameters():
-        is_of_experts = ROUTERS_AND_EXPERTS.search(name) is not None
-        is_whole = parameter.ndim == 1 or is_of_experts
-        has_rows = sequence_parallel and is_whole and not name.startswith("embed_norm.")
-        has_channels = OF_OWN_CHANNELS.search(name) is not None
-        is_term = has_rows or has_channels or is_adapter(name) and not is_of_experts
-        if parameter in whole:
-            is_term = sequence_parallel
-        if is_term and parameter not in split and parameter.requires_grad:
-            yield parameter
+        for name in getattr(module, "grad_is_partial", ()):
+            made = getattr(module, name)
+            if made is not None:
+                partial.update((made,) if isinstance(made, nn.Parameter) else made.parameters())
+    return (each for each in model.parameters() if each in partial and each.requires_grad)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from megatron_zpp.capabilities.experts.capability import expert_row
 from megatron_zpp.checkpoint.open_model import OpenModel
 from megatron_zpp.checkpoint.pretrained_model import with_initial_model
 from megatron_zpp.data.text_source import resolve_vocab_size
@@ -15,7 +16,6 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
 from megatron_zpp.planner.replicas import PlannedReplicas
-from megatron_zpp.recipe.expert_ranks import expert_rows
 from megatron_zpp.recipe.model import lora_summary
 from megatron_zpp.settings.config import Config
 from zeropp.ranks.host_memory import free_bytes
@@ -162,7 +162,7 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
     return [
         ("model", f"{shape}: {run.model.whole.num_parameters():,} parameters"),
         *lora_summary(config, run.model.whole),
-        *(expert_rows(model, run.ranks.split_experts) if model.has_experts else []),
+        *([expert_row(model, run.ranks.split_experts)] if model.has_experts else []),
         ("batch", batch),
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),

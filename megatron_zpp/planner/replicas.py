@@ -20,12 +20,12 @@ from megatron_zpp.planner.state_memory import MOMENTS, SAVED_COPY, WEIGHTS
 from megatron_zpp.planner.timing.hardware import GB, Rates, hardware_table
 from megatron_zpp.planner.timing.links import exchange
 from megatron_zpp.settings.config import Config
+from zeropp.capabilities.local_sgd.fragment import places_in
+from zeropp.capabilities.local_sgd.outer_group import PURPOSE
+from zeropp.capabilities.local_sgd.outer_mean import OuterMean
+from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
 from zeropp.errors import InputError
-from zeropp.optim.local_steps.fragment import places_in
-from zeropp.optim.local_steps.outer_group import PURPOSE
-from zeropp.optim.local_steps.outer_mean import OuterMean
 from zeropp.settings.no_effect_tables import read_toml
-from zeropp.settings.sync_schedule import SyncSchedule
 from zeropp.wire.rank_group import Nodes
 
 # Buffers of an exchange, in fp32: differences, what comes back from each owner, and both joined; of

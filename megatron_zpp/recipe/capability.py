@@ -1,6 +1,6 @@
 """What a capability says of a run, once: everything else is a loop over a run's capabilities."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from zeropp.settings.capabilities import modules_of
-from zeropp.wire.rank_group import Message
+from zeropp.wire.rank_group import Message, Nodes
 from zeropp.wire.traffic import Traffic
 
 if TYPE_CHECKING:  # a capability of one module has settings, too, that the configuration waits for
+    from megatron_zpp.model.attention.sequences import PassRecord
     from megatron_zpp.parallel.rank_grid import RankGrid
     from megatron_zpp.settings.config import Config
     from zeropp import Sharding
@@ -41,6 +42,7 @@ class Capability:
     optimizer: torch.optim.Optimizer | None = None
 
     setting: ClassVar[tuple[str, Any] | None] = None  # and its value in runs that have it
+    splits: ClassVar[str | None] = None  # what ranks of its axis split, as `Part.axes` calls it
     own_group: ClassVar[OwnGroup | None] = None  # of its optimizer
     ledger: ClassVar[Traffic | None] = None  # of what it sends; an instance may have one
 
@@ -48,6 +50,14 @@ class Capability:
     def is_on(cls, config: "Config") -> bool:
         """Whether a run has the capability."""
         return cls.setting is None or attrgetter(cls.setting[0])(config) == cls.setting[1]
+
+    @classmethod
+    def settled(cls, config: "Config", nodes: Nodes) -> "Config":
+        """Return the configuration with what follows from the nodes where it leaves that open."""
+        return config
+
+    def axis(self) -> Any:
+        """Return the ranks that split what it `splits`, or None; all ranks call it once."""
 
     def before_allocation(self, sharding: "Sharding", device: torch.device) -> None:
         """Raise InputError for too little memory, before weights get theirs; all ranks call it."""
@@ -69,6 +79,20 @@ class Capability:
         """Return bytes that it keeps on this rank's device, by kind."""
         return {}
 
+    def records(
+        self, num_micro_batches: int, scale: float | Tensor
+    ) -> "Sequence[PassRecord] | None":
+        """Return the records of a step's micro-batches, which layers write.
+
+        scale: what the losses are multiplied by that layers add to that of a micro-batch.
+        """
+
+    def after_passes(
+        self, step: int, records: "Sequence[PassRecord] | None"
+    ) -> Mapping[str, Tensor]:
+        """Return numbers of a step for the log by name, fp64 on the device; all ranks call it."""
+        return {}
+
     def before_update(self, step: int) -> None:
         """Act before the optimizer's update in a step, counted from 1; all ranks call it."""
 
@@ -82,6 +106,10 @@ class Capability:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` has returned, with the values of a checkpoint."""
 
+    def model_rows(self) -> Iterable[tuple[str, str]]:
+        """Yield rows (name, text) of the table before training that say more of the model."""
+        return ()
+
     def rows(self) -> Iterable[tuple[str, str]]:
         """Yield rows (name, text) of the table before training, and of --dry-run."""
         return ()
@@ -94,10 +122,24 @@ class Capability:
         return ()
 
 
+def _kinds_in(config: "Config") -> Iterator[type[Capability]]:
+    kinds = (module.CAPABILITY for module in modules_of("capability", CAPABILITIES))
+    return (kind for kind in kinds if kind.is_on(config))
+
+
 def capabilities_of(config: "Config", ranks: "RankGrid") -> tuple[Capability, ...]:
     """Return the capabilities of a run, by their names."""
-    kinds = [module.CAPABILITY for module in modules_of("capability", CAPABILITIES)]
-    return tuple(kind(config=config, ranks=ranks) for kind in kinds if kind.is_on(config))
+    return tuple(kind(config=config, ranks=ranks) for kind in _kinds_in(config))
+
+
+def settled(config: "Config", nodes: Nodes) -> "Config":
+    """Return a configuration that leaves nothing open that follows from the nodes.
+
+    Raises InputError for what does not fit them.
+    """
+    for kind in _kinds_in(config):
+        config = kind.settled(config, nodes)
+    return config
 
 
 def states_of(capabilities: Sequence[Capability]) -> dict[str, Tensor]:

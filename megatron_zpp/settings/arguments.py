@@ -73,14 +73,9 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
             "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
             "--lora-rank all weights are trained: give a rank (finetune_gpt.py), or leave it out"
         )
-    if config.zero.expert_ranks > 1:
-        raise InputError(
-            f"expert_parallel.autoep_size = {config.zero.expert_ranks} is for models of "
-            "zeropp.initialize: leave the section out, and give --expert-model-parallel-size"
-        )
     for obstacle, is_met in declared("OBSTACLES", CAPABILITIES):
         if is_met(config):
-            raise InputError(obstacle)
+            raise InputError(obstacle.format(config=config))
     _log_notices(typed, config)
     default_line = defaults.describe(values, completed)
     if default_line:

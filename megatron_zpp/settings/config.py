@@ -13,10 +13,12 @@ from megatron_zpp.settings.data import BatchConfig, DataConfig, FimConfig, Token
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.gpt.lora import LoraConfig
 from megatron_zpp.settings.gpt.model import ModelConfig
-from megatron_zpp.settings.optimization.optimizer import OptimizerConfig
-from megatron_zpp.settings.optimization.precision import PrecisionConfig
-from megatron_zpp.settings.optimization.recompute import RecomputeConfig
-from megatron_zpp.settings.optimization.schedule import ScheduleConfig
+from megatron_zpp.settings.optimization import (
+    OptimizerConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+)
 from megatron_zpp.settings.parallel import ParallelConfig
 from megatron_zpp.settings.run import (
     CheckpointConfig,

@@ -4,14 +4,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import gcd, prod
+from math import prod
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.flag import Section, flag, needs
-from megatron_zpp.settings.gpt.experts import NEEDS_EXPERTS
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 from zeropp.settings.schema import Rule, one_of
 
 SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+OTHER_SIZES = tuple(declared("SIZES", CAPABILITIES))  # of ranks that split what is in a layer
 STAGES_PER_RANK = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _NO_RING = (
     "not available: allgather sends the same bytes as a ring of p2p messages, and a2a fewer "
@@ -29,76 +31,7 @@ _BLOCK, _END = "ParallelTransformerLayerPipe", "EmbeddingPipe"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertParallelConfig(Section):
-    """How ranks share out experts (of ParallelConfig)"""
-
-    expert_model_parallel_size: int | None = flag(
-        None,
-        "consecutive ranks that split the experts of a layer (default: as many of a node as divide "
-        "the experts; 1 without ZeRO, and with tensor parallelism that does not split sequences)",
-        minimum=1,
-        aliases=("moe-expert-parallel-size",),
-        no_effect=NEEDS_EXPERTS,
-    )
-    moe_dispatch_bits: int = flag(
-        16,
-        "bits of a number in rows that cross nodes on their way to experts, where nodes split them",
-        choices=(8, 16),
-        no_effect=NEEDS_EXPERTS,
-    )
-
-    def expert_ranks(
-        self,
-        num_experts: int,
-        stage_ranks: int,
-        ranks_per_node: int,
-        zero_stage: int,
-        *,
-        steps_alone: bool = False,
-    ) -> int:
-        """Return how many consecutive ranks split the experts, of the ranks of a pipeline's stage.
-
-        `steps_alone`: other nodes have replicas of their own. Raises InputError for a size that was
-        given and does not fit.
-        """
-        size, tensor = self.expert_model_parallel_size, self.tensor_model_parallel_size
-        repeats_tokens = tensor > 1 and not self.sequence_parallel
-        if size is None:
-            if repeats_tokens or zero_stage == 0:
-                return 1
-            most = gcd(num_experts, stage_ranks, ranks_per_node)
-            return most if most % tensor == 0 else 1
-        shown = f"--expert-model-parallel-size {size}"
-        if size > 1 and repeats_tokens:
-            raise InputError(
-                f"{shown} needs tensor ranks with tokens of their own: add --sequence-parallel "
-                "beside --tensor-model-parallel-size, or set 1"
-            )
-        alone = " in a node, which zeropp.sync_every lets step alone" if steps_alone else ""
-        for number, what in (
-            (num_experts, f"the {num_experts} experts of --num-experts"),
-            (stage_ranks, f"the {stage_ranks} ranks that share the layers{alone}"),
-        ):
-            if number % size:
-                raise InputError(
-                    f"{shown} does not divide {what}: use {gcd(num_experts, stage_ranks)} or a "
-                    "divisor of it"
-                )
-        if ranks_per_node % size and size % ranks_per_node:
-            raise InputError(
-                f"{shown} is neither a part of a node's {ranks_per_node} ranks nor whole nodes: "
-                f"use a divisor or a multiple of {ranks_per_node}"
-            )
-        if size > 1 and size % tensor:
-            raise InputError(
-                f"{shown} is not a multiple of --tensor-model-parallel-size {tensor}: the tensor "
-                "ranks of a sequence send its tokens to other experts each; use a multiple, or 1"
-            )
-        return size
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig(ExpertParallelConfig):
+class ParallelConfig(*declared("PARALLEL", CAPABILITIES), Section):
     """How the ranks share the work: those that split a model, and replicas for the data."""
 
     tensor_model_parallel_size: int = flag(

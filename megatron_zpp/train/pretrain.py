@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder
 from megatron_zpp.checkpoint.open_model import OpenModel
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.monitor.report.at_end import report_after_failure, report_rows
+from megatron_zpp.monitor.report.report import report_after_failure, report_rows
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.parallel.replicas import joining_of

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.checkpoint_args import no_checkpoint_error
 from megatron_zpp.checkpoint.iteration_folders import Retention
+from megatron_zpp.checkpoint.pretrained_model import no_checkpoint_error
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Metrics
@@ -19,7 +19,7 @@ from megatron_zpp.recipe.capability import Capability, states_of
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.data import names_examples
-from megatron_zpp.settings.gpt.experts import OF_TRAINING
+from megatron_zpp.settings.gpt.model import OF_TRAINING
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON

@@ -14,10 +14,6 @@ class GradientAccumulation:
     With `"managed_gradient_accumulation": false`, each `step()` ends one.
     """
 
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts the micro-batches of a step."""
-        return self.zero_config.managed_gradient_accumulation
-
     @property
     def micro_steps(self) -> int:
         """Micro-batches so far; setting the number says also which of its step the next one is."""

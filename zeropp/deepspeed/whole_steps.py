@@ -1,6 +1,6 @@
-"""`engine.train_batch`: a whole step in one call, as DeepSpeed's pipelines have it; its data."""
+"""`engine.train_batch`: a whole step in one call, as DeepSpeed's pipelines have it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -9,36 +9,8 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from zeropp.deepspeed.runtime.dataloader import RepeatingLoader
 from zeropp.errors import RefusedCall
-
-
-class RepeatingLoader:
-    """An iterator over `loader` that begins again at its end.
-
-    A sampler with `set_epoch` gets the number of each round, so that it shuffles anew. Raises
-    StopIteration only for a loader without batches.
-    """
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader, self._epoch = loader, 0
-        self._batches = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __len__(self) -> int:
-        """Batches of one round."""
-        return len(self.loader)
-
-    def __next__(self) -> Any:
-        for batch in self._batches:
-            return batch
-        self._epoch += 1
-        sampler = getattr(self.loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self._epoch)
-        self._batches = iter(self.loader)
-        return next(self._batches)
 
 
 class WholeSteps:

@@ -123,6 +123,7 @@ class Attention(CoreAttention):
             hidden, width + 2 * kv_width, config.has_qkv_bias, axis, adapters("attention.qkv")
         )
         self.q_norm = self.k_norm = self.queries_norm = self.keys_norm = None
+        self.grad_is_partial = ()
         if config.qk_layernorm and config.qk_layernorm_across_heads:
             self.queries_norm = norm_of_all_heads(config, width, part)
             self.keys_norm = norm_of_all_heads(config, kv_width, part)
@@ -132,6 +133,7 @@ class Attention(CoreAttention):
         elif config.qk_layernorm:
             self.q_norm = make_norm(config, self.head_dim, part.norms)
             self.k_norm = make_norm(config, self.head_dim, part.norms)
+            self.grad_is_partial = ("q_norm", "k_norm")  # of a rank's heads
         bias = config.has_attention_output_bias
         self.output = RowParallelLinear(width, hidden, bias, axis, adapters("attention.output"))
 

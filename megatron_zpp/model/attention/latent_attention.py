@@ -64,6 +64,8 @@ class LatentAttention(CoreAttention):
             self.kv_down_norm = make_norm(config, latent, part.norms, EPSILON)
             if rank is not None:
                 self.q_down_norm = make_norm(config, rank, part.norms, EPSILON)
+        latents = ("q_down", "q_down_norm", "kv_down", "kv_down_norm")
+        self.grad_is_partial = latents if part.splits_rows else ()
         width, bias = all_heads * config.v_head_dim, config.has_attention_output_bias
         self.output = RowParallelLinear(width, hidden, bias, axis, adapters("attention.output"))
 

@@ -1,6 +1,7 @@
 """Writes the report of a run, `report.html`, from what the run recorded."""
 
 import json
+import logging
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import jinja2
 from megatron_zpp.monitor.report.cards import byte_unit, cards
 from megatron_zpp.monitor.report.run_record import (
     ACROSS_NODES,
+    JSON_LINES,
     PLAIN,
     REPORT,
     SENT,
@@ -20,10 +22,13 @@ from megatron_zpp.monitor.report.run_record import (
     read_record,
     warmed_up_median,
 )
+from megatron_zpp.settings.config import LogConfig
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 
 TEMPLATE = Path(__file__).with_name("page.html")
+
+log = logging.getLogger("megatron_zpp")
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
@@ -40,6 +45,35 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     output = output or folder / REPORT
     write_atomically(output, page(record))
     return output
+
+
+def report_rows(config: LogConfig) -> list[tuple[str, str]]:
+    """Write the report at the end of a run; return a row with its path, or why there is none.
+
+    One rank calls it, after the writers are closed. Nothing that goes wrong with it ends the run.
+    """
+    if config.tensorboard_dir is None:
+        return []
+    try:
+        return [("report", str(write_report(Path(config.tensorboard_dir))))]
+    except (InputError, OSError) as error:
+        return [("report", f"none: {error}")]
+    except Exception:
+        log.warning("the report could not be made", exc_info=True)
+        return []
+
+
+def report_after_failure(config: LogConfig) -> list[tuple[str, str]]:
+    """Write the report of a run that a signal or an error ended, if it recorded anything new."""
+    if config.tensorboard_dir is None:
+        return []
+    folder = Path(config.tensorboard_dir)
+    recorded, report = folder / JSON_LINES, folder / REPORT
+    if not recorded.exists() or not recorded.stat().st_size:
+        return []
+    if report.exists() and report.stat().st_mtime >= recorded.stat().st_mtime:
+        return []
+    return report_rows(config)
 
 
 @dataclass(frozen=True)

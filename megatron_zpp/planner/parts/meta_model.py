@@ -41,7 +41,7 @@ class MetaModel:
     def stages(self, ranks: PlannedRanks) -> list[Part]:
         """Return the stages of a rank."""
         layers = ranks.parallel.stages(self._config.model.num_layers)
-        part = replace(self._adapted, experts=ranks.split_experts)
+        part = replace(self._adapted, axes=ranks.axes)
         return parts_of_stages(part, layers, ranks.pipeline_place, ranks.pipeline_size)
 
     def split(self, ranks: PlannedRanks) -> GPT:
@@ -97,15 +97,14 @@ class MetaModel:
 
     def partial(self, ranks: PlannedRanks) -> frozenset[nn.Parameter]:
         """Return the parameters of whose gradients each tensor rank computes a term."""
-        model, splits_rows = self.split(ranks), ranks.parallel.sequence_parallel
-        found = partial(frozenset, partial_parameters(model, splits_rows))
+        found = partial(frozenset, partial_parameters(self.split(ranks)))
         return self.once(found, "partial", axes_key(ranks))
 
     def _build(self, kind: type[GPT], part: Part, ranks: PlannedRanks | None = None) -> GPT:
         if ranks is not None:
             parallel = ranks.parallel
             tensor, context = ranks.tensor_axis(parallel), ranks.context_axis(parallel)
-            part = replace(part, tensor=tensor, context=context, experts=ranks.split_experts)
+            part = replace(part, tensor=tensor, context=context, axes=ranks.axes)
         with META:
             return kind(self._config.model, self._vocab_size, part)
 

@@ -193,9 +193,7 @@ def test_a_smaller_model_and_another_tokenizer_are_refused(two_checkpoints: Path
         checkpoint.load(two_checkpoints, build(0, seed=2)[0], None, tokenizer="xyz")
 
 
-def test_equal_shapes_with_other_settings_are_refused_or_fine_tuned(
-    two_checkpoints: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_equal_shapes_with_other_settings_are_refused_or_fine_tuned(two_checkpoints, caplog):
     model, _ = build(0, seed=2)
     other = ARCHITECTURE | {"rotary_base": 500, "window_size": "4,0"}
     differs = "rotary_base is 10000.0 in the checkpoint, 500 in the model"
@@ -212,9 +210,7 @@ def test_equal_shapes_with_other_settings_are_refused_or_fine_tuned(
             )
 
 
-def test_settings_that_a_checkpoint_is_too_old_for_have_their_defaults(
-    two_checkpoints: Path,
-) -> None:
+def test_settings_that_a_checkpoint_is_too_old_for_have_their_defaults(two_checkpoints):
     model, _ = build(0, seed=2)
     newer = ARCHITECTURE | {"window_size": None, "add_qkv_bias": False, "norm_placement": "pre"}
     checkpoint.load(two_checkpoints, model, None, architecture=newer)

@@ -86,9 +86,7 @@ def test_damaged_newest_is_named_and_the_one_before_used(
     load_on_two(folder=folder, stage=3, iteration=1)
 
 
-def test_without_verifying_only_the_sizes_are_compared(
-    two_checkpoints: Path, tmp_path: Path
-) -> None:
+def test_without_verifying_only_the_sizes_are_compared(two_checkpoints, tmp_path):
     folder = shutil.copytree(two_checkpoints, tmp_path / "copy")
     flip(folder / "iter_0000002")
     assert checkpoint.choose(folder) == folder / "iter_0000001"

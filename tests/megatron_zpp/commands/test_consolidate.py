@@ -33,9 +33,7 @@ def weights(saved: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_values_and_types(
-    name: str, saved: Path, weights: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_values_and_types(name, saved, weights, tmp_path):
     output = tmp_path / "out" / "gpt.safetensors"
     assert main(["--load", str(saved), "--output", str(output), "--dtype", name]) == 0
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]

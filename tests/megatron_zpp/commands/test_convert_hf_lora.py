@@ -212,9 +212,7 @@ def test_a_base_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture) ->
         (dict(tie_word_embeddings=True), "untie_embeddings_and_output_weights is False"),
     ],
 )  # fmt: skip
-def test_a_base_of_another_shape(
-    change: dict, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_base_of_another_shape(change, named, tmp_path, capsys):
     base, save = saved(llama(), tmp_path / "base"), tmp_path / "save"
     save_lora_checkpoint(base, save)  # all weights: --base is not needed, and may be given
     other = saved(llama(**change), tmp_path / "other")
@@ -291,13 +289,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda folder: (folder / TENSORS).unlink(), [f"neither {TENSORS} nor"]),
     ],
 )  # fmt: skip
-def test_damaged_folders_of_adapters(
-    spoil: callable,
-    named: list[str],
-    adapters: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_damaged_folders_of_adapters(spoil, named, adapters, tmp_path, capsys):
     out = shutil.copytree(adapters, tmp_path / "adapters")
     spoil(out)
     message = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")

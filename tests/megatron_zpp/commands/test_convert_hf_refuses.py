@@ -1,5 +1,6 @@
 """Errors of the conversion: each names the file and the problem, and nothing is written."""
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -67,11 +68,12 @@ def test_every_wrong_tensor_is_named(tiny: Path, capsys: pytest.CaptureFixture) 
     assert len(text.strip().splitlines()) == 5
 
 
+model_of = functools.cache(foreign_models.tiny)
+
+
 @pytest.mark.parametrize("row", rows("refused_models.tsv"), ids=lambda row: row["words"])
-def test_settings_we_do_not_have(
-    row: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    source = saved(getattr(foreign_models, row["model"])(), tmp_path / "source")
+def test_settings_we_do_not_have(row, tmp_path, capsys):
+    source = saved(model_of(row["model"]), tmp_path / "source")
     set_config(source, **json.loads(row["entries"]))
     assert row["words"] in import_error(source, capsys)
 
@@ -137,18 +139,14 @@ SHARDED = [
 
 
 @pytest.mark.parametrize(("spoil", "message"), WHOLE)
-def test_a_damaged_file_is_named(
-    spoil: Callable, message: str, tiny: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_damaged_file_is_named(spoil, message, tiny, capsys):
     spoil(tiny)
     text = import_error(tiny, capsys)
     assert all(words in text for words in message.split("; ")) and str(tiny) in text
 
 
 @pytest.mark.parametrize(("spoil", "message"), SHARDED)
-def test_damaged_shards_are_named(
-    spoil: Callable, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_damaged_shards_are_named(spoil, message, tmp_path, capsys):
     sharded = saved(llama(), tmp_path / "sharded", shards="20KB")
     spoil(sharded)
     assert message in import_error(sharded, capsys)
@@ -177,9 +175,7 @@ def test_a_multiple_that_leaves_rows_out(tiny: Path, capsys: pytest.CaptureFixtu
     assert "12 entries in a multiple of 8 are 16 rows, but the model has 97" in text
 
 
-def test_another_tokenizer_than_the_checkpoints(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_another_tokenizer_than_the_checkpoints(tiny, tmp_path, capsys):
     save = to_checkpoint(tiny, tmp_path / "save")
     arguments = ["--load", str(save), "--to-hf", str(tmp_path / "back")]
     text = error_of([*arguments, "--tokenizer-type", "ByteLevelTokenizer"], capsys)
@@ -201,9 +197,7 @@ def test_nothing_is_written_over(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     assert "is a checkpoint of this program already" in text
 
 
-def test_a_model_of_no_hugging_face_architecture(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_model_of_no_hugging_face_architecture(tmp_path, capsys):
     model = ModelConfig(num_layers=1, hidden_size=32, position_embedding_type="rope", swiglu=True)
     save, _ = save_own(model, tmp_path / "save")
     text = error_of(["--load", str(save), "--to-hf", str(tmp_path / "back")], capsys)
@@ -223,9 +217,7 @@ def test_a_number_too_large_for_fp16(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert load_file(tmp_path / "source" / ONE_FILE)
 
 
-def test_a_gguf_without_the_packages(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_without_the_packages(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gguf, "PACKAGES", ("no_such_package",))
     text = import_error(tmp_path / "a.gguf", capsys)
     assert "reading a.gguf needs the package no_such_package: pip install" in text

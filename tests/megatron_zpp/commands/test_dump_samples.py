@@ -131,9 +131,7 @@ def test_a_full_disk_is_named_and_no_half_file_stays(tmp_path: Path, capsys) -> 
         (["--vocab-size", "5"], "holds token id"),
     ],
 )
-def test_bad_input_is_named_and_nothing_is_written(
-    more: list[str], message: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_named_and_nothing_is_written(more, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(small(tmp_path, *more, "--output", "samples.npz")) == 1
     assert message in capsys.readouterr().err

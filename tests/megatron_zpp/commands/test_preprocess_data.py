@@ -109,33 +109,12 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path, monkeypatch, capsys
     assert documents_of(tmp_path / "x_text_document") == [[97], [98]]
 
 
-GOOD = b'{"text": "good"}\n'
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (GOOD + b'{"text": "bad"\n', r"line 2: not JSON (Expecting ',' delimiter"),
-        (GOOD * 2 + b'{"text": "\xe9"}\n', "line 3: not UTF-8 (invalid continuation byte,"),
-        (b"", "there is no text in it"),
-        (b'\n{"text": ""}\n', "there is no text in it"),
-    ],
-)
-def test_bad_lines_are_named_and_nothing_is_left(
-    content: bytes, message: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    """Other mistakes in lines are those of preprocess/test_documents.py."""
-    source = tmp_path / "a.jsonl"
-    source.write_bytes(content)
-    error = fail(monkeypatch, capsys, "--input", source, "--output-prefix", tmp_path / "x", *BYTES)
-    assert str(source) in error and message in error
-    assert list(tmp_path.iterdir()) == [source]
-
-
 def test_other_mistakes(tmp_path: Path, monkeypatch, capsys) -> None:
     source = lines_of(tmp_path / "a.jsonl", {"text": "1 x"})
     (tmp_path / "a.csv").write_text("a,b\n")
     (tmp_path / "a.txt").write_bytes(b"\xff")
+    (tmp_path / "empty.jsonl").touch()
+    lines_of(tmp_path / "blank.jsonl", {"text": ""})
     (tmp_path / "none").mkdir()
     output = ("--output-prefix", tmp_path / "none" / "x")
     null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 10)
@@ -143,6 +122,8 @@ def test_other_mistakes(tmp_path: Path, monkeypatch, capsys) -> None:
         (("--input", tmp_path / "a.csv", *output, *BYTES), "a.csv: it is not one of .jsonl"),
         (("--input", tmp_path / "none", *output, *BYTES), "none: no file in it is one of .jsonl"),
         (("--input", tmp_path / "a.txt", *output, *BYTES), "a.txt: not UTF-8 (invalid start byte"),
+        (("--input", tmp_path / "empty.jsonl", *output, *BYTES), "there is no text in it"),
+        (("--input", tmp_path / "blank.jsonl", *output, *BYTES), "there is no text in it"),
         (("--input", source, *output), "give --tokenizer-type"),
         (("--input", source, *output, *null), "a.jsonl, line 1: NullTokenizer reads whole"),
         (("--input", source, "--output-prefix", source / "x", *BYTES), "(Not a directory): "),
@@ -187,10 +168,7 @@ def stopped_run(source: Path, prefix: Path, number: signal.Signals) -> subproces
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_resumes_after_a_signal(
-    tmp_path: Path, monkeypatch, capsys,
-    number: signal.Signals,
-) -> None:  # fmt: skip
+def test_it_resumes_after_a_signal(tmp_path, monkeypatch, capsys, number):
     """The signal comes with most of 40 MB still to be read; the last part is done by one worker."""
     source = tmp_path / "a.jsonl"
     texts = [f"{n} " + "a" * 1000 for n in range(40_000)]
@@ -219,9 +197,7 @@ def test_it_resumes_after_a_signal(
     assert np.array_equal(np.where(dataset._tokens == EOD, 0, dataset._tokens), expected)
 
 
-def test_killed_it_leaves_no_worker_and_no_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_it_leaves_no_worker_and_no_dataset(tmp_path, monkeypatch):
     source = tmp_path / "a.jsonl"
     source.write_bytes((b'{"text": "' + b"a" * 1000 + b'"}\n') * 20_000)
     process = stopped_run(source, tmp_path / "x", signal.SIGKILL)

@@ -15,9 +15,7 @@ BESIDE = {
 @pytest.mark.parametrize(
     "row", rows("refused_commands.tsv"), ids=lambda row: f"{row['command']} {row['arguments']}"
 )
-def test_mistakes_are_one_line_that_says_what_to_do(
-    row: dict[str, str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_one_line_that_says_what_to_do(row, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = [*BESIDE.get(row["command"], "").split(), *row["arguments"].split()]
     assert main([row["command"], *words]) == int(row["status"])

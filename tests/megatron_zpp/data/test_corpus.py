@@ -95,9 +95,7 @@ def test_order_is_that_of_hashes(corpus: Corpus, tokenizer: Tokenizer, library: 
     assert documents == list(module._read_source_files(library).values())
 
 
-def test_held_out_documents_do_not_shape_the_tokenizer(
-    corpus: Corpus, tokenizer: Tokenizer
-) -> None:
+def test_held_out_documents_do_not_shape_the_tokenizer(corpus, tokenizer):
     """The word of a file is one token exactly if the tokenizer has seen the file."""
     order = [content(number) for number in range(NUM_FILES)]
     numbers = [order.index(text) for text in texts(corpus, tokenizer)]
@@ -106,9 +104,7 @@ def test_held_out_documents_do_not_shape_the_tokenizer(
     assert min(sizes[-NUM_HELD_OUT:]) > 1
 
 
-def test_vocab_size_without_data_is_that_of_its_tokenizer(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vocab_size_without_data_is_that_of_its_tokenizer(library, tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
     data, tokens = DataConfig(data_cache_path=str(tmp_path)), TokenizerConfig(vocab_size=300)
     with_text, tokenizer = resolve_data(data, tokens)
@@ -128,9 +124,7 @@ def test_same_files_on_another_machine(corpus: Corpus, tmp_path: Path) -> None:
     assert files_of(other) == files_of(corpus)
 
 
-def test_other_text_or_seed_is_another_folder(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_text_or_seed_is_another_folder(library, tmp_path, monkeypatch):
     changed = shutil.copytree(library, tmp_path / "library")
     (changed / "file0.py").write_text(content(0) + "\n")
     cache = tmp_path / "cache"
@@ -149,9 +143,7 @@ def test_builders_at_the_same_time(library: Path, corpus: Corpus, tmp_path: Path
     assert files_of(corpora[0]) == files_of(corpus)
 
 
-def test_a_build_that_fails_leaves_nothing(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_fails_leaves_nothing(library, tmp_path, monkeypatch):
     def full(prefix: Path, vocab_size: int, documents: object) -> int:
         assert prefix.with_name(module.TOKENIZER).exists()
         raise OSError(28, "No space left on device")
@@ -162,9 +154,7 @@ def test_a_build_that_fails_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_says_what_it_does_and_what_cannot_be_done(
-    library: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_says_what_it_does_and_what_cannot_be_done(library, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="megatron_zpp")
     corpus = build(tmp_path, library)
     for line in (

@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets
+from megatron_zpp.data.gpt_dataset import GPTDataset, MockDataset, build_datasets
 from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.data.loader import Loader
-from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.data.split import parse_split
 from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError
@@ -97,9 +96,7 @@ def text(folder: Path, name: str, documents: int, length: int) -> str:
 
 
 @pytest.mark.parametrize("weights", [(), ("0.3", "0.7")])
-def test_a_longer_run_keeps_the_order_and_the_number_of_epochs(
-    weights: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_longer_run_keeps_the_order_and_the_number_of_epochs(weights, tmp_path):
     """Documents of 8 tokens, as a sample has: each is seen as often as others, give or take one."""
     prefixes = [str(tmp_path / name) for name in ("a", "b")]
     for number, prefix in enumerate(prefixes):

@@ -106,9 +106,7 @@ def test_a_blend_is_built_once_and_found_again(tmp_path: Path, monkeypatch) -> N
     assert len(list(tmp_path.iterdir())) == 6
 
 
-def test_those_who_come_while_it_is_built_wait_and_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_those_who_come_while_it_is_built_wait_and_say_so(tmp_path, monkeypatch, caplog):
     calls = []
 
     def slow(*arguments: object) -> SampleIndex:
@@ -156,9 +154,7 @@ def test_a_full_disk_is_named_and_nothing_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("seq_length", "num_samples"), [(4, 10**15), (10**11, 9 * 10**18)])
-def test_an_index_beyond_all_memory_is_named(
-    seq_length: int, num_samples: int, tmp_path: Path
-) -> None:
+def test_an_index_beyond_all_memory_is_named(seq_length, num_samples, tmp_path):
     request = SampleRequest(
         sequences=range(8), seq_length=seq_length, num_samples=num_samples, seed=1
     )
@@ -167,9 +163,7 @@ def test_an_index_beyond_all_memory_is_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_where_nothing_has_to_be_kept_it_is_built_in_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_nothing_has_to_be_kept_it_is_built_in_memory(tmp_path, caplog):
     cache, expected = IndexCache(tmp_path, required=False), build_sample_index(LENGTHS, REQUEST)
     with full_disk(SECOND_ARRAY):
         indices = [cache.sample_index(LENGTHS, REQUEST, "text", "train") for _ in range(2)]

@@ -83,31 +83,6 @@ def test_ranges_of_several_datasets_have_their_weights(tmp_path):
     require_same_samples(weighted, whole, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
-        ("train", "expected NAME: WEIGHT FROM:TO PREFIX"),
-        ("train: 1 p", "expected NAME: WEIGHT FROM:TO PREFIX"),
-        ("train: 0 0:1 p", "0 is not a weight above 0"),
-        ("train: -1 0:1 p", "-1 is not a weight above 0"),
-        ("train: 1 0.5:0.5 p", "0.5:0.5 is not FROM:TO"),
-        ("train: 1 0:1.5 p", "0:1.5 is not FROM:TO"),
-        ("train: 1 0:.. p", "0:.. is not FROM:TO"),
-        ("train: 1 0:1 p.jsonl", "examples have no ranges"),
-    ],
-)
-def test_ranges_that_are_none_are_named(group, message):
-    with pytest.raises(InputError) as caught:
-        with_named_paths(DataConfig(train_weighted_split_paths=(group,)))
-    assert message in str(caught.value) and "--train-weighted-split-paths" in str(caught.value)
-
-
-def test_training_has_one_group():
-    groups = ("en: 1 0:1 p", "fr: 1 0:1 q")
-    with pytest.raises(InputError, match="--train-weighted-split-paths: 2 groups"):
-        with_named_paths(DataConfig(train_weighted_split_paths=groups))
-
-
 def test_groups_of_validation_are_equal_shares_of_one_set(tmp_path, caplog):
     """Each group is a set of its own in BigScience's program."""
     caplog.set_level("INFO", "megatron_zpp")
@@ -129,30 +104,6 @@ def test_each_dataset_has_its_range_or_all_have_one(tmp_path):
     data = DataConfig(train_data_path=(A, A, B), split_ranges=ranges, data_cache_path=str(tmp_path))
     with pytest.raises(InputError, match="2 ranges for the 3 datasets of train"):
         build_datasets(data, 16, (8, 0, 0), 1234, VOCAB_SIZE)
-
-
-@pytest.mark.parametrize(
-    ("field", "text", "message"),
-    [
-        ("data_args_path", None, "No such file"),
-        ("data_args_path", " \n", "names no data"),
-        ("per_split_data_args_path", None, "No such file"),
-        ("per_split_data_args_path", "{", "not JSON"),
-        ("per_split_data_args_path", "[1]", "expected an object in braces"),
-        ("per_split_data_args_path", '{"training": []}', "expected an object with the keys"),
-        ("per_split_data_args_path", '{"train": 3}', "train is 3: expected a list"),
-        ("train_weighted_split_paths_path", "train: 1 0:1 p", "in quotes"),
-        ("train_weighted_split_paths_path", None, "No such file"),
-    ],
-)
-def test_a_file_that_is_none_of_the_kind_is_named(field, text, message, tmp_path):
-    path = tmp_path / "file"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(InputError) as caught:
-        with_named_paths(DataConfig(**{field: str(path)}))
-    assert message in str(caught.value) and str(path) in str(caught.value)
-    assert f"--{field.replace('_', '-')}" in str(caught.value)
 
 
 def test_an_empty_range_of_documents_is_named(tmp_path):

@@ -24,15 +24,12 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
-from tests.megatron_zpp.interchange.foreign_tables import (
-    DENSE,
-    MIXTURES,
-    MODELS,
-    SCALED_QUERIES,
-    SIZES,
-    TYPES,
-)
+from tests.megatron_zpp.settings.tables import DATA
 
+# Settings of models: those of a type, by `model_type`, and variants, whose names begin with a type.
+TABLES = json.loads((DATA / "foreign_models.json").read_text())
+TYPES, MODELS, MIXTURES, DENSE = (TABLES[key] for key in ("types", "models", "mixtures", "dense"))
+SIZES, LLAMA3, SCALED_QUERIES = (TABLES["named"][k] for k in ("sizes", "llama3", "scaled_queries"))
 ONE_FILE = "model.safetensors"
 OTHER_NAMES = {"gemma3": "gemma3_text"}
 ALL = MODELS | MIXTURES | DENSE

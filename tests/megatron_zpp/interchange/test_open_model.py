@@ -19,8 +19,7 @@ from megatron_zpp.model.attention.rotary import rotary_tables
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from megatron_zpp.text.text_model import TextModelConfig, open_text_model
-from tests.megatron_zpp.interchange.foreign_models import add_tokenizer, llama, saved
-from tests.megatron_zpp.interchange.foreign_tables import LLAMA3
+from tests.megatron_zpp.interchange.foreign_models import LLAMA3, add_tokenizer, llama, saved
 from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
 from zeropp import ZeroConfig, shard
@@ -112,9 +111,7 @@ class FakeGguf(FolderTensors):
         copy_files(self.folder, folder)
 
 
-def test_the_tokenizer_of_a_gguf_lives_as_long_as_the_model(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tokenizer_of_a_gguf_lives_as_long_as_the_model(source, tmp_path, monkeypatch):
     """It is exported with the model, and its chat template is there to be used."""
     monkeypatch.setattr(FakeGguf, "folder", source, raising=False)
     monkeypatch.setattr(gguf, "GgufModel", FakeGguf)

@@ -87,9 +87,7 @@ def test_logits_and_loss(name: str, ours: GPT, theirs: PreTrainedModel, tokens: 
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
 
 
-def test_greedy_text(
-    ours: GPT, theirs: PreTrainedModel, imported: OpenedModel, tokens: Tensor
-) -> None:
+def test_greedy_text(ours, theirs, imported, tokens):
     """Ours predicts each next token of the text that theirs generates, so it generates the same."""
     prompt = tokens[:, :40]
     text = theirs.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)

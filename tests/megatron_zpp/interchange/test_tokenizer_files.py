@@ -90,9 +90,7 @@ def test_transformers_makes_the_same_ids(fields: dict, vocabularies: Path, tmp_p
         assert again.prompt(text) == ours.encode(text), text
 
 
-def test_a_model_that_a_tokenizer_json_cannot_be_is_not_written(
-    vocabularies: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_a_tokenizer_json_cannot_be_is_not_written(vocabularies, tmp_path):
     """One of words, here; transformers would read its file and make other ids."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS), model_prefix=str(tmp_path / "words"), minloglevel=2,

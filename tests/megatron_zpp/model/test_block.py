@@ -37,44 +37,6 @@ def test_activation(flags: dict, formula) -> None:
     assert values.tolist() == pytest.approx([formula(x) for x in points], abs=1e-6)
 
 
-@pytest.mark.parametrize("channels", [8, 4])
-def test_rotate_is_a_complex_product(channels: int) -> None:
-    """Channels i and i + R/2 are a complex number times exp(i·position·base^(-2i/R))."""
-    x = torch.randn(2, 5, 3, 2, 8)
-    positions = torch.tensor([[0, 1, 2, 3, 4], [7, 0, 100, 3, 1]])
-    half = channels // 2
-    number = torch.complex(x[..., :half].double(), x[..., half:channels].double())
-    speed = 500.0 ** (-torch.arange(half).double() * 2 / channels)
-    angle = positions[:, :, None, None, None] * speed
-    turned = number * torch.polar(torch.ones_like(angle), angle)
-    expected = torch.cat((turned.real.float(), turned.imag.float(), x[..., channels:]), dim=-1)
-    # angles up to 100 in fp32: 100 · 2^-24 = 6e-6 radians
-    result = rotate(x, rotary_table(positions, base_frequencies(channels, 500.0)))
-    torch.testing.assert_close(result, expected, rtol=0, atol=5e-5)
-    assert torch.equal(result[..., channels:], x[..., channels:])
-
-
-@pytest.mark.parametrize("channels", [8, 4])
-def test_rotate_turns_neighbouring_channels(channels: int) -> None:
-    """Products of queries and keys are those of channels 2i and 2i + 1 as complex numbers."""
-    q, k = torch.randn(2, 2, 5, 3, 1, 8).double()
-    speed = 500.0 ** (-torch.arange(0, channels, 2).double() / channels)
-    positions = torch.tensor([[0, 1, 2, 3, 4], [7, 0, 100, 3, 1]])
-    angle = positions[:, :, None, None, None] * speed
-    turn = torch.polar(torch.ones_like(angle), angle)
-    exact, found = [], []
-    rotary = rotary_table(positions, base_frequencies(channels, 500.0))
-    for x in (q, k):
-        pairs = torch.view_as_complex(x[..., :channels].unflatten(-1, (-1, 2)).contiguous())
-        turned = torch.view_as_real(pairs * turn).flatten(-2)
-        exact.append(torch.cat((turned, x[..., channels:]), dim=-1))
-        found.append(rotate(x.float(), rotary, is_interleaved=True).double())
-        assert torch.equal(found[-1][..., channels:], x.float()[..., channels:].double())
-    products = [torch.einsum("bsknd,btknd->bstkn", *pair) for pair in (exact, found)]
-    # angles up to 100 in fp32: 6e-6 radians, times |q| |k| of at most 40
-    torch.testing.assert_close(products[1], products[0], rtol=0, atol=5e-4)
-
-
 def test_rotate_is_exact_in_16_bit() -> None:
     """The product is taken in fp32 and rounded once."""
     x = torch.randn(1, 4, 2, 2, 8).bfloat16()

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.parallel.expert_axis import ExpertAxis
+from megatron_zpp.capabilities.experts.axis import ExpertAxis
 from tests.ranks import ranks
 from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic

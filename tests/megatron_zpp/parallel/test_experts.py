@@ -110,9 +110,7 @@ def require_same_numbers(log: str, expected: str, names: tuple[str, ...]) -> Non
     ("num_ranks", "how"),
     [*all_combinations()] if os.environ.get("ALL_EXPERT_RANKS") else CHOSEN,
 )
-def test_the_numbers_are_those_of_one_rank(
-    num_ranks: int, how: str, alone: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_the_numbers_are_those_of_one_rank(num_ranks, how, alone, tmp_path):
     """Set ALL_EXPERT_RANKS to run all combinations."""
     (samples,) = re.findall(r"--global-batch-size \d+ ", how) or [""]
     log = run(num_ranks, SOFTMAX + how, tmp_path)
@@ -125,9 +123,7 @@ def test_the_numbers_are_those_of_one_rank(
     ("ranks", "how"),
     [(2, "--zero-stage 2 "), (2, TP2 + SP), (4, TP2 + SP + CP2 + AGAIN), (4, TP2 + SP + PP2)],
 )
-def test_biases_are_those_of_one_rank_to_the_bit(
-    ranks: int, how: str, biases_alone: Callable, alone: Callable, tmp_path: Path
-) -> None:
+def test_biases_are_those_of_one_rank_to_the_bit(ranks, how, biases_alone, alone, tmp_path):
     log = run(ranks, f"{SIGMOID}{how}--save {tmp_path}/saved ", tmp_path)
     require_same_numbers(log, alone(SIGMOID), LOSSES)
     found, expected = biases(tmp_path / "saved"), biases_alone()

@@ -48,14 +48,17 @@ def test_no_rank_waits_for_ever(ranks, count, chunks):
             done.add((each.is_forward, each.chunk * ranks + rank, each.micro_batch))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_holds_no_more_micro_batches_than_stages_follow(ranks):
+@pytest.mark.parametrize(("ranks", "count", "chunks"), SIZES)
+def test_a_rank_holds_no_more_micro_batches_than_stages_follow(ranks, count, chunks):
+    """With chunks: each has one of a group of `ranks`, and two more for each rank behind."""
     for rank in range(ranks):
         in_flight = most = 0
-        for each in passes(rank, ranks, 16):
+        for each in passes(rank, ranks, count, chunks):
             in_flight += 1 if each.is_forward else -1
             most = max(most, in_flight)
-        assert most == ranks - rank
+        behind = ranks - rank - 1
+        held = behind if chunks == 1 else 2 * behind + (chunks - 1) * ranks
+        assert most == min(held + 1, count * chunks)
 
 
 def test_the_share_of_waiting():

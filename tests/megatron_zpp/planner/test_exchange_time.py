@@ -7,7 +7,7 @@ import torch
 
 from megatron_zpp.planner.replicas import PlannedExchange
 from megatron_zpp.planner.timing.hardware import TYPICAL, find_cluster, hardware_table
-from zeropp.settings.sync_schedule import SyncSchedule
+from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
 
 RATES = find_cluster(cluster="dgx-a100", num_nodes=2, link="1gbit").at(TYPICAL, torch.bfloat16)
 # Without latency, so that a message's time is its bytes divided by the rate of the links.

@@ -4,7 +4,6 @@ import gzip
 import json
 import pickle
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -59,17 +58,13 @@ def _written(path: Path, content: bytes) -> Path:
 
 
 @pytest.mark.parametrize("write", [json_lines, gzipped, zstandard, table])
-def test_every_kind_of_file_gives_the_same_documents(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
+def test_every_kind_of_file_gives_the_same_documents(tmp_path, write):
     path = write(tmp_path / "a.jsonl")
     assert texts_of(run(path, tmp_path / "x")) == TEXTS
 
 
 @pytest.mark.parametrize("write", [json_lines, gzipped, zstandard, table])
-def test_reading_goes_on_from_any_place(
-    tmp_path: Path, write: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_goes_on_from_any_place(tmp_path, write, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 5000)
     path = write(tmp_path / "a.jsonl")
     whole = list(read_chunks([path], ["text"], InputPosition()))
@@ -88,9 +83,7 @@ def test_reading_goes_on_from_any_place(
 
 
 @pytest.mark.parametrize("write", [json_lines, gzipped])
-def test_a_worker_reads_a_plain_file_itself(
-    tmp_path: Path, write: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_reads_a_plain_file_itself(tmp_path, write, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 5000)
     path = write(tmp_path / "a.jsonl")
     if write is json_lines:
@@ -139,9 +132,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
         ("a.parquet.gz", b"plain", "it is not one of .jsonl"),
     ],
 )
-def test_a_damaged_file_is_named_and_nothing_is_left(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_a_damaged_file_is_named_and_nothing_is_left(tmp_path, name, content, message):
     path = _written(tmp_path / name, content)
     with pytest.raises(InputError) as caught:
         run(path, tmp_path / "x")

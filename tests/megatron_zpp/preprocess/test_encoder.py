@@ -53,9 +53,7 @@ def test_sentences_are_sequences(tmp_path: Path) -> None:
     assert texts_of(with_newlines) == ["One here.|Two?\n|Three"]
 
 
-def test_invalid_lines_are_counted_and_the_first_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_lines_are_counted_and_the_first_is_named(tmp_path, capsys):
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'{"text": "a"}\n' + b"\n".join(BAD_LINES) + b'\n{"text": "b"}\n')
     assert texts_of(run(source, tmp_path / "x", skip_invalid=True)) == ["a", "b"]
@@ -63,9 +61,7 @@ def test_invalid_lines_are_counted_and_the_first_is_named(
     assert f"5 invalid documents skipped; the first: {source}, line 2: not JSON" in message
 
 
-def test_what_the_tokenizer_refuses_is_invalid_for_all_keys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_tokenizer_refuses_is_invalid_for_all_keys(tmp_path, capsys):
     source = tmp_path / "a.jsonl"
     lines = [("1", "2"), ("3", "70000"), ("x", "4"), ("5", "6")]
     source.write_text("".join(json.dumps({"a": a, "b": b}) + "\n" for a, b in lines))
@@ -80,9 +76,7 @@ def test_what_the_tokenizer_refuses_is_invalid_for_all_keys(
 
 @settings(max_examples=200, deadline=None)
 @given(texts=st.lists(ANY_TEXT, max_size=5))
-def test_many_texts_at_once_are_each_text_alone(
-    gpt2: Tokenizer, fast: FastGPT2, texts: list[str]
-) -> None:
+def test_many_texts_at_once_are_each_text_alone(gpt2, fast, texts):
     alone = [gpt2.encode(text) for text in texts]
     for tokenizer in (gpt2, fast):
         ids, counts = tokenizer.encode_flat(texts)
@@ -97,9 +91,7 @@ def test_a_name_of_a_special_token_is_ordinary_text(gpt2: Tokenizer, fast: FastG
         assert gpt2.eod not in ids and ids == gpt2.encode(text)
 
 
-def test_other_ids_of_the_faster_library_end_the_run(
-    tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ids_of_the_faster_library_end_the_run(tmp_path, bpe, monkeypatch):
     def wrong(self: FastGPT2, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         ids, counts = exact(self, texts)
         return ids ^ (ids == ids.max()), counts

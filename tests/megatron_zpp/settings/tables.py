@@ -8,10 +8,14 @@ from pathlib import Path
 DATA = Path(__file__).parents[2] / "data"
 
 
-def rows(name: str) -> list[dict[str, str]]:
-    """The rows of a table by the names of its columns; "" for what a row leaves out."""
+def rows(name: str, **where: str) -> list[dict[str, str]]:
+    """The rows of a table by the names of its columns; "" for what a row leaves out.
+
+    Of all that have the values of `where` in these columns.
+    """
     with (DATA / name).open() as file:
-        return list(csv.DictReader(file, delimiter="\t", restval="", quoting=csv.QUOTE_NONE))
+        table = list(csv.DictReader(file, delimiter="\t", restval="", quoting=csv.QUOTE_NONE))
+    return [row for row in table if all(row[key] == value for key, value in where.items())]
 
 
 def fork_flags() -> dict[str, list[str]]:

@@ -105,13 +105,6 @@ def test_warm_up_is_linear_from_its_start(style):
     assert rate(style, warmup=0.0)(0) == 1.0
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_after_the_decay_comes_the_minimum(style):
-    assert rate(style)(1000) >= 0.1 - 1e-12
-    assert [rate(style)(n) for n in (1000.5, 1001, 10**12)] == [0.1] * 3
-    assert rate("constant")(10**12) == 1.0
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     style=st.sampled_from(STYLES),
@@ -126,19 +119,11 @@ def test_the_rate_rises_in_the_warm_up_and_never_after(style, wsd_style, warmup,
     assert 0.0 <= now <= 1.0 + RELATIVE
     if first + 1 <= warmup:
         assert then >= now
+    if first > warmup + extra:
+        assert now == 0.1
     if first >= max(warmup, 1):
         assert then <= now + RELATIVE
         assert now >= 0.1 - RELATIVE
-
-
-@pytest.mark.parametrize("wsd_style", WSD_STYLES)
-@pytest.mark.parametrize("style", ("linear", "cosine", "WSD"))
-def test_the_rate_is_continuous_up_to_the_end_of_the_decay(style, wsd_style):
-    schedule = rate(style, wsd_style=wsd_style)
-    for n in (100.0, 800.0, 1000.0):
-        # sqrt(1e-9 / 200) is the steepest step of them all, at the start of minus_sqrt
-        assert schedule(n - 1e-9) == pytest.approx(schedule(n), abs=1e-5)
-        assert schedule(n + 1e-9) == pytest.approx(schedule(n), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -246,32 +231,6 @@ def test_lengths_of_the_schedule_become_samples_through_the_ramp():
     wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 9, "lr_warmup_samples": 2}
     rates = Schedules.of(config(sizes, {"train_samples": 50}, wsd)).learning_rate
     assert (rates.warmup, rates.decay, rates.wsd_decay) == (2, 50, 9)
-
-
-def test_the_schedule_does_not_depend_on_how_lengths_are_given():
-    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
-    same = [
-        Schedules.of(config(sizes, {"train_iters": 20}, {f"lr_warmup_{unit}": number})).state()
-        for unit, number in (("iters", 5), ("samples", 20), ("tokens", 160), ("fraction", 0.25))
-    ]
-    assert all(state == same[0] for state in same)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "named"),
-    [
-        ({"lr_warmup_iters": 11}, "warm-up of 44 samples is longer than the decay of 40"),
-        ({"lr_warmup_samples": 30, "lr_decay_samples": 20}, "30 samples .* of 20"),
-        (
-            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_warmup_iters": 3},
-            "32 samples and the warm-up of 12 do not fit into the decay of 40",
-        ),
-    ],
-)
-def test_parts_longer_than_the_whole(schedule, named):
-    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
-    with pytest.raises(InputError, match=named):
-        Schedules.of(config(sizes, {"train_iters": 10}, schedule))
 
 
 def test_resuming_compares_schedules(caplog):

@@ -206,30 +206,6 @@ def texts_of(pieces: list[Piece], count: int) -> list[str]:
     return ["".join(piece.text for piece in pieces if piece.row == row) for row in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompt": (1,) * 17}, "the prompt has 17 tokens, but the model has 16 positions"),
-        ({"prompt": (1, 50)}, "token id 50 is outside the 50 ids"),
-        ({"prompt": (-1,)}, "token id -1 is outside"),
-        ({"sampling": Sampling(top_p=0.0)}, "top_p 0.0: expected more than 0, at most 1"),
-        ({"sampling": Sampling(top_p=1.1)}, "top_p 1.1"),
-        ({"sampling": Sampling(top_k=-1)}, "top_k -1"),
-        ({"sampling": Sampling(temperature=-1.0)}, "temperature -1"),
-        ({"sampling": Sampling(temperature=float("nan"))}, "temperature nan"),
-        ({"sampling": Sampling(seed=-1)}, "seed -1"),
-        ({"sampling": Sampling(seed=2**63)}, "seed 9223372036854775808"),
-        ({"sampling": Sampling(temperature=float("inf"))}, "temperature inf"),
-        ({"max_new_tokens": -1}, "max_new_tokens -1"),
-        ({"stop_tokens": frozenset({50})}, "token id 50 is outside the 50 ids"),
-        ({"stop_texts": ("a", "")}, "a stop text is empty"),
-    ],
-)
-def test_bad_requests_are_refused_before_anything_runs(change: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        stream(build(GPT2), TOKENIZER, [Request(**{"prompt": (1,), **change})])
-
-
 def test_a_prompt_as_long_as_the_positions_is_allowed() -> None:
     assert len(ids(complete(build(PEAKED), NoEnd(), [request("1 " * 16, 0.0)])[0])) == 6
 

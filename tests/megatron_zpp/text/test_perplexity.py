@@ -63,16 +63,3 @@ def test_an_indexed_dataset(tmp_path: Path) -> None:
     write_dataset(tmp_path / "b", 400, [[[3, 300]]])
     with pytest.raises(InputError, match="ids 3 to 300, but the model's tokenizer has 257"):
         measure_perplexity(MODEL, str(tmp_path / "b"))
-
-
-def test_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    for path, stride, message in (
-        (str(tmp_path / "a.txt"), None, "no document has a token to predict"),
-        (str(tmp_path / "a.txt"), 33, "--stride 33: expected 1 to 32, the tokens that the model"),
-        (str(tmp_path / "none.txt"), None, "none.txt: No such file"),
-        (str(tmp_path / "none"), None, "none"),
-        (str(tmp_path / "none.jsonl"), None, "none.jsonl: No such file"),
-    ):
-        with pytest.raises(InputError, match=message):
-            measure_perplexity(MODEL, path, stride=stride)

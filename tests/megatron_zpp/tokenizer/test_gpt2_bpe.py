@@ -69,9 +69,7 @@ def test_words_are_those_of_the_published_pattern(text: str) -> None:
     assert regex.findall(WORDS.replace("$", r"\Z"), text) == GPT2_PATTERN.findall(text)
 
 
-def test_gpt2_ids_follow_the_vocabulary_in_any_order(
-    bpe: Path, gpt2: Tokenizer, tmp_path: Path
-) -> None:
+def test_gpt2_ids_follow_the_vocabulary_in_any_order(bpe, gpt2, tmp_path):
     vocab, _ = gpt2_files(bpe)
     turned = {token: (7 * number + 3) % len(vocab) for token, number in vocab.items()}
     (tmp_path / "vocab.json").write_text(json.dumps(turned))

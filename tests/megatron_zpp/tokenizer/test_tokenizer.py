@@ -137,9 +137,7 @@ PROBES = [
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_hugging_face_is_transformers(
-    name: str, bpe: Path, sentences: Path, tmp_path: Path
-) -> None:
+def test_hugging_face_is_transformers(name, bpe, sentences, tmp_path):
     special, around, files = FOLDERS[name]
     for file, content in files.items():
         (tmp_path / file).write_text(json.dumps(content))
@@ -224,43 +222,6 @@ def test_null() -> None:
     for text, message in (("3 x", "not 'x'"), ("-1", "not '-1'"), ("100", "id 100 is outside")):
         with pytest.raises(InputError, match=message):
             tokenizer.encode(text)
-
-
-HUGGING_FACE = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "{}"}
-LLAMA2 = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "{}/x.model"}
-NOT_TOKENIZERS = [
-    ({}, "", "give --tokenizer-type, one of GPT2BPETokenizer"),
-    ({"tokenizer_type": "GPT2BPE"}, "", "GPT2BPE: not one of .*did you mean GPT2BPETokenizer"),
-    ({"tokenizer_type": "GPT2BPETokenizer"}, "", "needs --vocab-file and --merge-file"),
-    ({"tokenizer_type": "HFTokenizer"}, "", "needs --tokenizer-model"),
-    ({"tokenizer_type": "NullTokenizer"}, "", "needs --vocab-size"),
-    ({"tokenizer_type": "NullTokenizer", "vocab_size": 1}, "", "needs at least 2"),
-    ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 9}, "",
-     "has the ids 0 to 8"),
-    ({"vocab_file": "{}/vocab.json", "merge_file": "{}/m"}, "",
-     r"--vocab-file .*vocab\.json: No such file"),
-    (HUGGING_FACE, "", r"--tokenizer-model .*tokenizer\.json: No such file"),
-    (HUGGING_FACE, '{"vocab": 1}', r"tokenizer\.json: not a tokenizer\.json"),
-    (HUGGING_FACE, tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).to_str(),
-     "Of the usual names it has none"),
-    (LLAMA2, "", r"--tokenizer-model .*x\.model: No such file"),
-    (LLAMA2, "hello", r"x\.model: not a SentencePiece model"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "content", "message"), NOT_TOKENIZERS)
-def test_what_is_no_tokenizer_is_named(
-    fields: dict, content: str, message: str, tmp_path: Path
-) -> None:
-    if content:
-        name = "x.model" if fields is LLAMA2 else "tokenizer.json"
-        (tmp_path / name).write_text(content)
-    fields = {
-        name: value.format(tmp_path) if isinstance(value, str) else value
-        for name, value in fields.items()
-    }
-    with pytest.raises(InputError, match=message):
-        build_tokenizer(TokenizerConfig(**fields))
 
 
 def test_what_a_tokenizer_lacks_is_named(sentences: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -173,19 +173,6 @@ def test_bad_input(base, change, named):
         pass
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--pretrained-checkpoint m", "--pretrained-checkpoint m needs text"),
-        ("--pretrained-checkpoint m.gguf --mock-data --tokenizer-type NullTokenizer --vocab-size 9",
-         "tools/convert_hf.py --from-hf m.gguf --save FOLDER"),
-    ],
-)  # fmt: skip
-def test_what_is_no_model_to_tune(flags, message):
-    with pytest.raises(InputError, match=message):
-        with_initial_model(parse(flags.split(), 1), open_model)
-
-
 @ranks(2, timeout=120)
 def test_all_weights_may_be_trained_too(base):
     log = log_of(base.replace("--lora-rank 4", "--zero-stage 2"))

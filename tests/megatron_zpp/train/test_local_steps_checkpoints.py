@@ -99,9 +99,7 @@ def _alone(checkpoint: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("left", [None, "of an earlier run"])
-def test_tools_say_whose_weights_they_take_if_a_node_is_missing(
-    left: str | None, saved: Path, tmp_path: Path, caplog
-) -> None:
+def test_tools_say_whose_weights_they_take_if_a_node_is_missing(left, saved, tmp_path, caplog):
     checkpoint = _alone(saved / "run" / MIDDLE, tmp_path)
     if left:
         shutil.copytree(saved / "run/node_1" / MIDDLE, tmp_path / "node_1" / MIDDLE)
@@ -130,9 +128,7 @@ def require_means_of(saved: Path, name: str, world: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune"])
 @ranks(2)
-def test_as_many_nodes_without_moments_go_on_with_the_mean(
-    flag: str, saved: Path, tmp_path: Path
-) -> None:
+def test_as_many_nodes_without_moments_go_on_with_the_mean(flag, saved, tmp_path):
     folder = shared_folder(str(tmp_path))
     flags = flags_of()
     flags += f"--load {saved / 'run'} --ckpt-step 6 {flag}"
@@ -145,9 +141,7 @@ def test_as_many_nodes_without_moments_go_on_with_the_mean(
 
 @pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune"])
 @ranks(2)
-def test_nodes_that_come_and_go_begin_alike_without_moments(
-    flag: str, saved: Path, tmp_path: Path
-) -> None:
+def test_nodes_that_come_and_go_begin_alike_without_moments(flag, saved, tmp_path):
     folder = shared_folder(str(tmp_path))
     elastic = {"sync_store": "localhost:1", "sync_nodes": 2}
     flags = flags_of(elastic=elastic)
@@ -182,9 +176,7 @@ def test_nodes_that_come_without_a_checkpoint_know_the_shape(saved: Path, tmp_pa
 
 
 @ranks(2)
-def test_nodes_that_begin_with_other_weights_are_found_at_their_first_exchange(
-    tmp_path: Path,
-) -> None:
+def test_nodes_that_begin_with_other_weights_are_found_at_their_first_exchange(tmp_path):
     folder, rank = shared_folder(str(tmp_path)), dist.get_rank()
     flags = flags_of() + f"--seed {rank + 1}"
     with worlds(1, folder) as outer, built_run(flags, outer) as built:
@@ -193,9 +185,7 @@ def test_nodes_that_begin_with_other_weights_are_found_at_their_first_exchange(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_nodes_of_other_ranks_go_on_each_with_its_own(
-    stage: int, saved: Path, tmp_path: Path
-) -> None:
+def test_nodes_of_other_ranks_go_on_each_with_its_own(stage, saved, tmp_path):
     flags = flags_of(2, 1, stage=stage)
     log = run_alone(4, 2, f"{flags} --load {saved / 'run'} --ckpt-step 6", tmp_path)
     (loss,) = map(float, losses(log))

@@ -55,9 +55,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("kind", ["", BY_DOCUMENT, "examples"])
-def test_ranks_and_stages_see_the_same_samples(
-    kind: str, corpus: Path, sums: str, tmp_path: Path
-) -> None:
+def test_ranks_and_stages_see_the_same_samples(kind, corpus, sums, tmp_path):
     data = f"{kind} {blend(corpus)}"
     if kind == "examples":
         data = f"--data-path {sums} --split 80,20 "
@@ -72,9 +70,7 @@ def test_ranks_and_stages_see_the_same_samples(
 
 
 @pytest.mark.parametrize("order", ["single", "cyclic", "examples"])
-def test_a_stop_in_the_middle_changes_no_digit(
-    order: str, corpus: Path, sums: str, tmp_path: Path
-) -> None:
+def test_a_stop_in_the_middle_changes_no_digit(order, corpus, sums, tmp_path):
     data = f"{BY_DOCUMENT} {blend(corpus)} --dataloader-type {order} --num-workers 2 "
     if order == "examples":
         data = f"--data-path {sums} --split 80,20 "

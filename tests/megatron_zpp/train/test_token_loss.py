@@ -116,9 +116,13 @@ def evaluate_masked(prefix: Path) -> None:
         "--micro-batch-size 1 --global-batch-size 1 "
     )
     assert "no validation loss at " in log and not held_out(log)
+    still = "--train-iters 2 --micro-batch-size 1 --global-batch-size 2 --lr 0 --min-lr 0 "
+    still += "--eval-interval 1 --eval-iters "
+    (first, second, *_), (both, *_) = (evaluated(log_of(still + count)) for count in "12")
+    assert first != second and both == pytest.approx((first + second) / 2, rel=RELATIVE)
 
 
-def test_an_evaluation_without_any_token_reports_no_loss(tmp_path):
+def test_an_evaluation_without_any_token_reports_no_loss_and_others_go_on(tmp_path):
     prefix = tmp_path / "ends"
     write_dataset(prefix, VOCAB, [[np.full(50, EOD)]] * 10)
     evaluate_masked(prefix=prefix)

@@ -31,9 +31,7 @@ def flags_of(stage: int, **zeropp: object) -> str:
 
 @pytest.mark.parametrize(("bits", "stage"), [(32, 3), (8, 1), (4, 0)])
 @ranks(4, timeout=120)
-def test_an_exchange_is_counted_once_for_the_steps_before_it(
-    bits: int, stage: int, tmp_path: Path
-) -> None:
+def test_an_exchange_is_counted_once_for_the_steps_before_it(bits, stage, tmp_path):
     zeropp = {"sync_every": 3, "sync_bits": bits}
     flags = flags_of(stage, **zeropp) + "--train-iters 7"
     with (

@@ -28,8 +28,8 @@ from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Stopping
 from tests.ranks import ranks
 from tests.worlds import worlds
-from zeropp.optim.local_steps.elastic_group import ElasticGroup
-from zeropp.optim.local_steps.outer_group import OuterGroup
+from zeropp.capabilities.local_sgd.elastic_group import ElasticGroup
+from zeropp.capabilities.local_sgd.outer_group import OuterGroup
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 

@@ -9,7 +9,7 @@ from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import config_of, run, run_without_engine
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.small_model import small_model, train
-from zeropp import Sharding, ZeroConfig, shard
+from zeropp import Sharding, shard
 from zeropp import fsdp_adapter as fsdp
 
 ONCE = {"reduce_gradients_once": True}
@@ -17,18 +17,6 @@ ONCE = {"reduce_gradients_once": True}
 
 def sharded(zero: dict, **settings: object) -> Sharding:
     return shard(small_model(), data_mesh(), zero_config(zero, 2, zeropp=ONCE, **settings))
-
-
-@pytest.mark.parametrize("zero", [{"stage": 2}, {"stage": 3}])
-@ranks(4)
-def test_losses_and_norms_are_those_of_one_process(zero):
-    alone = shard(small_model(), None, ZeroConfig())
-    expected_losses, expected_norms = train(alone, rank=0, num_micro_batches=1)
-    losses, norms = train(sharded(zero), rank=dist.get_rank(), num_micro_batches=2)
-    mean = torch.tensor(losses, dtype=torch.float64)
-    dist.all_reduce(mean)
-    assert (mean / 4).tolist() == pytest.approx(expected_losses, rel=1e-5)
-    assert norms == pytest.approx(expected_norms, rel=1e-5)
 
 
 @pytest.mark.parametrize("zero", [{"stage": 2}, {"stage": 3}, ALL_THREE])

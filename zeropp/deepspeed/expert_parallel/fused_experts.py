@@ -10,8 +10,6 @@ own experts alone, so that a rank with some of them can compute it.
 """
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -21,26 +19,14 @@ SIZE = "expert_parallel.autoep_size"
 _INPUT, _OUTPUT = ("gate_up_proj", "up_proj"), "down_proj"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedExperts:
-    """The experts of a layer: `module` is the child `name` of `parent`, `path` its whole name."""
+def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
+    """Return the experts of all layers, which `size` ranks can split, by name.
 
-    path: str
-    parent: nn.Module
-    name: str
-    module: nn.Module
-
-    @property
-    def num_experts(self) -> int:
-        return self.module.num_experts
-
-
-def find_experts(model: nn.Module, size: int) -> list[FusedExperts]:
-    """Return the experts of all layers, which `size` ranks can split.
-
-    Raises InputError if there are none, and for those that cannot be split.
+    Those of modules in several places are there several times. Raises InputError if there are none,
+    and for those that cannot be split.
     """
-    found = list(_find(model))
+    modules = model.named_modules(remove_duplicate=False)
+    found = {path: module for path, module in modules if path and _are_experts(module)}
     if not found:
         raise InputError(
             f"{SIZE} = {size}: {type(model).__name__} has no experts that can be split: a module "
@@ -50,28 +36,18 @@ def find_experts(model: nn.Module, size: int) -> list[FusedExperts]:
         )
     shared: dict[str, None] = {}
     owners: dict[int, str] = {}
-    for each in found:
-        for parameter in each.module.parameters():
-            if owners.setdefault(id(parameter), each.path) != each.path:
-                shared |= dict.fromkeys((owners[id(parameter)], each.path))
+    for path, module in found.items():
+        for parameter in module.parameters():
+            if owners.setdefault(id(parameter), path) != path:
+                shared |= dict.fromkeys((owners[id(parameter)], path))
     if shared:
         raise InputError(
             f"{SIZE} = {size}: {first_few([*shared])} share parameters, and tied "
             "experts cannot be split: set 1, and each rank gathers all experts"
         )
-    for each in found:
-        _require_splittable(each, size)
+    for path, module in found.items():
+        _require_splittable(path, module, size)
     return found
-
-
-def _find(model: nn.Module) -> Iterator[FusedExperts]:
-    """Yield the experts of a model, those of modules in several places several times."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        if path and _are_experts(module):
-            parent, _, name = path.rpartition(".")
-            yield FusedExperts(
-                path=path, parent=model.get_submodule(parent), name=name, module=module
-            )
 
 
 def _are_experts(module: nn.Module) -> bool:
@@ -86,14 +62,13 @@ def _are_experts(module: nn.Module) -> bool:
     return len(inspect.signature(module.forward).parameters) == 3
 
 
-def _require_splittable(experts: FusedExperts, size: int) -> None:
+def _require_splittable(path: str, module: nn.Module, size: int) -> None:
     """Raise InputError for experts that `size` ranks cannot split, and those that others changed.
 
     An adapter's layer computes with the weights of a whole layer, and hooks would see the rows of
     other ranks.
     """
-    module, number = experts.module, experts.num_experts
-    what = f"{SIZE} = {size}: {experts.path}"
+    number, what = module.num_experts, f"{SIZE} = {size}: {path}"
     if number % size:
         raise InputError(
             f"{what} has {number} experts: choose a number of ranks that divides those of each "
@@ -107,7 +82,7 @@ def _require_splittable(experts: FusedExperts, size: int) -> None:
             )
     if any(True for _ in module.buffers()):
         raise InputError(f"{what} has buffers, which ranks cannot split: set 1")
-    if experts.name == "base_layer" or hasattr(module, "parametrizations"):
+    if path.rpartition(".")[2] == "base_layer" or hasattr(module, "parametrizations"):
         raise InputError(
             f"{what} has adapters, as PEFT's target_parameters makes them, and these use whole "
             "layers: set 1, or adapt other layers, such as those of attention"

@@ -1,6 +1,6 @@
 """Puts layers whose experts ranks split in the places of a model's experts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.deepspeed.expert_parallel.fused_experts import SIZE, FusedExperts, find_experts
+from zeropp.deepspeed.expert_parallel.fused_experts import SIZE, find_experts
 from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
 from zeropp.errors import InputError
 from zeropp.ranks.groups import shared_group
@@ -32,7 +32,9 @@ class SplitExperts:
     lines: tuple[str, ...] = ()
 
 
-def split(found: Sequence[FusedExperts], mesh: DeviceMesh, config: ZeroConfig) -> SplitExperts:
+def split(
+    model: nn.Module, found: Mapping[str, nn.Module], mesh: DeviceMesh, config: ZeroConfig
+) -> SplitExperts:
     """Put a layer of split experts in the place of each of those found, with whole parameters.
 
     Consecutive ranks of the data axis `mesh` split them. `zeropp.shard` keeps this rank's part.
@@ -63,26 +65,23 @@ def split(found: Sequence[FusedExperts], mesh: DeviceMesh, config: ZeroConfig) -
         group=grid.get_group("expert"),
     )
     result = SplitExperts(traffic=traffic, lines=(_line(found, group),))
-    for experts in found:
-        layer = ExpertParallel(experts.module, ExpertRanks(group))
-        experts.parent.register_module(experts.name, layer)
+    for path, experts in found.items():
+        layer = ExpertParallel(experts, ExpertRanks(group))
+        model.set_submodule(path, layer)
         result.meshes[layer] = grid
     return result
 
 
-def experts_to_split(model: nn.Module, mesh: DeviceMesh, config: ZeroConfig) -> list[FusedExperts]:
+def experts_to_split(
+    model: nn.Module, mesh: DeviceMesh, config: ZeroConfig
+) -> dict[str, nn.Module]:
     """Return the experts of a model's layers if ranks are to split them; changes nothing.
 
-    Raises InputError unless groups of ranks of the data axis `mesh` can.
+    Raises InputError unless equal groups of ranks of the data axis `mesh`, in nodes or of nodes,
+    can.
     """
     if config.expert_ranks == 1:
-        return []
-    _require_ranks(mesh, config)
-    return find_experts(model, config.expert_ranks)
-
-
-def _require_ranks(mesh: DeviceMesh, config: ZeroConfig) -> None:
-    """Raise InputError unless equal groups of ranks, in nodes or of nodes, can split experts."""
+        return {}
     size, per_node = config.expert_ranks, own_ranks_per_node(config)
     if mesh.size() % size:
         raise InputError(
@@ -94,10 +93,11 @@ def _require_ranks(mesh: DeviceMesh, config: ZeroConfig) -> None:
             "and others across two; choose a number that divides the ranks of a node, or a "
             "multiple of these"
         )
+    return find_experts(model, size)
 
 
-def _line(found: Sequence[FusedExperts], group: RankGroup) -> str:
-    numbers = sorted({each.num_experts for each in found})
+def _line(found: Mapping[str, nn.Module], group: RankGroup) -> str:
+    numbers = sorted({each.num_experts for each in found.values()})
     experts = " or ".join(map(str, numbers))
     return (
         f"experts: {group.size} ranks {group.where} split the {experts} experts of each of "

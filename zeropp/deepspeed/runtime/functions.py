@@ -1,5 +1,8 @@
 """Small functions and constants of DeepSpeed's that public programs import."""
 
+import gc
+import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -13,7 +16,9 @@ from torch import nn
 
 from zeropp.deepspeed.zero import GatheredParameters
 from zeropp.errors import Unavailable
+from zeropp.ranks.host_memory import free_bytes
 
+GB = 2**30
 torch_info = MappingProxyType(
     {
         "version": torch.__version__,
@@ -85,8 +90,7 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
 
 def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
     """Put a module at a dotted name in a model."""
-    owner, _, name = module_name.rpartition(".")
-    (recursive_getattr(model, owner) if owner else model).register_module(name, module)
+    model.set_submodule(module_name, module)
 
 
 def world() -> dist.ProcessGroup:
@@ -94,6 +98,70 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def identity(function: Callable) -> Callable:
-    """Return a function as it is, as one that is not marked for a profiler."""
+def identity(function: Callable, *_: object) -> Callable:
+    """Return a function as it is.
+
+    DeepSpeed marks functions for a profiler. Its `zero.Init` changes the dtype of what tensor
+    constructors return, and transformers exempts `torch.arange` by replacing their wrapper.
+    """
     return function
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config` to the parser, and return it.
+
+    `zeropp.initialize(args=...)` reads the path that `--deepspeed_config` gives. `--deepspeed` is
+    for the program: nothing here reads it.
+
+    Args:
+        parser: The program's parser.
+
+    Returns:
+        The same parser.
+
+    Example:
+        ```python
+        parser = deepspeed.add_config_arguments(ArgumentParser())
+        args = parser.parse_args(["--deepspeed_config", "ds_config.json"])
+        ```
+    """
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="use DeepSpeed's interface")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the configuration, a JSON file")
+    return parser
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Any:
+    """Clip gradients as `torch.nn.utils.clip_grad_norm_` does; return their norm."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Return a call as Python spells it."""
+    given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    return f"{base}({', '.join(given)})"
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print a message and the memory in use, on rank 0; nothing unless `force` is set.
+
+    MA and CA are what PyTorch has allocated and reserved on the GPU, Max_MA and Max_CA the most of
+    it since the last call. On a machine without a GPU only the host's memory is printed.
+    """
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    gc.collect()
+    lines = [message]
+    if torch.cuda.is_available():
+        numbers = {
+            "MA": torch.cuda.memory_allocated(),
+            "Max_MA": torch.cuda.max_memory_allocated(),
+            "CA": torch.cuda.memory_reserved(),
+            "Max_CA": torch.cuda.max_memory_reserved(),
+        }
+        lines.append(" ".join(f"{name} {value / GB:.2f} GB" for name, value in numbers.items()))
+        torch.cuda.reset_peak_memory_stats()
+    if (free := free_bytes()) is not None:
+        lines.append(f"CPU memory that is free: {free / GB:.2f} GB")
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()

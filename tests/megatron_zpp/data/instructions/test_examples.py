@@ -45,31 +45,6 @@ def test_files_in_their_order_without_blank_lines(tmp_path: Path) -> None:
     assert examples[1].location == f"{first_path}, line 3"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "a", ', "line 2: not JSON"),
-        ("[1]", r"line 2: expected a JSON object, got \[1\]"),
-        ({"prompt": "a", "reply": "b"}, "line 2: expected prompt and answer .* are 'prompt', 'rep"),
-        ({}, "line 2: .* its fields are none"),
-        ({"prompt": "a", "answer": " \n"}, "line 2: 'answer' is empty"),
-        ({"text": ""}, "line 2: 'text' is empty"),
-        ({"prompt": 3, "answer": "b"}, "line 2: 'prompt' holds 3, expected a string"),
-        ({"prompt": "a", "answer": None}, "line 2: 'answer' holds null, expected a string"),
-        ('{"text": "\\ud800"}', "line 2: 'text' has half of a surrogate pair at character 0"),
-    ],
-)
-def test_what_is_wrong_is_named(line: object, message: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"text": "good"}, line)
-    with pytest.raises(InputError, match=rf"a\.jsonl, {message}"):
-        list(read_examples([path]))
-
-
-def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none\.jsonl: No such file or directory"):
-        list(read_examples([str(tmp_path / "none.jsonl")]))
-
-
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(InputError, match=r"a\.jsonl, line 1: not JSON .*0xff"):
@@ -80,9 +55,3 @@ def test_which_paths_are_examples() -> None:
     assert names_examples(DataConfig(data_path=("a.jsonl", "b.jsonl")))
     assert names_examples(DataConfig(train_data_path=("a.jsonl",), valid_data_path=("b.jsonl",)))
     assert not names_examples(DataConfig()) and not names_examples(DataConfig(data_path=("a",)))
-    for paths in (
-        {"data_path": ("0.3", "a.jsonl", "0.7", "b.jsonl")},
-        {"train_data_path": ("a.jsonl",), "valid_data_path": ("b",)},
-    ):
-        with pytest.raises(InputError, match=r"'(0\.3|b)' stands beside \.jsonl files"):
-            names_examples(DataConfig(**paths))

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.instructions.instruction_dataset import build_instructions
-from megatron_zpp.data.instructions.packed_rows import pack
+from megatron_zpp.data.instructions.instruction_dataset import build_instructions, pack
 from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.model.gpt import GPT
@@ -130,9 +129,7 @@ def test_a_hidden_end_inside_a_prompt_ends_nothing() -> None:
     assert batch.loss_mask.tolist() == [[0, 0, 1, 1, 0]]
 
 
-def test_what_is_too_long_is_cut_or_divided(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_too_long_is_cut_or_divided(tmp_path, caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
     path = write(
         tmp_path / "a.jsonl",

@@ -61,9 +61,7 @@ def exported(base: Path, folder: Path, targets: tuple[str, ...]) -> tuple[torch.
         (glm4_moe, ("input",)),
     ],
 )
-def test_exports_are_the_same_model_in_peft_and_merged(
-    make: Callable, targets: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_exports_are_the_same_model_in_peft_and_merged(make, targets, tmp_path):
     base, out = saved(make(), tmp_path / "base"), tmp_path / "adapters"
     ours, content = exported(base, out, targets)
     expected = logits(ours)

@@ -1,4 +1,4 @@
-"""Checkpoints that other programs wrote, and what their models answered; see record_*.py."""
+"""Checkpoints that other programs wrote, and what their models answered; see tools/record."""
 
 import pickle
 import tarfile

@@ -85,9 +85,7 @@ def test_slopes(num_heads: int) -> None:
 @pytest.mark.parametrize("num_queries", [LENGTH, 9, 1])
 @pytest.mark.parametrize("block", [512, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_last_tokens(
-    kind: str, block: int, num_queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_tokens(kind, block, num_queries, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", block)
     q, k, v = draw()
     q = q[:, :, -num_queries:]

@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.monitor.report import report
-from megatron_zpp.monitor.report.at_end import report_after_failure, report_rows
 from megatron_zpp.monitor.report.drawing import HEIGHT
-from megatron_zpp.monitor.report.report import duration, write_report
+from megatron_zpp.monitor.report.report import (
+    duration,
+    report_after_failure,
+    report_rows,
+    write_report,
+)
 from megatron_zpp.settings.config import LogConfig
 from tests.megatron_zpp.monitor.report.recorded import LENGTH, MIB, interval, record, usual
 from zeropp.errors import InputError
@@ -279,9 +283,7 @@ def measured(path: Path, folder: Path, widths: tuple[int, ...]) -> Iterator[dict
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_a_browser_shows_the_charts_on_a_screen_and_on_a_phone(
-    written: Path, tmp_path: Path
-) -> None:
+def test_a_browser_shows_the_charts_on_a_screen_and_on_a_phone(written, tmp_path):
     widths = (1280, 390)
     for width, page in zip(widths, measured(written, tmp_path, widths), strict=True):
         assert page["content"] <= width  # nothing to scroll sideways

@@ -1,0 +1,80 @@
+"""What functions refuse: each message names the culprit and says what to do.
+
+`tests/data/refused_calls.tsv` has a call, its arguments, the files that it meets, where FOLDER is a
+folder of the test's own, and the words of the error in their order, with " ... " between them.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.checkpoint.pretrained_model import with_initial_model
+from megatron_zpp.data.blend import parse_blend
+from megatron_zpp.data.instructions.examples import read_examples
+from megatron_zpp.data.path_files import with_named_paths
+from megatron_zpp.interchange.open_model import open_model
+from megatron_zpp.settings.arguments import parse
+from megatron_zpp.settings.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ScheduleConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+from megatron_zpp.settings.data import names_examples
+from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
+from megatron_zpp.settings.scheduled_values import Schedules
+from megatron_zpp.text.generate import Request, stream
+from megatron_zpp.text.perplexity import measure_perplexity
+from megatron_zpp.text.sampling import Sampling
+from megatron_zpp.tokenizer import build_tokenizer
+from megatron_zpp.tokenizer.base import NullTokenizer
+from tests.megatron_zpp.model.small import GPT2, VOCABULARY, build
+from tests.megatron_zpp.settings.tables import rows
+from tests.megatron_zpp.text.peaked_model import peaked_model
+from zeropp.errors import InputError
+
+
+def ask_for(prompt: tuple = (1,), sampling: dict | None = None, **fields: object) -> None:
+    """Ask for a text before anything runs."""
+    request = Request(prompt=prompt, sampling=Sampling(**(sampling or {})), **fields)
+    stream(build(GPT2), NullTokenizer(VOCABULARY), [request])
+
+
+def schedules(**fields: object) -> None:
+    """The values of a run of ten iterations of four samples."""
+    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
+    training, schedule = TrainingConfig(train_iters=10), ScheduleConfig(**fields)
+    Schedules.of(Config(batch=sizes, training=training, schedule=schedule))
+
+
+CALLS = {
+    "tokenizer": lambda **fields: build_tokenizer(TokenizerConfig(**fields)),
+    "generate": ask_for,
+    "blend": parse_blend,
+    "paths": lambda **fields: with_named_paths(DataConfig(**fields)),
+    "examples": lambda paths: list(read_examples(paths)),
+    "are examples": lambda **fields: names_examples(DataConfig(**fields)),
+    "layers": lambda text: marks_of(text, 4, "--flag"),
+    "window": parse_window,
+    "schedule": schedules,
+    "perplexity": lambda **asked: measure_perplexity(peaked_model(), **asked),
+    "initial model": lambda flags: with_initial_model(parse(flags.split(), 1), open_model),
+}
+
+
+@pytest.mark.parametrize(
+    "row", rows("refused_calls.tsv"), ids=lambda row: f"{row['call']}: {row['words'][:60]}"
+)
+def test_what_is_refused_is_named(row: dict[str, str], tmp_path: Path) -> None:
+    for name, content in json.loads(row["files"] or "{}").items():
+        (tmp_path / name).write_text(content)
+    arguments = json.loads(row["arguments"].replace("FOLDER", str(tmp_path)))
+    arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
+    with pytest.raises(InputError) as caught:
+        CALLS[row["call"]](**arguments)
+    message = str(caught.value)
+    for words in row["words"].replace("FOLDER", str(tmp_path)).split(" ... "):
+        assert words.strip() in message
