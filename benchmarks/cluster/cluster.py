@@ -98,13 +98,9 @@ def check(options: Options) -> None:
         raise InputError(f"{flag} sets the links between nodes, and --one-host has none")
     if options.round_trip and options.nodes != 2:
         raise InputError(f"--round-trip joins two nodes, and --nodes is {options.nodes}")
-    if options.one_host:
-        options.rate = [None]
-    else:
-        options.rate = list(dict.fromkeys(options.rate or (emulation.UNLIMITED,)))
-        for rate in options.rate:
-            emulation.bits_per_second(rate)
-        emulation.require_namespaces()
+    options.rate = (
+        [None] if options.one_host else emulation.checked_rates(options.rate, emulation.UNLIMITED)
+    )
     if options.products == "auto":
         options.products = "fp32" if bf16_is_slow() else "bf16"
 

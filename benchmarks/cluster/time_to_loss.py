@@ -61,10 +61,7 @@ def recipe_of(options: Options, variant: str) -> Recipe:
 
 def check(options: Options) -> None:
     """Raise InputError for what would fail only after a while."""
-    emulation.require_namespaces()
-    options.rate = list(dict.fromkeys(options.rate or ("20mbit", "100mbit")))
-    for rate in options.rate:
-        emulation.bits_per_second(rate)
+    options.rate = emulation.checked_rates(options.rate, "20mbit", "100mbit")
     for variant in options.variants:
         recipe_of(options, variant).config(variant, options.seed)
     if options.steps % options.eval_interval:

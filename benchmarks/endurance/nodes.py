@@ -123,8 +123,7 @@ def emulated_hosts(options: Options, stack: contextlib.ExitStack) -> dict:
 def check(options: Options) -> None:
     """Raise InputError if the cluster cannot be emulated."""
     if options.rate is not None:
-        emulation.bits_per_second(options.rate)
-        emulation.require_namespaces()
+        emulation.checked_rates([options.rate])
 
 
 def compare(run: LaunchedNodes) -> int:

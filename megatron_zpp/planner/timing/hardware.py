@@ -136,7 +136,7 @@ class Cluster:
         return Rates(
             products=self.gpu.peak(dtype) * self.gpu.product_share.at(level),
             half_width=self.gpu.half_width,
-            memory=_memory_share() * self.gpu.memory_rate,
+            memory=hardware_table()["kernels"]["memory_share"] * self.gpu.memory_rate,
             near=self.gpu.near_rate,
             far=self.far_rate(level),
             protocols=self.protocols,
@@ -269,7 +269,3 @@ def _protocols(table: Mapping[str, Mapping[str, float]]) -> tuple[Protocol, ...]
         )
         for entry in table.values()
     )
-
-
-def _memory_share() -> float:
-    return hardware_table()["kernels"]["memory_share"]
