@@ -56,7 +56,7 @@ class PlannedMuon:
 
     def has_momentum(self, spec: ShardSpec, *, is_root: bool) -> bool:
         """Whether a parameter has one number of state for each weight, and not Adam's two."""
-        return spec.ndim == 2 and not is_root and not self.config.lora.lora_rank
+        return spec.ndim == 2 and not is_root and self.config.trains_all
 
     @cached_property
     def rounds(self) -> tuple[OptimizerRounds, ...]:

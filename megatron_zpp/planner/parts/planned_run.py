@@ -12,8 +12,8 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from megatron_zpp.capabilities.experts.capability import expert_ranks
 from megatron_zpp.capabilities.experts.experts import Experts
+from megatron_zpp.capabilities.experts.parallel_settings import expert_ranks
 from megatron_zpp.capabilities.muon.capability import MuonCapability, muon_options
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.meta_model import META, MetaModel, axes_key
