@@ -42,7 +42,7 @@ HOMES = {
 LINES = {
     "zeropp": 22_804,
     "zeropp/deepspeed": 4_064,
-    "megatron_zpp": 25_058,
+    "megatron_zpp": 24_968,
     "megatron_zpp/planner": 5_788,
     "megatron_zpp/interchange": 6_611,
     "benchmarks": 10_993,
