@@ -56,14 +56,14 @@ def check_pretrain(argv: Sequence[str], num_ranks: int, program: str = "pretrain
     if not config.training.dry_run:
         _require_data(config.data)
         _require_tokenizer(config.tokenizer)
-        _require_folders(config.lora.pretrained_checkpoint, config.checkpoint.save)
+        _require_folders(config.pretrained_checkpoint, config.checkpoint.save)
     return config
 
 
 def check_finetune(argv: Sequence[str], num_ranks: int, program: str = "finetune_gpt.py") -> Config:
     """Do the same for fine-tuning, which needs a pretrained model."""
     config = check_pretrain(argv, num_ranks, program)
-    require_pretrained(config.lora.pretrained_checkpoint, program)
+    require_pretrained(config.pretrained_checkpoint, program)
     return config
 
 

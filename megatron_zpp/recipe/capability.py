@@ -15,6 +15,7 @@ from zeropp.wire.traffic import Traffic
 
 if TYPE_CHECKING:  # a capability of one module has settings, too, that the configuration waits for
     from megatron_zpp.model.attention.sequences import PassRecord
+    from megatron_zpp.model.gpt import GPT
     from megatron_zpp.parallel.rank_grid import RankGrid
     from megatron_zpp.settings.config import Config
     from zeropp import Sharding
@@ -56,8 +57,18 @@ class Capability:
         """Return the configuration with what follows from the nodes where it leaves that open."""
         return config
 
+    @classmethod
+    def extend(cls, model: "GPT", config: "Config") -> None:
+        """Add to the layers of a model, or of a stage of it, before it is sharded."""
+
     def axis(self) -> Any:
         """Return the ranks that split what it `splits`, or None; all ranks call it once."""
+
+    def require_stages(self, model: "GPT", stages: Sequence[range]) -> None:
+        """Raise InputError for layers of a model, one of `stages`, that could not be trained."""
+
+    def initialize(self, model: nn.Module) -> None:
+        """Write the first values of what `extend` has added; all other weights have theirs."""
 
     def before_allocation(self, sharding: "Sharding", device: torch.device) -> None:
         """Raise InputError for too little memory, before weights get theirs; all ranks call it."""
@@ -106,8 +117,11 @@ class Capability:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` has returned, with the values of a checkpoint."""
 
-    def model_rows(self) -> Iterable[tuple[str, str]]:
-        """Yield rows (name, text) of the table before training that say more of the model."""
+    def require_saved(self, saved: Mapping[str, Any], folder: str) -> None:
+        """Raise InputError if a checkpoint's settings, by section, do not fit the run."""
+
+    def model_rows(self, model: "GPT") -> Iterable[tuple[str, str]]:
+        """Yield rows (name, text) of the table before training that say more of the whole model."""
         return ()
 
     def rows(self) -> Iterable[tuple[str, str]]:
@@ -122,14 +136,22 @@ class Capability:
         return ()
 
 
-def _kinds_in(config: "Config") -> Iterator[type[Capability]]:
+def kinds_of(config: "Config") -> Iterator[type[Capability]]:
+    """Yield the classes of the capabilities that a run has, by their names."""
     kinds = (module.CAPABILITY for module in modules_of("capability", CAPABILITIES))
     return (kind for kind in kinds if kind.is_on(config))
 
 
 def capabilities_of(config: "Config", ranks: "RankGrid") -> tuple[Capability, ...]:
     """Return the capabilities of a run, by their names."""
-    return tuple(kind(config=config, ranks=ranks) for kind in _kinds_in(config))
+    return tuple(kind(config=config, ranks=ranks) for kind in kinds_of(config))
+
+
+def extended(model: "GPT", config: "Config") -> "GPT":
+    """Return a model with what the capabilities of a run add to it."""
+    for kind in kinds_of(config):
+        kind.extend(model, config)
+    return model
 
 
 def settled(config: "Config", nodes: Nodes) -> "Config":
@@ -137,7 +159,7 @@ def settled(config: "Config", nodes: Nodes) -> "Config":
 
     Raises InputError for what does not fit them.
     """
-    for kind in _kinds_in(config):
+    for kind in kinds_of(config):
         config = kind.settled(config, nodes)
     return config
 

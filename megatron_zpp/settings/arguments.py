@@ -67,11 +67,6 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     check(config, num_replicas)
     _check_accumulation(config.batch, file, num_replicas)
     config = replace(config, zero=_zero(file, completed, config.batch, num_replicas))
-    if config.zero.stores_frozen and not config.lora.lora_rank:
-        raise InputError(
-            "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
-            "--lora-rank all weights are trained: give a rank (finetune_gpt.py), or leave it out"
-        )
     for obstacle, is_met in declared("OBSTACLES", CAPABILITIES):
         if is_met(config):
             raise InputError(obstacle.format(config=config))
@@ -94,7 +89,7 @@ def check(config: Config, num_replicas: int) -> None:
             "--no-load-lr-state and --use-checkpoint-opt_param-scheduler contradict: leave one out"
         )
     Schedules.of(config).batch_size.check(num_replicas)
-    save, pretrained = config.checkpoint.save, config.lora.pretrained_checkpoint
+    save, pretrained = config.checkpoint.save, config.pretrained_checkpoint
     if save and pretrained and Path(save).resolve() == Path(pretrained).resolve():
         raise InputError(
             f"--save {save} is the folder of --pretrained-checkpoint, where a newer checkpoint "

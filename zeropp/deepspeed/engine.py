@@ -31,7 +31,6 @@ from zeropp.deepspeed.gradient_accumulation import GradientAccumulation
 from zeropp.deepspeed.parameter_values import ParameterOwner, mark_sharded, take_gradients
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
-from zeropp.deepspeed.whole_steps import WholeSteps
 from zeropp.errors import InputError, RefusedCall, Unavailable
 from zeropp.fsdp_adapter.owner_hooks import GradientHook, OwnerHook
 from zeropp.optim.adam import parameters_in
@@ -57,9 +56,7 @@ class ThroughputTimer:
         self.epoch_count += 1
 
 
-class Engine(
-    EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, ParameterOwner, nn.Module
-):
+class Engine(EngineFiles, EngineSettings, GradientAccumulation, ParameterOwner, nn.Module):
     """A sharded model with its optimizer, schedule, loss scale and counters.
 
     `global_steps` counts optimizer steps, including skipped ones, and `global_samples` their

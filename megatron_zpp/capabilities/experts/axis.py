@@ -1,18 +1,16 @@
 """The ranks that split the experts of a layer.
 
 In a node they send each other the rows of tokens (zeropp/capabilities/experts/exchange.py).
-E experts, T tokens times experts of each on a rank, M rows that arrive, H hidden.
 """
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.axes import part_of
 from megatron_zpp.parallel.rank_grid import RankGrid
-from zeropp.capabilities.experts.exchange import Dispatched, combine, dispatch
 from zeropp.wire.rank_group import RankGroup
 
 NAME = "experts"  # of the axis, among those of a `Part`
@@ -44,17 +42,6 @@ class ExpertAxis:
         """Return this rank's rows of a parameter without values: those of its experts."""
         mesh = None if self.mesh is None else self.mesh[AXIS_NAMES[1]]
         return part_of(parameter, 0, self.size, mesh)
-
-    def dispatch(self, rows: Tensor, counts: Tensor) -> Dispatched:
-        """Send `rows` [T, H], by expert, of which each expert gets as many as `counts` [E] says.
-
-        E counts the experts of a node.
-        """
-        return dispatch(rows, counts, self.group)
-
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return [T, H], in the order of what was dispatched, of what experts made of it [M, H]."""
-        return combine(rows, dispatched, self.group)
 
 
 def axis_of(part: Part) -> ExpertAxis | None:

@@ -42,7 +42,7 @@ def _needs(flags: str, condition: Any) -> NoEffect:
 
 
 def _is_elsewhere(config: Any) -> bool:
-    return bool(config.lora.pretrained_checkpoint or config.checkpoint.use_checkpoint_args)
+    return bool(config.pretrained_checkpoint or config.checkpoint.use_checkpoint_args)
 
 
 NEEDS_EXPERTS = _needs("--num-experts above 1", lambda model: model.has_experts)

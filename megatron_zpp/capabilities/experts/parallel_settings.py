@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 from math import gcd
+from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.capabilities.experts.model_settings import NEEDS_EXPERTS
 from megatron_zpp.settings.flag import Section, flag
 from zeropp.errors import InputError
+
+if TYPE_CHECKING:
+    from zeropp.wire.rank_group import Nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,51 +31,49 @@ class ExpertParallelConfig(Section):
         no_effect=NEEDS_EXPERTS,
     )
 
-    def expert_ranks(
-        self,
-        num_experts: int,
-        stage_ranks: int,
-        ranks_per_node: int,
-        zero_stage: int,
-        *,
-        steps_alone: bool = False,
-    ) -> int:
-        """Return how many consecutive ranks split the experts, of the ranks of a pipeline's stage.
 
-        `steps_alone`: other nodes have replicas of their own. Raises InputError for a size that was
-        given and does not fit.
-        """
-        size, tensor = self.expert_model_parallel_size, self.tensor_model_parallel_size
-        repeats_tokens = tensor > 1 and not self.sequence_parallel
-        if size is None:
-            if repeats_tokens or zero_stage == 0:
-                return 1
-            most = gcd(num_experts, stage_ranks, ranks_per_node)
-            return most if most % tensor == 0 else 1
-        shown = f"--expert-model-parallel-size {size}"
-        if size > 1 and repeats_tokens:
+def expert_ranks(config: Any, nodes: "Nodes") -> int:
+    """Return how many consecutive ranks split the experts of a layer; 1 for a dense model.
+
+    Raises InputError for a --expert-model-parallel-size that does not fit.
+    """
+    if not config.model.has_experts:
+        return 1
+    model, parallel = config.model, config.parallel
+    size, tensor = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    num_experts, ranks_per_node = model.num_experts, nodes.ranks_per_node
+    stage_ranks = nodes.num_ranks // parallel.pipeline_model_parallel_size
+    repeats_tokens = tensor > 1 and not parallel.sequence_parallel
+    if size is None:
+        if repeats_tokens or config.zero.stage == 0:
+            return 1
+        most = gcd(num_experts, stage_ranks, ranks_per_node)
+        return most if most % tensor == 0 else 1
+    shown = f"--expert-model-parallel-size {size}"
+    if size > 1 and repeats_tokens:
+        raise InputError(
+            f"{shown} needs tensor ranks with tokens of their own: add --sequence-parallel "
+            "beside --tensor-model-parallel-size, or set 1"
+        )
+    steps_alone = config.zero.zeropp.sync_every != 1
+    alone = " in a node, which zeropp.sync_every lets step alone" if steps_alone else ""
+    for number, what in (
+        (num_experts, f"the {num_experts} experts of --num-experts"),
+        (stage_ranks, f"the {stage_ranks} ranks that share the layers{alone}"),
+    ):
+        if number % size:
             raise InputError(
-                f"{shown} needs tensor ranks with tokens of their own: add --sequence-parallel "
-                "beside --tensor-model-parallel-size, or set 1"
+                f"{shown} does not divide {what}: use {gcd(num_experts, stage_ranks)} or a "
+                "divisor of it"
             )
-        alone = " in a node, which zeropp.sync_every lets step alone" if steps_alone else ""
-        for number, what in (
-            (num_experts, f"the {num_experts} experts of --num-experts"),
-            (stage_ranks, f"the {stage_ranks} ranks that share the layers{alone}"),
-        ):
-            if number % size:
-                raise InputError(
-                    f"{shown} does not divide {what}: use {gcd(num_experts, stage_ranks)} or a "
-                    "divisor of it"
-                )
-        if ranks_per_node % size and size % ranks_per_node:
-            raise InputError(
-                f"{shown} is neither a part of a node's {ranks_per_node} ranks nor whole nodes: "
-                f"use a divisor or a multiple of {ranks_per_node}"
-            )
-        if size > 1 and size % tensor:
-            raise InputError(
-                f"{shown} is not a multiple of --tensor-model-parallel-size {tensor}: the tensor "
-                "ranks of a sequence send its tokens to other experts each; use a multiple, or 1"
-            )
-        return size
+    if ranks_per_node % size and size % ranks_per_node:
+        raise InputError(
+            f"{shown} is neither a part of a node's {ranks_per_node} ranks nor whole nodes: "
+            f"use a divisor or a multiple of {ranks_per_node}"
+        )
+    if size > 1 and size % tensor:
+        raise InputError(
+            f"{shown} is not a multiple of --tensor-model-parallel-size {tensor}: the tensor "
+            "ranks of a sequence send its tokens to other experts each; use a multiple, or 1"
+        )
+    return size

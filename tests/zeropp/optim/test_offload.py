@@ -318,21 +318,6 @@ def engine_of(config: dict, **options: object) -> zeropp.Engine:
 
 
 @ranks(1)
-def test_an_engine_takes_over_an_optimizer_and_its_schedule():
-    config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
-    model = small_model()
-    adam = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(adam, gamma=0.5)
-    engine, optimizer, *_ = zeropp.initialize(
-        model=model, config=config, optimizer=adam, lr_scheduler=schedule
-    )
-    assert isinstance(optimizer, OffloadedAdam) and engine.optimizer is optimizer
-    assert optimizer.defaults["decoupled_weight_decay"] is False
-    run(engine, 1)
-    assert engine.get_lr() == [0.005]
-
-
-@ranks(1)
 def test_an_adam_of_ours_is_taken_over_with_its_options():
     config = {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 2} | OFFLOAD}
     model = small_model()

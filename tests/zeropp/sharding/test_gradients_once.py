@@ -4,9 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import config_of, run, run_without_engine
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.small_model import small_model, train
 from zeropp import Sharding, shard
@@ -44,17 +42,6 @@ def test_whole_gradients_are_kept_until_the_last_micro_batch():
         has_means = [shard.grad is not None for shard in shards]
         assert all(has_means) if last else not any(has_means)
         assert (sharding.traffic.sent["gradients", "in_node"] > 0) == last
-
-
-@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}])
-@ranks(2)
-def test_by_an_engine(offload):
-    zero = {"stage": 3} | offload
-    config = config_of(micro_batches=2, zero_optimization=zero, zeropp=ONCE)
-    engine = zeropp.initialize(model=small_model(), config=config)[0]
-    expected, *_ = run_without_engine()
-    assert run(engine) == pytest.approx(expected, rel=1e-5)
-    assert engine.sharding.plan.reduces_once
 
 
 def test_at_stage_1_it_says_that_it_changes_nothing():

@@ -13,8 +13,6 @@ from tests.zeropp.deepspeed.small_engine import logged
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import (
     BOTH,
-    HPZ,
-    QWZ,
     evaluate,
     load_random_weights,
     restore_codes,
@@ -22,7 +20,7 @@ from tests.zeropp.sharded_training import (
     step,
 )
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
-from zeropp import InputError, Sharding, ZeroConfig, fsdp_adapter, shard
+from zeropp import Sharding, fsdp_adapter, shard
 from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.quant.ops import dequantize
 from zeropp.quant.packing import RAW
@@ -282,22 +280,6 @@ def test_copies_that_differ_are_found_and_sent_again():
 def test_one_node_keeps_no_copy_and_sends_no_steps():
     sharding = shard_on_nodes(BOTH, zeropp={"weight_steps": True})
     assert sharding.roots[0].copies is None
-
-
-@pytest.mark.parametrize(
-    ("zero", "settings", "message"),
-    [
-        (HPZ, {}, "weight_steps = true and zero_optimization.zero_quantized_weights = false: incr"),
-        (QWZ, {}, "zero_hpz_partition_size = 1: incremental updates change the copies"),
-        (BOTH, {"weight_bits": 4}, "zeropp.weight_bits = 4: incremental updates change INT8 codes"),
-        (BOTH, {"code_messages": 2}, "code_messages = 2: expected true or false or null"),
-    ],
-)
-def test_bad_settings_are_named(zero, settings, message):
-    with pytest.raises(InputError, match=message):
-        ZeroConfig.from_json(
-            {"zero_optimization": zero, "zeropp": {"weight_steps": True} | settings}
-        )
 
 
 @pytest.mark.parametrize(
