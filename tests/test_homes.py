@@ -47,7 +47,7 @@ HOMES = {
 LINES = {
     "zeropp": 22_804,
     "zeropp/deepspeed": 4_012,
-    "megatron_zpp": 25_058,
+    "megatron_zpp": 24_960,
     "megatron_zpp/planner": 5_788,
     "megatron_zpp/interchange": 6_611,
     "benchmarks": 10_993,
