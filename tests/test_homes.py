@@ -51,7 +51,7 @@ HOMES = {
 LINES = {
     "zeropp": 22_804,
     "zeropp/deepspeed": 4_012,
-    "megatron_zpp": 25_051,
+    "megatron_zpp": 24_960,
     "megatron_zpp/planner": 5_597,
     "megatron_zpp/interchange": 6_610,
     "benchmarks": 10_955,
