@@ -20,24 +20,34 @@ HOMES = {
         (1, 3),
     ),
     "local SGD": (
-        r"local.?steps|local.?sgd|diloco|outer_(lr|momentum|group|mean)|sync_every|elastic",
-        ("zeropp/optim/local_steps", "zeropp/ranks/nodes", "megatron_zpp/capabilities/local_sgd"),
-        (21, 13),
+        r"local.?steps|local.?sgd|diloco|\bouter_(lr|momentum|group|mean)|sync_every"
+        r"|(?<!torch)elastic",
+        ("zeropp/capabilities/local_sgd", "megatron_zpp/capabilities/local_sgd"),
+        (8, 13),
     ),
-    "LoRA and MixZ++": (r"lora|mixz|nontrainable|stores_frozen|adapter", (), (76, 11)),
+    "LoRA and MixZ++": (
+        # But q_lora_rank and kv_lora_rank, widths of latent attention, and zeropp/fsdp_adapter.
+        r"(?<!q_)(?<!kv_)lora|mixz|nontrainable|stores_frozen|(?<!fsdp_)adapter",
+        ("megatron_zpp/capabilities/lora", "megatron_zpp/interchange/adapters"),
+        (76, 11),
+    ),
     "offload": (
         r"offload|master_weights|delayed.?(param|update)",
         ("zeropp/capabilities/offload", "megatron_zpp/capabilities/offload"),
-        (7, 4),
+        (6, 4),
     ),
     "incremental weight updates": (r"weight_steps|gather_changes|requantize", (), (13, 1)),
-    "experts": (r"expert|moe", ("megatron_zpp/model/moe", "zeropp/wire/tokens"), (58, 19)),
+    "experts": (
+        r"expert|moe",
+        ("megatron_zpp/capabilities/experts", "zeropp/capabilities/experts"),
+        (12, 19),
+    ),
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_808,
-    "zeropp/deepspeed": 4_374,
-    "megatron_zpp": 25_560,
+    "zeropp": 22_804,
+    "zeropp/deepspeed": 4_012,
+    "megatron_zpp": 25_058,
     "megatron_zpp/planner": 5_788,
     "megatron_zpp/interchange": 6_611,
     "benchmarks": 10_993,

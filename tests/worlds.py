@@ -9,13 +9,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.rank_group import COLLECTIVE_SECONDS, forget_meshes
-from zeropp.optim.local_steps.elastic_group import (
+from zeropp.capabilities.local_sgd.elastic_group import (
     ElasticGroup,
     ElasticOptions,
     join_elastic_group,
 )
-from zeropp.optim.local_steps.outer_group import OuterGroup, join_outer_group
-from zeropp.ranks.nodes.entry import Saved
+from zeropp.capabilities.local_sgd.entry import Saved
+from zeropp.capabilities.local_sgd.outer_group import OuterGroup, join_outer_group
 from zeropp.ranks.process_group import world_store
 from zeropp.ranks.topology import Environment
 

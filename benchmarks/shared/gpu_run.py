@@ -34,10 +34,10 @@ from zeropp.ranks.topology import usable_cores
 STEPS = ("build", "tests", "kernels", "train", "memcheck", "racecheck")
 GPU_TEST = re.compile(r"pytest\.mark\.gpu|from tests\.gpu import")  # in files with tests for GPUs
 SANITIZED_TESTS = (  # all kernels, ragged and misaligned; a minute under compute-sanitizer
-    "tests/zeropp/quant/test_cuda.py::test_rows_of_ragged_segments[dtype2-wire0-1]",
-    "tests/zeropp/quant/test_cuda.py::test_sums_of_ragged_segments[3]",
-    "tests/zeropp/quant/test_cuda.py::test_more_segments_than_a_launch_takes[57]",
-    "tests/zeropp/optim/test_cuda_adam.py::test_ragged_and_wide_tensors[dtype0-copy_type1-shifts1]",
+    "tests/zeropp/quant/test_kernels.py::test_rows_of_ragged_segments[cuda-dtype2-wire0-3]",
+    "tests/zeropp/quant/test_kernels.py::test_sums_of_ragged_segments[cuda-3]",
+    "tests/zeropp/quant/test_kernels.py::test_more_segments_than_a_launch_takes[57-cuda]",
+    "tests/zeropp/optim/test_adam_kernels.py::test_ragged_and_wide_tensors_that_begin_anywhere[cuda-dtype0-copy1]",
 )
 OUR_KERNELS = ("--kernel-name", "kns=zpp", "--error-exitcode", "9")  # checks our namespace only
 TINY = {

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.shared.byte_text import NUM_BYTES, ByteText
+from megatron_zpp.data.gpt_dataset import MockDataset
 from megatron_zpp.data.loader import Batch, Loader, Samples
-from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config, ParallelConfig

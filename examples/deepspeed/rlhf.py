@@ -12,10 +12,10 @@ import os
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
-from zeropp.deepspeed.compression.helper import recursive_getattr, recursive_setattr
 
 from zeropp import deepspeed
 from zeropp.deepspeed.accelerator import get_accelerator
+from zeropp.deepspeed.compression.helper import recursive_getattr, recursive_setattr
 from zeropp.deepspeed.ops.adam import FusedAdam
 from zeropp.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 

@@ -1,13 +1,14 @@
-"""A run that starts from a pretrained model: the model's shape, its tokenizer, its weights."""
+"""A run whose model is described by a checkpoint, or starts from one that was pretrained."""
 
 import logging
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_model
+from megatron_zpp.checkpoint.checkpoint import choose
 from megatron_zpp.checkpoint.open_model import OpenedModel, OpenModel
-from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
-from megatron_zpp.settings.gpt.experts import OF_TRAINING
+from megatron_zpp.checkpoint.training_state import NOT_ARCHITECTURE, read_state, with_tuples
+from megatron_zpp.settings.config import Config, DataConfig, ModelConfig, TokenizerConfig
+from megatron_zpp.settings.gpt.model import OF_TRAINING
 from zeropp import InputError
 
 log = logging.getLogger("megatron_zpp")
@@ -17,14 +18,14 @@ def with_initial_model(config: Config, open_model: OpenModel) -> tuple[Config, O
     """Return `config` with the shape of the model that its flags name, and that model if opened.
 
     `--use-checkpoint-args` takes the shape from `--load`; `--pretrained-checkpoint` opens a model,
-    and takes its shape and its tokenizer. The sequence length and how the load of experts is
-    balanced stay as the flags set them; the path of the checkpoint that was opened is recorded.
+    and takes its shape and its tokenizer. The sequence length and what only training
+    uses stay as the flags set them; the path of the checkpoint that was opened is recorded.
     Raises InputError for a model that cannot be opened, for sequences longer than its positions,
     and without data to tokenize for it.
     """
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
-    folder = config.lora.pretrained_checkpoint
+    folder = config.pretrained_checkpoint
     if folder is None:
         return config, None
     if Path(folder).suffix == ".gguf":
@@ -45,9 +46,8 @@ def with_initial_model(config: Config, open_model: OpenModel) -> tuple[Config, O
     log.info("%s: %s, %s", opened.path, size, opened.tokenizer.name)
     of_training = {name: getattr(config.model, name) for name in OF_TRAINING}
     model = replace(opened.config, seq_length=seq_length, **of_training)
-    lora = replace(config.lora, pretrained_checkpoint=str(opened.path.resolve()))
-    config = replace(config, model=model, tokenizer=opened.tokenizer_config, lora=lora)
-    return config, opened
+    config = config.starting_from(str(opened.path.resolve()))
+    return replace(config, model=model, tokenizer=opened.tokenizer_config), opened
 
 
 def _require_data(data: DataConfig, folder: str) -> None:
@@ -56,3 +56,40 @@ def _require_data(data: DataConfig, folder: str) -> None:
             f"--pretrained-checkpoint {folder} needs text for the model's tokenizer: give "
             "--data-path with .jsonl files or the output of tools/preprocess_data.py"
         )
+
+
+def with_checkpoint_model(config: Config) -> Config:
+    """Return `config` with the architecture of the newest checkpoint in `--load`.
+
+    All ranks call it. Raises InputError if there is no checkpoint.
+    """
+    options = config.checkpoint
+    path = choose(
+        options.load, verify=not options.no_verify_checkpoint, iteration=options.ckpt_step
+    )
+    if path is None:
+        raise no_checkpoint_error(config.checkpoint.load, "--use-checkpoint-args")
+    defaults = vars(ModelConfig())
+    settings = {name: defaults[name] for name in defaults if name not in NOT_ARCHITECTURE}
+    settings |= with_tuples(read_state(path).architecture)
+    settings.pop("vocab_size")
+    num_positions = settings.pop("num_positions", None)
+    if num_positions is not None:
+        settings["max_position_embeddings"] = num_positions
+    for name, value in settings.items():
+        own = getattr(config.model, name)
+        if value != own:
+            given = config.given.get(name) or (own != defaults[name] and f"{name} = {own}")
+            but = f", and {given} has no effect" if given else ""
+            log.info("--use-checkpoint-args: %s is %s%s", name, value, but)
+    config = replace(config, model=replace(config.model, **settings))
+    config.model.check()
+    return config
+
+
+def no_checkpoint_error(folder: str, flag: str) -> InputError:
+    """The error for a `flag` that needs a checkpoint where `--load` has none."""
+    return InputError(
+        f"--load {folder} holds no checkpoint, and {flag} needs one: name the folder that --save "
+        f"named, or leave {flag} out"
+    )

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import SECTIONS, Config, ModelConfig
-from megatron_zpp.settings.gpt.experts import OF_TRAINING, MoeConfig
-from megatron_zpp.settings.gpt.latent_attention import LatentAttentionConfig
+from megatron_zpp.settings.gpt.model import OF_CAPABILITIES, OF_TRAINING
 from megatron_zpp.settings.gpt.positions import PositionConfig
+from megatron_zpp.settings.gpt.sizes import LatentAttentionConfig
 from zeropp.errors import InputError, first_lines
+from zeropp.settings.capabilities import declared
 
 STATE = "state.json"
 FORMAT = 1
@@ -26,7 +28,7 @@ NOT_ARCHITECTURE = (
     "attention_dropout",
     "fp32_residual_connection",
     "pad_vocab_size_to",
-    "moe_router_dtype",
+    *declared("NOT_ARCHITECTURE", CAPABILITIES),
     *OF_TRAINING,
 )
 # Of the others, those that neither shapes nor the layout of weights depend on: another task, such
@@ -36,8 +38,8 @@ OF_FINE_TUNING = {
     *("window_size", "window_attn_skip_freq", "layernorm_epsilon", "query_pre_attn_scalar"),
     *("attn_logit_softcapping", "final_logit_softcapping", "activation_func_clamp_value"),
     *("softmax_type", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
-    *("scale_embeddings", "bias_gelu_fusion", "moe_router_topk", "moe_router_topk_scaling_factor"),
-    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_best"),
+    *("scale_embeddings", "bias_gelu_fusion"),
+    *declared("OF_FINE_TUNING", CAPABILITIES),
 }
 ROPE_SCALING = (
     "use_rope_scaling",
@@ -111,7 +113,8 @@ def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
     unused = [] if model.use_rope_scaling else [*ROPE_SCALING]
     unused += [] if model.multi_latent_attention else LATENT_ATTENTION
-    unused += [] if model.has_experts else [item.name for item in dataclasses.fields(MoeConfig)]
+    idle = (part for part in OF_CAPABILITIES if not part.is_in(model))
+    unused += [item.name for part in idle for item in dataclasses.fields(part)]
     values = {name: value for name, value in values.items() if name not in unused}
     if model.position_embedding_type == "learned_absolute":
         values["num_positions"] = model.num_positions

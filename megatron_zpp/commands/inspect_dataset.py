@@ -145,7 +145,10 @@ def summary(lengths: Lengths) -> Iterator[tuple[str, str]]:
 def describe_document(lengths: Lengths, document: int, tokenizer: Tokenizer | None) -> str:
     """One line about a document: its number, its length and its first tokens."""
     ids = lengths.first_tokens(document, SHOWN_TOKENS).tolist()
-    beginning = repr(tokenizer.decode(_decodable(ids, tokenizer))) if tokenizer else str(ids)
+    beginning = str(ids)
+    if tokenizer:
+        known = itertools.takewhile(lambda token: 0 <= token < tokenizer.vocab_size, ids)
+        beginning = repr(tokenizer.decode(known))
     return f"document {document}, {lengths.documents[document]:,} tokens: {beginning}"
 
 
@@ -237,11 +240,6 @@ def draw(documents: np.ndarray, title: str) -> Image.Image:
 
 def _print_row(name: str, value: str) -> None:
     print(f"{name + ':':<26}{value}")
-
-
-def _decodable(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids before the first one that is not in the tokenizer's vocabulary."""
-    return list(itertools.takewhile(lambda token: 0 <= token < tokenizer.vocab_size, ids))
 
 
 def _with_unit(number: int) -> str:

@@ -121,7 +121,11 @@ def _read_source_files(source: Path) -> dict[str, str]:
             f"no default corpus: {len(texts)} Python sources in {source}; give your own data "
             "with --data-path"
         )
-    return {path: texts[path] for path in sorted(texts, key=_hash_path)}
+
+    def digest(path: str) -> str:
+        return hashlib.sha256(f"{SEED}:{path}".encode()).hexdigest()
+
+    return {path: texts[path] for path in sorted(texts, key=digest)}
 
 
 def _source_paths(source: Path) -> Iterator[Path]:
@@ -134,10 +138,6 @@ def _source_paths(source: Path) -> Iterator[Path]:
 
 def _is_included(name: str) -> bool:
     return name not in EXCLUDED and not name.startswith(MACHINE_DEPENDENT)
-
-
-def _hash_path(path: str) -> str:
-    return hashlib.sha256(f"{SEED}:{path}".encode()).hexdigest()
 
 
 def _digest(texts: Mapping[str, str], settings: dict[str, int | str]) -> str:

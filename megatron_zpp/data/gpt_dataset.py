@@ -18,8 +18,7 @@ import numpy as np
 
 from megatron_zpp.data.blend import BlendedDataset, count_samples, parse_blend
 from megatron_zpp.data.index_cache import IndexCache
-from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.mock_dataset import MockDataset
+from megatron_zpp.data.indexed_dataset import IndexedDataset, id_outside
 from megatron_zpp.data.sample_index import SampleIndex, SampleRequest
 from megatron_zpp.data.split import SPLITS, parse_split, sequence_range
 from megatron_zpp.settings.config import DataConfig
@@ -115,14 +114,12 @@ class GPTDataset:
     def _check_vocabulary(self, tokens: np.ndarray) -> None:
         # Not checked once for the whole file, so that a file of terabytes is not read twice.
         vocab_size = self.spec.vocab_size
-        if tokens.max() < vocab_size and tokens.min() >= 0:
-            return
-        invalid = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
-        raise InputError(
-            f"{self.source.bin_path} holds token id {invalid}, but the tokenizer's vocabulary has "
-            f"{vocab_size} entries (ids 0 to {vocab_size - 1}): preprocess the text with this "
-            "tokenizer, or give the tokenizer that wrote it"
-        )
+        if (invalid := id_outside(tokens, vocab_size)) is not None:
+            raise InputError(
+                f"{self.source.bin_path} holds token id {invalid}, but the tokenizer's vocabulary "
+                f"has {vocab_size} entries (ids 0 to {vocab_size - 1}): preprocess the text with "
+                "this tokenizer, or give the tokenizer that wrote it"
+            )
 
 
 def build_datasets(
@@ -193,6 +190,25 @@ def _open_files(most: int) -> Iterator[None]:
             f"too many open files: a process may have {hard}, and these datasets need up to {most} "
             f"mapped: raise the limit (ulimit -Hn {most}), or merge datasets"
         ) from error
+
+
+class MockDataset:
+    """`size` samples of random token ids below `vocab_size`, for benchmarks.
+
+    A sample depends on `seed`, which includes the split, and on its index only.
+    """
+
+    def __init__(self, size: int, seq_length: int, vocab_size: int, seed: tuple[int, ...]) -> None:
+        self.size, self.seq_length, self.vocab_size = size, seq_length, vocab_size
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return sample `index`: dict(tokens int64 [S + 1])."""
+        random = np.random.default_rng((*self.seed, index))
+        return {"tokens": random.integers(self.vocab_size, size=self.seq_length + 1)}
 
 
 class _Part(NamedTuple):

@@ -143,7 +143,7 @@ def export_adapters(
     InputError for a model without adapters, for one that no supported family can express, and if
     `output` holds adapters already.
     """
-    if opened.adapters is None:
+    if opened.added is None:
         raise InputError(
             f"{opened.path}: has no adapters of its own: expected a checkpoint of a run with "
             "--lora-rank; --to-hf writes whole models"
@@ -159,7 +159,7 @@ def export_adapters(
             )
     return write_peft(
         output,
-        opened.adapters,
+        opened.added,
         table,
         adapter_sizes(opened),
         base_name,

@@ -1,4 +1,4 @@
-"""The transformer block: a branch of attention, and one of an MLP or of experts.
+"""The transformer block: a branch of attention, and one of an MLP or what takes its place.
 
 Both are added to the residual stream. x has a rank's rows where rows are split. Shapes: B batch,
 S sequence, H hidden.
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from megatron_zpp.model.attention.attention import Attention
 from megatron_zpp.model.attention.latent_attention import LatentAttention
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
-from megatron_zpp.model.mlp import MLP
-from megatron_zpp.model.moe.layer import MoE
+from megatron_zpp.model.mlp import feed_forward
 from megatron_zpp.model.normalization import apply_norm, make_norm
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.settings.config import ModelConfig
+
+NORMS = ("norm1", "post_norm1", "norm2", "post_norm2")
 
 
 class Block(nn.Module):
@@ -23,9 +24,9 @@ class Block(nn.Module):
 
     By default each is normalized before (pre-LN): x + attention(norm1(x)), then x + mlp(norm2(x));
     by `norm_placement` behind, before it is added, or on both sides. Parallel, both start from the
-    same x, perhaps normalized once for both. In layers of `moe_layers` experts take the place of
-    the MLP. The execution of the model's part runs `compute` inside the block's hooks. With an fp32
-    residual stream x must be fp32 whatever the dtype of the weights.
+    same x, perhaps normalized once for both. The execution of the model's part runs `compute`
+    inside the block's hooks. With an fp32 residual stream x must be fp32 whatever the dtype of the
+    weights.
     """
 
     def __init__(
@@ -46,14 +47,14 @@ class Block(nn.Module):
         self.fp32_residual = config.fp32_residual_connection
         self.execution, self.is_recomputed = part.execution, is_recomputed
         attention = LatentAttention if config.multi_latent_attention else Attention
-        mlp = MoE if config.moe_layers[layer] else MLP
         self.norm1 = make_norm(config, norms=part.norms) if has_norm else None
         self.attention = attention(config, layer, part)
         self.post_norm1 = make_norm(config, norms=part.norms) if has_post_norm else None
         has_norm2 = has_norm and not self.shares_norm
         self.norm2 = make_norm(config, norms=part.norms) if has_norm2 else None
-        self.mlp = mlp(config, layer, part)
+        self.mlp = feed_forward(config, layer)(config, layer, part)
         self.post_norm2 = make_norm(config, norms=part.norms) if has_post_norm else None
+        self.grad_is_partial = NORMS if part.splits_rows else ()
 
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H]; with a cache neither compiled nor recomputed."""

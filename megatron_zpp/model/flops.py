@@ -10,6 +10,7 @@ appendix B).
 
 from dataclasses import dataclass
 
+from megatron_zpp.model.mlp import feed_forward
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 
 BACKWARD = 2  # operations of a backward pass, in forward passes
@@ -37,10 +38,7 @@ def flops_per_token(model: ModelConfig, recompute: RecomputeConfig, vocab_size: 
     GPT with full recomputation this is its formula 96·s·L·h²·(1 + s/6h + V/16Lh) per sample.
     """
     core_attentions = [core_attention(model, window) for window in model.windows]
-    layers = [
-        projections(model, has_experts) + core_attention
-        for has_experts, core_attention in zip(model.moe_layers, core_attentions, strict=True)
-    ]
+    layers = [projections(model, layer) + each for layer, each in enumerate(core_attentions)]
     head = 2 * model.hidden_size * model.padded_vocab_size(vocab_size)
     step = (1 + BACKWARD) * (sum(layers) + head)
     if recompute.recompute_granularity == "full":
@@ -50,28 +48,13 @@ def flops_per_token(model: ModelConfig, recompute: RecomputeConfig, vocab_size: 
     return step
 
 
-def projections(model: ModelConfig, has_experts: bool = False) -> float:
-    """Return the operations of a layer's linear parts for one token, forward.
-
-    Of experts those count that a token passes, with the router and the shared MLP.
-    """
-    num_mlp_matrices = 3 if model.is_gated else 2
-    width, others = model.ffn_size, 0
-    if has_experts:
-        width = model.moe_shared_expert_intermediate_size or 0
-        router = 2 * model.hidden_size * model.num_experts
-        others = router + expert_products(model)
-    mlp = others + 2 * num_mlp_matrices * model.hidden_size * width
+def projections(model: ModelConfig, layer: int) -> float:
+    """Return the operations of a layer's linear parts for one token, forward."""
+    mlp = feed_forward(model, layer).flops(model)
     if model.multi_latent_attention:
         return latent_projections(model) + mlp
     num_heads = 2 * model.num_attention_heads + 2 * model.kv_heads  # query, output, keys, values
     return 2 * model.hidden_size * model.head_dim * num_heads + mlp
-
-
-def expert_products(model: ModelConfig) -> float:
-    """Return the operations of the experts that a token passes, forward, without a shared one."""
-    width = model.moe_router_topk * model.expert_ffn_size
-    return 2 * (3 if model.is_gated else 2) * model.hidden_size * width
 
 
 def latent_projections(model: ModelConfig) -> float:

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from megatron_zpp.model.attention.cache import KeyValueCache
 from megatron_zpp.model.attention.rotary import Rotary, query_scale, rotary_tables
-from megatron_zpp.model.attention.sequences import Sequences
+from megatron_zpp.model.attention.sequences import PassRecord, Sequences
 from megatron_zpp.model.block import Block
-from megatron_zpp.model.lora import train_adapters_only
 from megatron_zpp.model.loss import cap_logits, head_loss, parallel_cross_entropy
 from megatron_zpp.model.normalization import apply_norm, make_norm
 from megatron_zpp.model.part import WHOLE, Part
-from megatron_zpp.model.routing_record import RoutingRecord
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron_zpp.parallel.collectives import gather_columns
 from megatron_zpp.settings.config import ModelConfig
@@ -35,8 +33,6 @@ class GPT(nn.Module):
     in Megatron, and training drives their probabilities to zero. `part` says which layers are built
     and how they compute; what is elsewhere is None, and blocks have the names that they have in the
     whole model.
-
-    Raises InputError for adapters of layers that do not exist.
     """
 
     block_class: type[Block] = Block
@@ -65,12 +61,11 @@ class GPT(nn.Module):
             }
         )
         self.groups = execution.groups(layers)
+        self.grad_is_partial = ("norm",) if part.splits_rows else ()
         if part.is_last:
             self.norm = make_norm(config, norms=part.norms)
         if part.is_last and has_head:
             self.head = ColumnParallelLinear(hidden, self.padded_vocab_size, False, part.tensor)
-        if part.lora is not None:
-            train_adapters_only(self, part.lora)
 
     def forward(
         self,
@@ -82,7 +77,7 @@ class GPT(nn.Module):
         cache: KeyValueCache | None = None,
         received: Tensor | None = None,
         *,
-        routing: RoutingRecord | None = None,
+        routing: PassRecord | None = None,
     ) -> Tensor:
         """Return logits [B, S, V] of tokens int64 [B, S]; with labels, the mean loss, fp32 scalar.
 
@@ -96,7 +91,7 @@ class GPT(nn.Module):
 
         A part without embedding computes with `received` [B, S, H], what the part before it
         returned; one without output layer returns what its last block does. `routing` is the record
-        of what layers with experts decide and count.
+        of what layers decide and count.
         """
         part, has_loss, share = self.part, labels is not None, None
         if cache is not None:

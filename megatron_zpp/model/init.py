@@ -19,12 +19,7 @@ from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step_or_skip import local_part
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in fp32; another number would change the weights of a seed
-SCALED_WEIGHTS = (  # last of a residual branch
-    "attention.output.weight",
-    "mlp.output.weight",
-    "mlp.experts.output.weight",
-    "mlp.shared.output.weight",
-)
+SCALED_WEIGHTS = ".output.weight"  # last of a residual branch
 
 
 @torch.no_grad()

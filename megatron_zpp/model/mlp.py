@@ -3,18 +3,24 @@
 With a tensor axis F is that of a rank. Shapes: B batch, S sequence, H hidden, F hidden of the MLP.
 """
 
-from functools import partial
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
-from megatron_zpp.model.lora import adapters_of
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_zpp.model.xielu import XIELU
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.settings.capabilities import declared
+from zeropp.wire.rank_group import Message
+
+if TYPE_CHECKING:
+    from megatron_zpp.recipe.activation_forecast import Forecast
 
 QUICK_GELU = 1.702  # with which x sigmoid(1.702 x) is close to GELU
 
@@ -50,10 +56,32 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-class MLP(nn.Module):
+class FeedForward(nn.Module):
+    """The second branch of a block, and what is asked of it: an MLP, or what takes its place.
+
+    It is built with a configuration, the number of a layer, and a `Part`. is_split: tensor ranks
+    split it. A capability lists kinds of it as `FEED_FORWARDS` of its module `layer`, each with
+    `is_in(config, layer)`: whether it takes the place of a layer's MLP.
+    """
+
+    is_split: bool = True
+
+    @classmethod
+    def messages(cls, forecast: "Forecast", stage: Part) -> Iterable[Message]:
+        """Yield what its layers in a stage send for a micro-batch, beside the tensor axis."""
+        return ()
+
+
+def feed_forward(config: ModelConfig, layer: int) -> type[FeedForward]:
+    """Return the kind of the second branch of a layer."""
+    kinds = declared("FEED_FORWARDS", CAPABILITIES, "layer")
+    return next((kind for kind in kinds if kind.is_in(config, layer)), MLP)
+
+
+class MLP(FeedForward):
     """Two linear layers with a nonlinearity between them, and perhaps a third one as a gate.
 
-    width: that inside it, by default the configuration's. name: of this module in its block.
+    width: that inside it, by default the configuration's.
     """
 
     def __init__(
@@ -63,18 +91,23 @@ class MLP(nn.Module):
         part: Part = WHOLE,
         *,
         width: int | None = None,
-        name: str = "mlp",
     ) -> None:
         super().__init__()
-        bias, adapters = config.has_mlp_bias, partial(adapters_of, part.lora, layer)
-        hidden, ffn, axis = config.hidden_size, width or config.ffn_size, part.tensor
-        self.config, self.axis = config, axis
-        self.input = ColumnParallelLinear(hidden, ffn, bias, axis, adapters(f"{name}.input"))
+        hidden, ffn, bias = config.hidden_size, width or config.ffn_size, config.has_mlp_bias
+        self.config, self.axis = config, (axis := part.tensor)
+        self.input = ColumnParallelLinear(hidden, ffn, bias, axis)
         self.gate = None
         self.activation = XIELU() if config.xielu else None
+        self.grad_is_partial = ("activation",)  # of a rank's channels
         if config.is_gated:
-            self.gate = ColumnParallelLinear(hidden, ffn, bias, axis, adapters(f"{name}.gate"))
-        self.output = RowParallelLinear(ffn, hidden, bias, axis, adapters(f"{name}.output"))
+            self.gate = ColumnParallelLinear(hidden, ffn, bias, axis)
+        self.output = RowParallelLinear(ffn, hidden, bias, axis)
+
+    @classmethod
+    def flops(cls, config: ModelConfig, width: int | None = None) -> float:
+        """Return the operations of its matrices, which are `width` wide, for one token, forward."""
+        num_matrices = 3 if config.is_gated else 2
+        return 2 * num_matrices * config.hidden_size * (config.ffn_size if width is None else width)
 
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H], through [B, S, F]."""

@@ -1,14 +1,13 @@
 """What a rank's GPT is made of."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
-from megatron_zpp.parallel.expert_axis import ExpertAxis
-from megatron_zpp.settings.config import LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +27,7 @@ class Part:
 
     layers: its blocks, None for all. is_first: it has the embedding. is_last: it has the output
     layer. tensor: the axis over which its layers are split. context: that over which sequences are.
-    experts: that over which the experts of its layers are.
-    lora: the adapters of its linear layers, without which all weights are trained.
+    axes: those of capabilities, by their names; None for one over which nothing is split.
     """
 
     layers: range | None = None
@@ -37,10 +35,14 @@ class Part:
     is_last: bool = True
     tensor: TensorAxis | None = None
     context: ContextAxis | None = None
-    experts: ExpertAxis | None = None
-    lora: LoraConfig | None = None
+    axes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     execution: Execution = field(default_factory=Execution)
     norms: NormClasses = TORCH_NORMS
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether between split layers each tensor rank has some rows (sequence parallelism)."""
+        return self.tensor is not None and self.tensor.sequence_parallel
 
 
 WHOLE = Part()

@@ -51,13 +51,10 @@ class Communication:
     exchange: "Communication | None" = None
 
     def __add__(self, other: "Communication") -> "Communication":
-        return Communication(
-            steps=self.steps + other.steps,
-            sent=self.sent + other.sent,
-            expected=self.expected + other.expected,
-            plain=self.plain + other.plain,
-            coded=self.coded.plus(other.coded),
-        )
+        columns = ("sent", "expected", "plain")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in columns}
+        coded = self.coded.plus(other.coded)
+        return Communication(steps=self.steps + other.steps, coded=coded, **sums)
 
     @property
     def purposes(self) -> tuple[str, ...]:
@@ -155,7 +152,7 @@ class CommunicationMeter:
     def expected_on_node(self, num_micro_batches: int) -> Counter:
         """Return what a node will send per step, the mean of all; a collective.
 
-        Where `sync_every` grows, it is that of the last steps.
+        Where the interval grows, it is that of the last steps.
         """
         expected = Counter(self._sharding.expected_traffic(num_micro_batches, typical=True))
         expected.update(self._beside(num_micro_batches))
@@ -254,7 +251,7 @@ class CommunicationMeter:
         """Return what is expected of activations, the optimizer and capabilities."""
         expected: Counter = Counter()
         has_other_axes = self._ranks.num_replicas < self._ranks.num_ranks
-        if has_other_axes or self._config.model.has_experts:
+        if has_other_axes or self._sharding.model.part.axes:
             expected.update(
                 activation_traffic(self._config, self._ranks, self._sharding, num_micro_batches)
             )

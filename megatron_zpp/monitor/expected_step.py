@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +60,14 @@ class StepWatch:
 def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
     """Return what a step's time depends on in the settings of a run, as JSON holds it.
 
-    The configuration of a mixture says how many ranks split experts.
+    The configuration is one that capabilities have settled (`settled`).
     """
     model, zero = config.model, config.zero
     optimization, own = zero.zero_optimization, zero.zeropp
     parallel = config.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     is_full = config.recompute.recompute_granularity == "full"
-    return {
+    key = {
         "tensor": tensor,
         "sequence_parallel": tensor > 1 and parallel.sequence_parallel,
         "context": context,
@@ -90,37 +92,15 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
         "steps": own.weight_steps,
         "coded": own.code_messages,
         "once": zero.reduces_once,
-        **(_local_steps_key(config) if own.sync_every != 1 else {}),
-        **(_experts_key(config) if model.has_experts else {}),
-        **(_adapters_key(config) if config.lora.lora_rank else {}),
     }
-
-
-def _local_steps_key(config: Config) -> dict[str, Any]:
-    own = config.zero.zeropp
-    every = own.sync_every
-    return {
-        "sync_every": list(map(list, every)) if isinstance(every, tuple) else every,
-        "sync_bits": own.sync_bits,
-        "sync_fragments": own.sync_fragments,
-        "sync_delay": own.sync_delay,
-    }
-
-
-def _experts_key(config: Config) -> dict[str, Any]:
-    model = config.model
-    return {
-        "expert_ranks": config.parallel.expert_model_parallel_size,
-        "experts": [model.num_experts, model.moe_router_topk, model.expert_ffn_size],
-        "moe_layers": sum(model.moe_layers),
-        "shared_ffn": model.moe_shared_expert_intermediate_size,
-    }
-
-
-def _adapters_key(config: Config) -> dict[str, Any]:
-    zero = config.zero
-    bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
-    return {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
+    if (every := own.sync_every) != 1:
+        key |= {
+            "sync_every": list(map(list, every)) if isinstance(every, tuple) else every,
+            **{name: getattr(own, name) for name in ("sync_bits", "sync_fragments", "sync_delay")},
+        }
+    for each in declared("STEP_KEYS", CAPABILITIES):
+        key |= each(config)
+    return key
 
 
 def read_expected_step(path: str, config: Config, num_ranks: int) -> ExpectedStep:

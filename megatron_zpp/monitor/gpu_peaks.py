@@ -4,27 +4,16 @@ A GPU is recognized by its whole name as CUDA reports it, so that a variant that
 laptop's GPU, a MIG slice) has no peak rather than a wrong one.
 """
 
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
 from zeropp.settings.no_effect_tables import read_toml
 
-
-@dataclass(frozen=True, kw_only=True)
-class Peaks:
-    """TFLOP/s by format; None where the GPU's tensor cores do not have the format."""
-
-    fp16: float
-    bf16: float | None = None
-    tf32: float | None = None
-    fp32: float  # without tensor cores
-
-
-BY_NAME = MappingProxyType(
+FORMATS = MappingProxyType({torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"})
+BY_NAME = MappingProxyType(  # TFLOP/s by format
     {
-        name: Peaks(**row["peaks"])
+        name: row["peaks"]
         for row in read_toml(__package__, "gpu_peaks.toml")["gpus"]
         for name in row["names"]
     }
@@ -43,11 +32,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 def peak_of(name: str, dtype: torch.dtype) -> float | None:
     """`peak_flops` of the GPU that CUDA calls `name`."""
-    peaks = BY_NAME.get(name)
-    if peaks is None:
-        return None
-    fp32 = peaks.fp32
-    if torch.get_float32_matmul_precision() != "highest" and peaks.tf32 is not None:
-        fp32 = peaks.tf32
-    teraflops = {torch.float16: peaks.fp16, torch.bfloat16: peaks.bf16, torch.float32: fp32}[dtype]
-    return None if teraflops is None else teraflops * 1e12
+    peaks, kind = BY_NAME.get(name, {}), FORMATS[dtype]
+    if kind == "fp32" and torch.get_float32_matmul_precision() != "highest" and "tf32" in peaks:
+        kind = "tf32"
+    return peaks[kind] * 1e12 if kind in peaks else None

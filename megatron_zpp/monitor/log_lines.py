@@ -10,20 +10,22 @@ from dataclasses import dataclass
 from megatron_zpp.monitor.communication import (
     ACROSS_NODES,
     COUNTS,
+    MIB,
     Communication,
     size,
     sum_over,
 )
-from megatron_zpp.monitor.memory import MemoryUse, memory_line
+from megatron_zpp.monitor.memory import MemoryUse
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
-from megatron_zpp.recipe.expert_balance import BUSIEST_EXPERT, BUSIEST_RANK
+from megatron_zpp.settings.capability_flags import CAPABILITIES
+from zeropp.settings.capabilities import declared
 
 COLUMNS = 80
 GAP = "  "
 SPARE = (
     "lr",
     "eta",
-    "experts",
+    "others",
     "sent",
     "throughput",
     "speed",
@@ -53,7 +55,7 @@ class MegatronLines:
             f"learning rate: {last.learning_rate:.3E}",
             f"global batch size: {last.global_batch_size:5d}",
             f"lm loss: {interval.loss:.6E}",
-            *_fields_of_experts(last),
+            *_of_capabilities("FIELDS", last),
             *_optional_fields(last),
             f"actual seqlen: {last.seq_length:5d}",
             f"number of skipped iterations: {interval.skipped:3d}",
@@ -77,7 +79,14 @@ class MegatronLines:
 
     def memory(self, rank: int, memory: MemoryUse, iteration: int) -> str:
         """What a rank holds after an iteration."""
-        return memory_line(rank, memory, f"(after {iteration} iterations)")
+        fields = {
+            "allocated": memory.allocated_bytes,
+            "max allocated": memory.peak_allocated_bytes,
+            "reserved": memory.reserved_bytes,
+            "max reserved": memory.peak_reserved_bytes,
+        }
+        numbers = "".join(f" | {name}: {value / MIB}" for name, value in fields.items())
+        return f"[Rank {rank}] (after {iteration} iterations) memory (MB){numbers}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ class ShortLines:
             "lr": f"lr {_learning_rate(last.learning_rate):>6}",
             "speed": f"{size(interval.tokens_per_second, COUNTS):>5} tok/s",
             "throughput": _throughput(interval) if self.throughput else "",
-            "experts": _experts(last),
+            "others": GAP.join(_of_capabilities("SHORT_FIELDS", last)),
             "unusual": ", ".join(_unusual(interval)),
             "sent": _sent_between_nodes(last.communication),
             "eta": f"eta {duration(seconds_left)}" if seconds_left else "",
@@ -181,25 +190,10 @@ def _learning_rate(rate: float) -> str:
     return f"{digits}e{int(exponent)}" if rate else "0"
 
 
-def _experts(last: Iteration) -> str:
-    """The share of the busiest expert, and the load of the busiest rank, whose mean is 1."""
-    if not last.of_experts:
-        return ""
-    expert, rank = last.of_experts[BUSIEST_EXPERT], last.of_experts[BUSIEST_RANK]
-    return f"busiest {expert:.0%}, {rank:.2f}x"
-
-
-def _fields_of_experts(last: Iteration) -> list[str]:
-    """The losses that balance experts, as Megatron-LM writes them, and the largest loads."""
-    if not last.of_experts:
-        return []
-    losses = {name: x for name, x in last.of_experts.items() if "/" not in name}
-    expert, rank = last.of_experts[BUSIEST_EXPERT], last.of_experts[BUSIEST_RANK]
-    return [
-        *(f"{name}: {value:.6E}" for name, value in losses.items()),
-        f"busiest expert: {expert:.2%}",
-        f"busiest rank: {rank:.3f}",
-    ]
+def _of_capabilities(kind: str, last: Iteration) -> list[str]:
+    """Fields of what capabilities measured, as the functions in their modules `log` write it."""
+    written = (fields(last.others) for fields in declared(kind, CAPABILITIES, "log"))
+    return [text for texts in written for text in texts]
 
 
 def _throughput_fields(interval: Interval) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 STATM = Path("/proc/self/statm")
-MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,45 +24,22 @@ class MemoryUse:
 def read_memory(device: torch.device) -> MemoryUse:
     """What this rank holds now and held at most."""
     if device.type == "cuda":
-        return _cuda(torch.cuda.memory_stats(device))
-    peak = _peak_resident_bytes()
-    resident = _resident_bytes() or peak
+        stats = torch.cuda.memory_stats(device)
+        return MemoryUse(
+            allocated_bytes=stats.get("allocated_bytes.all.current", 0),
+            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+            peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
+            peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
+            allocated_count=stats.get("allocation.all.current", 0),
+        )
+    peak = resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":
+        peak = resident = peak * 1024  # kibibytes except on macOS
+    if STATM.exists():
+        resident = int(STATM.read_text().split()[1]) * resource.getpagesize()
     return MemoryUse(
         allocated_bytes=resident,
         reserved_bytes=resident,
         peak_allocated_bytes=max(peak, resident),
         peak_reserved_bytes=max(peak, resident),
     )
-
-
-def memory_line(rank: int, memory: MemoryUse, moment: str) -> str:
-    """Megatron's memory report, in MiB, e.g. for the moment "(after 10 iterations)"."""
-    fields = {
-        "allocated": memory.allocated_bytes,
-        "max allocated": memory.peak_allocated_bytes,
-        "reserved": memory.reserved_bytes,
-        "max reserved": memory.peak_reserved_bytes,
-    }
-    numbers = "".join(f" | {name}: {value / MEBIBYTE}" for name, value in fields.items())
-    return f"[Rank {rank}] {moment} memory (MB){numbers}"
-
-
-def _cuda(stats: dict[str, int]) -> MemoryUse:
-    return MemoryUse(
-        allocated_bytes=stats.get("allocated_bytes.all.current", 0),
-        reserved_bytes=stats.get("reserved_bytes.all.current", 0),
-        peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
-        peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
-        allocated_count=stats.get("allocation.all.current", 0),
-    )
-
-
-def _peak_resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes except on macOS
-
-
-def _resident_bytes() -> int | None:
-    if not STATM.exists():
-        return None
-    return int(STATM.read_text().split()[1]) * resource.getpagesize()

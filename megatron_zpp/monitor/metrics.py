@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import Communication
@@ -15,6 +15,10 @@ from megatron_zpp.monitor.matmul_rate import MatmulRate
 from megatron_zpp.monitor.memory import MemoryUse
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.settings.config import LogConfig
+
+if TYPE_CHECKING:
+    from megatron_zpp.monitor.console import Console
+    from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
 
 LOSSES = ("first_loss", "last_loss", "first_held_out", "last_held_out")
 RECENT = 20  # iterations that the last training loss averages
@@ -29,8 +33,8 @@ class Iteration:
     in which no token has a loss, `seconds` the wall time, `consumed_*` the counts after this
     iteration, `skipped` true if the update was left out (fp16 overflow),
     `communication` what the nodes sent since the last log line, measured where a line is due,
-    `optimizer_norms` the norms of weights and moments by (tensor, norm), `of_experts` the losses
-    that balance experts, divided by their coefficients, and the largest loads, by name.
+    `optimizer_norms` the norms of weights and moments by (tensor, norm), `others` what
+    capabilities measured, by name.
     """
 
     iteration: int
@@ -53,7 +57,7 @@ class Iteration:
     forward_backward_seconds: float | None = None
     batch_generator_seconds: float | None = None  # spent waiting for samples
     optimizer_norms: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    of_experts: Mapping[str, float] = field(default_factory=dict)
+    others: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -139,32 +143,14 @@ class Writer:
     def close(self) -> None: ...
 
 
-class Screen(Protocol):
-    """Where lines and the progress bar go: see `megatron_zpp/monitor/console.py`."""
-
-    rank: int
-
-    def line(self, text: str) -> None: ...
-    def progress(self, iteration: Iteration) -> None: ...
-    def held_out(self, loss: float) -> None: ...
-
-
-class Lines(Protocol):
-    """The format of the log: see `megatron_zpp/monitor/log_lines.py`."""
-
-    def interval(self, interval: Interval) -> list[str]: ...
-    def validation(self, validation: Validation) -> list[str]: ...
-    def memory(self, rank: int, memory: MemoryUse, iteration: int) -> str: ...
-
-
 class Metrics:
     """Collects iterations, logs every `log_interval`, feeds the screen and the writers."""
 
     def __init__(
         self,
         config: LogConfig,
-        screen: Screen,
-        lines: Lines,
+        screen: "Console",
+        lines: "MegatronLines | ShortLines",
         *,
         world_size: int,
         flops: TokenFlops,
@@ -177,20 +163,15 @@ class Metrics:
         self._world_size = world_size
         self._flops = flops
         self.matmul_rate = rate
-        self._writers = tuple(writers)
+        self.writers = tuple(writers)
         self._pending: list[Iteration] = []
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._memory_reported = False
         self._facts: Callable[[], RunFacts] | None = None
 
-    @property
-    def has_writers(self) -> bool:
-        """Whether numbers go anywhere besides the log and the screen."""
-        return bool(self._writers)
-
     def use_writers(self, writers: Sequence[Writer]) -> None:
         """Let the next numbers go to these writers, where there were none before."""
-        self._writers = tuple(writers)
+        self.writers = tuple(writers)
 
     def use_facts(self, facts: Callable[[], RunFacts]) -> None:
         """Let the writers get what `facts` says of the run, with the next log line."""
@@ -202,7 +183,7 @@ class Metrics:
         self._update_history(iteration)
         self._screen.progress(iteration)
         if iteration.iteration % self._config.tensorboard_log_interval == 0:
-            for writer in self._writers:
+            for writer in self.writers:
                 writer.iteration(iteration)
         if iteration.iteration % self._config.log_interval != 0:
             return None
@@ -212,7 +193,7 @@ class Metrics:
             self._screen.line(line)
         self._report_memory(iteration)
         self._describe()
-        for writer in self._writers:
+        for writer in self.writers:
             writer.interval(interval)
         return interval
 
@@ -225,31 +206,31 @@ class Metrics:
             self.history.last_held_out = validation.loss
             if self.history.first_held_out is None:
                 self.history.first_held_out = validation.loss
-        for writer in self._writers:
+        for writer in self.writers:
             writer.validation(validation)
 
     def sample(self, text: str) -> None:
         """Feed the text that the model generated to the writers."""
         self._describe()
-        for writer in self._writers:
+        for writer in self.writers:
             writer.sample(text)
 
     def flush(self) -> None:
         """Bring everything written so far to disk; to be called when a checkpoint is saved."""
-        for writer in self._writers:
+        for writer in self.writers:
             writer.flush()
 
     def close(self) -> None:
         """Flush and close the writers."""
         self._describe()
-        for writer in self._writers:
+        for writer in self.writers:
             writer.close()
 
     def _describe(self) -> None:
-        if self._facts is None or not self._writers:
+        if self._facts is None or not self.writers:
             return
         facts, self._facts = self._facts, None
-        for writer in self._writers:
+        for writer in self.writers:
             writer.describe(facts())
 
     def _update_history(self, iteration: Iteration) -> None:

@@ -6,19 +6,20 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation, Writer
 from megatron_zpp.monitor.report.run_record import JSON_LINES, REPORT, RUN_FACTS, RunFacts
-from megatron_zpp.monitor.tensorboard import FILENAME_SUFFIX, TensorBoard
-from megatron_zpp.monitor.tensorboard_names import (
+from megatron_zpp.monitor.tensorboard import (
     ALL_AXES,
+    FILENAME_SUFFIX,
     ITERATIONS,
     Axis,
     Curves,
+    CurveWriter,
     Position,
     ScalarNames,
+    TensorBoard,
     communication_scalars,
     optimizer_scalars,
     plain_scalars,
@@ -84,7 +85,11 @@ class JsonLines(Writer):
 
     def interval(self, interval: Interval) -> None:
         """Write the numbers of the log line."""
-        last = interval.last
+        last, memory = interval.last, interval.last.memory
+        held = memory and {
+            "memory_bytes": memory.allocated_bytes,
+            "peak_memory_bytes": memory.peak_allocated_bytes,
+        }
         self._write_line(
             iteration=last.iteration,
             consumed_samples=last.consumed_samples,
@@ -102,10 +107,10 @@ class JsonLines(Writer):
             **({"empty_micro_batches": interval.empty_share} if interval.empty_share else {}),
             **timer_scalars(last),
             **optimizer_scalars(last),
-            **last.of_experts,
+            **last.others,
             **communication_scalars(last.communication),
             **plain_scalars(last.communication),
-            **_memory(last),
+            **(held or {}),
         )
 
     def validation(self, validation: Validation) -> None:
@@ -122,7 +127,7 @@ class JsonLines(Writer):
         self._file.flush()
 
 
-class WeightsAndBiases(Writer):
+class WeightsAndBiases(CurveWriter):
     """A run of `--wandb-project`, with TensorBoard's names, over iterations."""
 
     def __init__(
@@ -135,7 +140,7 @@ class WeightsAndBiases(Writer):
                 f"--wandb-project {config.wandb_project} needs the package wandb, which is not "
                 "installed: pip install wandb, or leave the flag out"
             ) from error
-        self._names = names
+        self.names = names
         self._run = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name or None,
@@ -150,36 +155,17 @@ class WeightsAndBiases(Writer):
             "consumed-samples": iteration.consumed_samples,
             "consumed-tokens": iteration.consumed_tokens,
         }
-        curves = chain(self._names.iteration(iteration), [(ITERATIONS, consumed)])
-        self._send(curves, iteration.iteration)
-
-    def interval(self, interval: Interval) -> None:
-        """Send what is known once per log interval."""
-        self._send(self._names.interval(interval), interval.last.iteration)
-
-    def validation(self, validation: Validation) -> None:
-        """Send a held-out loss."""
-        self._send(self._names.validation(validation), validation.iteration)
+        self.write([*self.names.iteration(iteration), (ITERATIONS, consumed)], iteration)
 
     def close(self) -> None:
         """Send the rest and end the run."""
         self._run.finish()
 
-    def _send(self, curves: Iterable[Curves], iteration: int) -> None:
+    def write(self, curves: Iterable[Curves], position: Position) -> None:
+        """Send scalars under the names that they have over iterations."""
         scalars = {name: value for _, part in curves for name, value in part.items()}
         if scalars:
-            self._run.log(scalars, step=iteration)
-
-
-def _memory(iteration: Iteration) -> dict[str, int]:
-    """Bytes that this rank holds and held at most."""
-    memory = iteration.memory
-    if memory is None:
-        return {}
-    return {
-        "memory_bytes": memory.allocated_bytes,
-        "peak_memory_bytes": memory.peak_allocated_bytes,
-    }
+            self._run.log(scalars, step=position.iteration)
 
 
 def _prepare_folder(name: str, axes: Sequence[Axis], resumed_at: Position | None) -> Path:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_zpp.parallel.main_thread import Glance, MainThread
 from zeropp.errors import first_few
 from zeropp.ranks.exit import OTHER_RANK_FAILED
+from zeropp.ranks.pulse import Liveness, Pulse
 
 BEAT_SECONDS = 1.0
 DEAD_SECONDS = 30.0  # without a heartbeat, or half of the time limit of collectives
@@ -57,15 +58,15 @@ class Heartbeat:
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._patience = limit - min(MARGIN_SECONDS, limit / 4)
-        self._dead_seconds = min(DEAD_SECONDS, limit / 2)
         self._main_thread = main_thread
         self._glance, self._changed = main_thread.look(), time.monotonic()
         self._store = dist.PrefixStore("heartbeat", store.clone())
-        self._closed, self._ended = threading.Event(), threading.Event()
-        self._limit, self._count = limit, 0
+        self._ended, self._limit, self._count = threading.Event(), limit, 0
+        self._next = Liveness(
+            self._last_beat, dead_seconds=min(DEAD_SECONDS, limit / 2), look_seconds=0
+        )
         self._write(0, self._glance)
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
+        self._pulse = Pulse(self._turn, BEAT_SECONDS, "heartbeat")
         threading.Thread(target=self._guard, name="heartbeat guard", daemon=True).start()
 
     def close(self, *, keeps_store: bool = False) -> None:
@@ -73,8 +74,7 @@ class Heartbeat:
 
         The rank that keeps the store of all waits until they have stopped, for `GRACE_SECONDS`.
         """
-        self._closed.set()
-        self._thread.join()
+        self._pulse.close()
         deadline = time.monotonic() + (GRACE_SECONDS if keeps_store else 0)
         with suppress(RuntimeError):  # the store is gone, and so is everybody who would read it
             self._store.set(f"done/{self.rank}", "")
@@ -119,25 +119,20 @@ class Heartbeat:
         """Whether a published failure is this rank's."""
         return failure.startswith((f"rank {self.rank}:", f"rank {self.rank} "))
 
-    def _run(self) -> None:
+    def _turn(self) -> None:
         next_rank = (self.rank + 1) % self.num_ranks
-        last_beat, last_change = None, time.monotonic()
-        while not self._closed.wait(BEAT_SECONDS):
-            try:
-                self._count += 1
-                own = self._write(self._count, self._main_thread.look())
-                now, beat = time.monotonic(), self._beat(next_rank)
-                if beat != last_beat:
-                    last_beat, last_change = beat, now
-                elif now - last_change > self._dead_seconds and not self._is_done(next_rank):
-                    self._publish(f"rank {next_rank} died or stopped responding")
-                if own.still > self._patience:
-                    self._publish_hung(own.marks, own.waits)
-                failure = self._failure()
-            except RuntimeError:
-                failure = STORE_GONE
-            if failure:
-                self._end(failure)
+        try:
+            self._count += 1
+            own = self._write(self._count, self._main_thread.look())
+            if not self._next.is_alive(next_rank) and not self._is_done(next_rank):
+                self._publish(f"rank {next_rank} died or stopped responding")
+            if own.still > self._patience:
+                self._publish_hung(own.marks, own.waits)
+            failure = self._failure()
+        except RuntimeError:
+            failure = STORE_GONE
+        if failure:
+            self._end(failure)
 
     def _guard(self) -> None:
         """End the process if the watch itself hangs, for a store that no longer answers.
@@ -156,7 +151,7 @@ class Heartbeat:
         """End the process, unless the main thread does so soon; one that hangs cannot."""
         own = self.is_of_this_rank(failure)
         hangs = own and failure.startswith(f"rank {self.rank} hangs")
-        if hangs or not self._closed.wait(GRACE_SECONDS):
+        if hangs or not self._pulse.closed.wait(GRACE_SECONDS):
             print(f"[rank {self.rank}] error: {failure}; ending", file=sys.stderr, flush=True)
             os._exit(1 if own else OTHER_RANK_FAILED)
 
@@ -213,8 +208,11 @@ class Heartbeat:
     def _others(self) -> list[int]:
         return [rank for rank in range(self.num_ranks) if rank != self.rank]
 
+    def _last_beat(self, rank: int) -> str:
+        return self._read(f"beat/{rank}") or ""
+
     def _beat(self, rank: int) -> Beat | None:
-        text = self._read(f"beat/{rank}")
+        text = self._last_beat(rank)
         return Beat(**json.loads(text)) if text else None
 
     def _is_done(self, rank: int) -> bool:

@@ -15,7 +15,7 @@ WAITING_IN = (
     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
     "zeropp/ranks/waits.py",
     "zeropp/wire/in_flight.py",
-    "zeropp/wire/communicator.py",
+    "zeropp/wire/rank_group.py",
 )
 INNERMOST = 6
 

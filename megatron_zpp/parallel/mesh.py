@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_zpp.parallel.expert_axis import AXIS_NAMES
 from megatron_zpp.parallel.main_thread import MainThread
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.parallel.replicas import Joining, Replicas
@@ -116,10 +115,9 @@ class Ranks(RankGrid):
         else:
             lines = {
                 "context": self.grid[pipe, :, tensor],
-                "expert": self.grid[pipe].flatten(),
                 "pipeline": self.grid[:, data, tensor],
             }
-            line = lines[purpose].tolist()
+            line = lines.get(purpose, self.grid[pipe].flatten()).tolist()
             group = shared_group(name or purpose, sorted(members), line)
         return RankGroup(
             members=tuple(dist.get_process_group_ranks(group)),
@@ -130,15 +128,14 @@ class Ranks(RankGrid):
             group=group,
         )
 
-    def expert_mesh(self, size: int) -> DeviceMesh:
-        """Return the mesh of this rank's stage by its experts, which `size` ranks split."""
+    def stage_mesh(self, names: tuple[str, str], size: int) -> DeviceMesh:
+        """Return the mesh of this rank's stage whose last axis has `size` consecutive ranks."""
         shape = self.pipeline_size, self.num_ranks // self.pipeline_size // size, size
-        names = ("pipe", *AXIS_NAMES)
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipe", *names))
         limit = time_limit(self.data.get_group())
-        for axis in AXIS_NAMES:
+        for axis in names:
             set_time_limit(mesh.get_group(axis), limit)
-        return mesh[AXIS_NAMES]
+        return mesh[names]
 
     def token_groups(self, *, splits_rows: bool, sums_batch: bool) -> TokenGroups:
         """Return the ranks of this one's stage that have other tokens, as groups to count them in.

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
-from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.wire.rank_group import RankGroup
 
@@ -111,9 +110,9 @@ class RankGrid(ABC):
         """The first and the last rank of the pipeline; this rank is one of them."""
         return self.rank_group("pipeline", (self.pipeline[0], self.pipeline[-1]))
 
-    def expert_mesh(self, size: int) -> DeviceMesh | None:
-        """Return the mesh of this rank's stage, [ranks with the same experts, `size` that split
-        them]; None where ranks are only planned. All ranks of a run call it."""
+    def stage_mesh(self, names: tuple[str, str], size: int) -> DeviceMesh | None:
+        """Return the mesh of this rank's stage whose last axis has `size` consecutive ranks; None
+        where ranks are only planned. All ranks of a run call it."""
         return None
 
     def tensor_axis(self, config: ParallelConfig) -> TensorAxis | None:
@@ -132,19 +131,3 @@ class RankGrid(ABC):
             return None
         gathers_keys = config.cp_comm_type == "allgather"
         return ContextAxis(group=self.context_group, gathers_keys=gathers_keys)
-
-    def expert_axis(self, size: int, bits: int = 16) -> ExpertAxis | None:
-        """Return the axis of `size` consecutive ranks over which experts are split, if they are.
-
-        `bits`: of a number in rows that cross nodes towards experts. All ranks of a run call it.
-        """
-        if size == 1:
-            return None
-        first, per_node = self.rank // size * size, min(size, self.nodes.ranks_per_node)
-        first_of_node = self.rank // per_node * per_node
-        own_node = range(first_of_node, first_of_node + per_node)
-        group, across = self.rank_group("expert", own_node), None
-        if size > per_node:
-            place = self.rank - first_of_node
-            across = self.rank_group("expert", range(first + place, first + size, per_node))
-        return ExpertAxis(group=group, across=across, bits=bits, mesh=self.expert_mesh(size))

@@ -14,9 +14,9 @@ from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, STAGES_PER_RANK
 from megatron_zpp.settings.scheduled_values import Schedules
+from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
 from zeropp.errors import InputError
 from zeropp.settings.json_keys import JsonSection
-from zeropp.settings.sync_schedule import SyncSchedule
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.rank_group import Nodes
 

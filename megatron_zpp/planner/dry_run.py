@@ -15,10 +15,8 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
-from megatron_zpp.recipe.expert_ranks import expert_rows
-from megatron_zpp.recipe.model import lora_summary
 from megatron_zpp.settings.config import Config
-from zeropp.optim.local_steps.outer_group import PURPOSE
+from zeropp.capabilities.local_sgd.outer_group import PURPOSE
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.report import describe
@@ -165,8 +163,7 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         memory = {"device": memory_estimate.device, **memory}
     return [
         ("model", f"{shape}: {run.model.whole.num_parameters():,} parameters"),
-        *lora_summary(config, run.model.whole),
-        *(expert_rows(model, run.ranks.split_experts) if model.has_experts else []),
+        *(row for each in run.capabilities for row in each.model_rows(run.model.whole)),
         ("batch", batch),
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),

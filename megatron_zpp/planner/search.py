@@ -29,7 +29,7 @@ from megatron_zpp.planner.timing.computing import layer_seconds
 from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
 from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
 from megatron_zpp.planner.timing.unit_work import StepWork
-from megatron_zpp.recipe.expert_ranks import with_expert_ranks
+from megatron_zpp.recipe.capability import settled
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.optim.sharded_optimizer import OPTIMIZER
@@ -183,7 +183,7 @@ class Search:
     def __init__(self, base: Config, vocab_size: int, cluster: Cluster) -> None:
         self.vocab_size, self.cluster = vocab_size, cluster
         self.nodes = Nodes.of(range(cluster.num_ranks), cluster.gpus_per_node)
-        self.base = with_expert_ranks(base, self.nodes)
+        self.base = settled(base, self.nodes)
         self._model = MetaModel(base, vocab_size)
         self._traces = ActivationTraces()
 

@@ -31,7 +31,10 @@ class Document:
 def parse_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | InputError | None]:
     """Yield each document, or the InputError that it causes, or None for a blank line."""
     if chunk.is_whole:
-        yield _value_or_error(_parse_whole_text, chunk)
+        location = f"{chunk.path}"
+        yield _value_or_error(
+            lambda: Document(location=location, texts=([_decode(chunk.data, location)],))
+        )
     elif chunk.rows:
         for number, row in enumerate(chunk.rows, start=chunk.first):
             yield _value_or_error(_parse_row, row, keys, f"{chunk.path}, row {number}")
@@ -56,11 +59,6 @@ def _split_lines(data: bytes) -> Iterator[memoryview]:
     for end in ends:
         yield view[start:end]
         start = end + 1
-
-
-def _parse_whole_text(chunk: Chunk) -> Document:
-    location = f"{chunk.path}"
-    return Document(location=location, texts=([_decode(chunk.data, location)],))
 
 
 def _parse_row(row: Sequence[Any], keys: Sequence[str], location: str) -> Document:

@@ -46,127 +46,134 @@ class EncodedChunk:
     first_invalid: str
 
 
-@functools.cache
-def cached_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Return the tokenizer, built once in each process; a forked worker inherits it."""
-    return build_tokenizer(config)
+@dataclass(frozen=True, kw_only=True)
+class ChunkEncoder:
+    """Tokenizes chunks, in this process or in workers, which are sent the settings alone."""
 
+    config: PreprocessConfig
+    tokenizer_config: TokenizerConfig
 
-def load_tokenizers(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
-    """Build the tokenizers that `encode_chunk` uses, so that forked workers inherit them."""
-    cached_tokenizer(tokenizer_config)
-    if config.bpe_library == FASTOKENS:
-        _fast_tokenizer(tokenizer_config)
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, built once in each process; a forked worker inherits it."""
+        return _tokenizer(self.tokenizer_config)
 
+    @property
+    def fast_tokenizer(self) -> FastGPT2 | None:
+        """Return that of the faster library, if it is used; it is built and inherited likewise."""
+        is_used = self.config.bpe_library == FASTOKENS
+        return _fast_tokenizer(self.tokenizer_config) if is_used else None
 
-def encode_chunk(
-    config: PreprocessConfig, tokenizer_config: TokenizerConfig, number: int, chunk: Chunk
-) -> EncodedChunk:
-    """Tokenize the documents of chunk `number`.
+    def __call__(self, number: int, chunk: Chunk) -> EncodedChunk:
+        """Tokenize the documents of chunk `number`.
 
-    Raises InputError for an invalid document, unless `config.skip_invalid`.
-    """
-    documents, num_blank, errors = [], 0, []
-    for document in parse_documents(chunk, config.keys):
-        if document is BLANK:
-            num_blank += 1
-        elif isinstance(document, InputError):
-            errors.append(document)
-        else:
-            documents.append(document)
-    _raise_unless_skipped(errors, config)
-    try:
-        datasets = _encode_documents(config, tokenizer_config, number, documents)
-    except _LibraryMismatchError:
-        raise
-    except InputError:
-        documents, tokenizer_errors = _separate_invalid(tokenizer_config, documents)
-        _raise_unless_skipped(tokenizer_errors, config)
-        errors += tokenizer_errors
-        datasets = _encode_documents(config, tokenizer_config, number, documents)
-    return EncodedChunk(
-        datasets=datasets,
-        num_blank=num_blank,
-        num_invalid=len(errors),
-        first_invalid=str(errors[0]) if errors else "",
-    )
+        Raises InputError for an invalid document, unless `config.skip_invalid`.
+        """
+        documents, num_blank, errors = [], 0, []
+        for document in parse_documents(chunk, self.config.keys):
+            if document is BLANK:
+                num_blank += 1
+            elif isinstance(document, InputError):
+                errors.append(document)
+            else:
+                documents.append(document)
+        self._raise_unless_skipped(errors)
+        try:
+            datasets = self._encode(number, documents)
+        except _LibraryMismatchError:
+            raise
+        except InputError:
+            documents, tokenizer_errors = self._separate_invalid(documents)
+            self._raise_unless_skipped(tokenizer_errors)
+            errors += tokenizer_errors
+            datasets = self._encode(number, documents)
+        return EncodedChunk(
+            datasets=datasets,
+            num_blank=num_blank,
+            num_invalid=len(errors),
+            first_invalid=str(errors[0]) if errors else "",
+        )
+
+    def _raise_unless_skipped(self, errors: Sequence[InputError]) -> None:
+        if errors and not self.config.skip_invalid:
+            raise errors[0]
+
+    def _separate_invalid(
+        self, documents: Sequence[Document]
+    ) -> tuple[list[Document], list[InputError]]:
+        """Return the documents that the tokenizer accepts, and the errors of the others."""
+        valid, errors = [], []
+        for document in documents:
+            try:
+                for texts in document.texts:
+                    _check_range(self.tokenizer.encode_flat(texts)[0], self.tokenizer)
+                valid.append(document)
+            except InputError as error:
+                errors.append(InputError(f"{document.location}: {error}"))
+        return valid, errors
+
+    def _encode(self, number: int, documents: Sequence[Document]) -> tuple[EncodedTexts, ...]:
+        location = documents[0].location if documents else ""
+        return tuple(
+            self._encode_key(number, [document.texts[key] for document in documents], location)
+            for key in range(len(self.config.keys))
+        )
+
+    def _encode_key(
+        self, number: int, texts_by_document: list[list[str]], location: str
+    ) -> EncodedTexts:
+        """Tokenize the texts of one key; the first document is at `location`."""
+        config, tokenizer, num_documents = self.config, self.tokenizer, len(texts_by_document)
+        if config.split_sentences:
+            texts_by_document = [
+                [each for text in texts for each in split_sentences(text, config.keep_newlines)]
+                for texts in texts_by_document
+            ]
+        texts = [text for document_texts in texts_by_document for text in document_texts]
+        self._compare_libraries(number, texts, location)
+        ids, counts = (self.fast_tokenizer or tokenizer).encode_flat(texts)
+        _check_range(ids, tokenizer)
+        texts_per_document = np.array([len(texts) for texts in texts_by_document], dtype=int)
+        document_of_text = np.repeat(np.arange(num_documents), texts_per_document)
+        sequences = np.bincount(document_of_text[counts > 0], minlength=num_documents)
+        lengths = counts[counts > 0]
+        ids = ids.astype(token_dtype(tokenizer.vocab_size), copy=False)
+        if config.append_eod and len(lengths):
+            last_sequences = np.cumsum(sequences)[sequences > 0] - 1
+            ids = np.insert(ids, np.cumsum(lengths)[last_sequences], tokenizer.eod)
+            lengths[last_sequences] += 1
+        return EncodedTexts(
+            ids=ids, lengths=lengths.astype(np.int32), sequences=sequences.astype(np.int32)
+        )
+
+    def _compare_libraries(self, number: int, texts: Sequence[str], location: str) -> None:
+        """Raise InputError if the libraries return different ids for a sample of the texts."""
+        if self.fast_tokenizer is None or number % COMPARE_INTERVAL:
+            return
+        step = max(1, len(texts) // (SAMPLES if number else FIRST_SAMPLES))
+        sample = [text[:SAMPLE_CHARACTERS] for text in texts[::step]]
+        pairs = zip(
+            self.tokenizer.encode_flat(sample), self.fast_tokenizer.encode_flat(sample), strict=True
+        )
+        if not all(np.array_equal(expected, found) for expected, found in pairs):
+            raise _LibraryMismatchError(
+                f"{location} and what follows: {FASTOKENS} makes other ids of it than tiktoken; "
+                f"leave out --bpe-library {FASTOKENS}"
+            )
 
 
 class _LibraryMismatchError(InputError):
     """The faster library returns other ids than tiktoken; no document is to blame."""
 
 
-def _raise_unless_skipped(errors: Sequence[InputError], config: PreprocessConfig) -> None:
-    if errors and not config.skip_invalid:
-        raise errors[0]
+@functools.cache
+def _tokenizer(config: TokenizerConfig) -> Tokenizer:
+    return build_tokenizer(config)
 
 
-def _separate_invalid(
-    tokenizer_config: TokenizerConfig, documents: Sequence[Document]
-) -> tuple[list[Document], list[InputError]]:
-    """Return the documents that the tokenizer accepts, and the errors of the others."""
-    tokenizer, valid, errors = cached_tokenizer(tokenizer_config), [], []
-    for document in documents:
-        try:
-            for texts in document.texts:
-                _check_range(tokenizer.encode_flat(texts)[0], tokenizer)
-            valid.append(document)
-        except InputError as error:
-            errors.append(InputError(f"{document.location}: {error}"))
-    return valid, errors
-
-
-def _encode_documents(
-    config: PreprocessConfig,
-    tokenizer_config: TokenizerConfig,
-    number: int,
-    documents: Sequence[Document],
-) -> tuple[EncodedTexts, ...]:
-    return tuple(
-        _encode_key(config, tokenizer_config, number, documents, key_index)
-        for key_index in range(len(config.keys))
-    )
-
-
-def _encode_key(
-    config: PreprocessConfig,
-    tokenizer_config: TokenizerConfig,
-    number: int,
-    documents: Sequence[Document],
-    key_index: int,
-) -> EncodedTexts:
-    """Tokenize the texts of one key."""
-    tokenizer = cached_tokenizer(tokenizer_config)
-    texts_by_document = [document.texts[key_index] for document in documents]
-    if config.split_sentences:
-        texts_by_document = [_sentences(texts, config.keep_newlines) for texts in texts_by_document]
-    texts = [text for document_texts in texts_by_document for text in document_texts]
-    if config.bpe_library == FASTOKENS:
-        location = documents[0].location if documents else ""
-        _compare_libraries(tokenizer_config, number, texts, location)
-        ids, counts = _fast_tokenizer(tokenizer_config).encode_flat(texts)
-    else:
-        ids, counts = tokenizer.encode_flat(texts)
-    _check_range(ids, tokenizer)
-    num_documents = len(documents)
-    texts_per_document = np.array([len(texts) for texts in texts_by_document], dtype=int)
-    document_of_text = np.repeat(np.arange(num_documents), texts_per_document)
-    sequences = np.bincount(document_of_text[counts > 0], minlength=num_documents)
-    lengths = counts[counts > 0]
-    ids = ids.astype(token_dtype(tokenizer.vocab_size), copy=False)
-    if config.append_eod and len(lengths):
-        last_sequences = np.cumsum(sequences)[sequences > 0] - 1
-        ids = np.insert(ids, np.cumsum(lengths)[last_sequences], tokenizer.eod)
-        lengths[last_sequences] += 1
-    return EncodedTexts(
-        ids=ids,
-        lengths=lengths.astype(np.int32),
-        sequences=sequences.astype(np.int32),
-    )
-
-
-def _sentences(texts: Sequence[str], keep_newlines: bool) -> list[str]:
-    return [sentence for text in texts for sentence in split_sentences(text, keep_newlines)]
+@functools.cache
+def _fast_tokenizer(config: TokenizerConfig) -> FastGPT2:
+    return FastGPT2(config.vocab_file, config.merge_file)
 
 
 def _check_range(ids: np.ndarray, tokenizer: Tokenizer) -> None:
@@ -174,25 +181,3 @@ def _check_range(ids: np.ndarray, tokenizer: Tokenizer) -> None:
         raise InputError(
             f"a token id outside the vocabulary's {tokenizer.vocab_size} entries: {int(ids.max())}"
         )
-
-
-def _compare_libraries(
-    tokenizer_config: TokenizerConfig, number: int, texts: Sequence[str], location: str
-) -> None:
-    """Raise InputError if the libraries return different ids for a sample of the texts."""
-    if number % COMPARE_INTERVAL:
-        return
-    step = max(1, len(texts) // (SAMPLES if number else FIRST_SAMPLES))
-    sample = [text[:SAMPLE_CHARACTERS] for text in texts[::step]]
-    expected_ids, expected_counts = cached_tokenizer(tokenizer_config).encode_flat(sample)
-    ids, counts = _fast_tokenizer(tokenizer_config).encode_flat(sample)
-    if not (np.array_equal(expected_ids, ids) and np.array_equal(expected_counts, counts)):
-        raise _LibraryMismatchError(
-            f"{location} and what follows: {FASTOKENS} makes other ids of it than tiktoken; leave "
-            f"out --bpe-library {FASTOKENS}"
-        )
-
-
-@functools.cache
-def _fast_tokenizer(config: TokenizerConfig) -> FastGPT2:
-    return FastGPT2(config.vocab_file, config.merge_file)

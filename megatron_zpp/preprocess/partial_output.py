@@ -16,8 +16,9 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -31,6 +32,8 @@ from zeropp.errors import InputError
 JOURNAL = "journal.json"
 FORMAT = 1  # of the journal
 PARTS = ("bin", "lengths", "documents")
+# Fields of a `Journal` that have another name in the file.
+ENTRIES = MappingProxyType({"position": "place", "totals": "count", "bytes_read": "read"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,24 +74,14 @@ class Journal:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries of journal.json."""
-        return {
-            "place": asdict(self.position),
-            "count": asdict(self.totals),
-            "read": self.bytes_read,
-            "sizes": self.sizes,
-            "complete": self.complete,
-        }
+        return {ENTRIES.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> "Journal":
         """Return the journal with the entries of journal.json."""
-        return cls(
-            position=InputPosition(**entries["place"]),
-            totals=Totals(**entries["count"]),
-            bytes_read=entries["read"],
-            sizes=entries["sizes"],
-            complete=entries["complete"],
-        )
+        known = {each.name: entries[ENTRIES.get(each.name, each.name)] for each in fields(cls)}
+        known["position"] = InputPosition(**known["position"])
+        return cls(**known | {"totals": Totals(**known["totals"])})
 
 
 class PartialOutput:

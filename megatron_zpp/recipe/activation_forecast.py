@@ -15,13 +15,10 @@ from torch import nn
 from megatron_zpp.model.attention.attention import CoreAttention
 from megatron_zpp.model.attention.latent_attention import LatentAttention
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.moe.layer import MoE
-from megatron_zpp.model.moe.relay import COUNT_BYTES, copy_bytes
+from megatron_zpp.model.mlp import feed_forward
 from megatron_zpp.model.part import Part
 from megatron_zpp.model.tensor_parallel import partial_parameters
-from megatron_zpp.parallel.expert_axis import ExpertAxis
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.token_copies import copies_across_nodes
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
@@ -53,7 +50,7 @@ def activation_traffic(
     roots = model.roots if isinstance(model, Pipeline) else (model,)
     total = sum_of(message for root in roots for message in forecast.messages(root.part))
     total = Counter({key: num_micro_batches * sent for key, sent in total.items()})
-    partial = partial_parameters(model, config.parallel.sequence_parallel)
+    partial = partial_parameters(model)
     is_tied = isinstance(model, Pipeline) and model.ties_ends
     tied = (model.tokens.weight,) if is_tied else ()
     total.update(sum_of(forecast.gradients(map(_num_local, partial), map(_num_local, tied))))
@@ -85,8 +82,9 @@ class Forecast:
             yield from self._context(stage, self.ranks.context_group)
         if self.ranks.pipeline_size > 1:
             yield from self._pipeline(stage)
-        if stage.experts is not None:
-            yield from self._experts(stage, stage.experts)
+        kinds = dict.fromkeys(feed_forward(self.config.model, layer) for layer in stage.layers)
+        for kind in kinds:
+            yield from kind.messages(self, stage)
 
     def gradients(self, partial: Iterable[int], tied: Iterable[int]) -> Iterator[Message]:
         """Yield what is sent once per step: gradients that ranks of an axis have parts of.
@@ -116,32 +114,32 @@ class Forecast:
             yield from _sum(group, 2 * self.tokens, FP32_BYTES)
         yield from self._shared_groups(stage, group)
         squares = _part_bytes(group, self.tokens, FP32_BYTES)
-        yield from _in_layers(group, SUM, squares, *self._norms_of_heads(stage))
+        yield from in_layers(group, SUM, squares, *self._norms_of_heads(stage))
 
     def _entries_and_exits(self, stage: Part, group: RankGroup) -> Iterator[Message]:
         """Yield the moves where activations enter layers that are split, and where they leave."""
         back, again_out = self._moves_back(stage), self._recomputed_exits(stage)
         entries, num_exits = self._entries_of(stage.layers), self._exits_of(stage.layers)
-        again = self._entries_of(chain(*self._checkpoints(stage)))
+        again = self._entries_of(chain(*self.checkpoints(stage)))
         is_split = self.config.parallel.sequence_parallel
         for width, num_entries in entries.items():
             elements = self.tokens * width
             if is_split:
                 row, num_again = elements * self.width // group.size, again[width]
-                yield from _in_layers(group, (EXCHANGE,), row, 0, back.entries[width])
-                yield from _in_layers(group, (GATHER,), row, num_entries, num_again)
+                yield from in_layers(group, (EXCHANGE,), row, 0, back.entries[width])
+                yield from in_layers(group, (GATHER,), row, num_entries, num_again)
             else:
                 part = _part_bytes(group, elements, self.width)
-                yield from _in_layers(group, SUM, part, 0, back.entries[width])
+                yield from in_layers(group, SUM, part, 0, back.entries[width])
         if not is_split:
             part = _part_bytes(group, self.elements, self.width)
-            yield from _in_layers(group, SUM, part, num_exits, again_out)
+            yield from in_layers(group, SUM, part, num_exits, again_out)
             if stage.is_last:
                 yield from _sum(group, self.elements, self.width, is_forward=False)
             return
         row = self.elements * self.width // group.size
-        yield from _in_layers(group, (EXCHANGE,), row, num_exits, again_out)
-        yield from _in_layers(group, (GATHER,), row, 0, back.exits)
+        yield from in_layers(group, (EXCHANGE,), row, num_exits, again_out)
+        yield from in_layers(group, (GATHER,), row, 0, back.exits)
         if stage.is_last:  # into the output layer
             for kind, is_forward in ((GATHER, True), (EXCHANGE, False)):
                 yield group.message(kind, row, is_forward=is_forward)
@@ -162,8 +160,8 @@ class Forecast:
         columns = (model.num_attention_heads + 2 * model.kv_heads) * model.head_dim // group.size
         part, back = self.tokens * columns * self.width, self._moves_back(stage).inside
         again = self._recomputed(stage)
-        yield from _in_layers(group, (GATHER,), part, len(stage.layers), again)
-        yield from _in_layers(group, (EXCHANGE,), part, 0, back)
+        yield from in_layers(group, (GATHER,), part, len(stage.layers), again)
+        yield from in_layers(group, (EXCHANGE,), part, 0, back)
 
     def _norms_of_heads(self, stage: Part) -> tuple[int, int]:
         """Return how many normalizations of all heads sum squares, or their gradients.
@@ -191,48 +189,17 @@ class Forecast:
         if self.config.parallel.cp_comm_type == "allgather":
             both = kv_heads * (key_bytes + value_bytes)
             again = layers if is_selective else again
-            yield from _in_layers(group, (GATHER,), both, layers, again)
-            yield from _in_layers(group, (EXCHANGE,), both, 0, back)
+            yield from in_layers(group, (GATHER,), both, layers, again)
+            yield from in_layers(group, (EXCHANGE,), both, 0, back)
             return
         kv_heads *= group.size // gcd(group.size, kv_heads)
         times = layers, back + again
         up_to_attention = layers, back + again + (layers if is_selective else 0)
         for num_bytes in (heads * key_bytes, kv_heads * key_bytes, kv_heads * value_bytes):
             part = num_bytes // group.size
-            yield from _in_layers(group, (EXCHANGE,), part, *up_to_attention)
+            yield from in_layers(group, (EXCHANGE,), part, *up_to_attention)
         part = heads * value_bytes // group.size
-        yield from _in_layers(group, (EXCHANGE,), part, *times)
-
-    def _experts(self, stage: Part, axis: ExpertAxis) -> Iterator[Message]:
-        """Yield the moves of tokens to experts and back, if all experts get equally many.
-
-        Before each way there crosses how many tokens each expert gets.
-        """
-        model, tensor, group = self.config.model, self.ranks.tensor_size, axis.group
-        own_rows = self.tokens // (tensor if self.config.parallel.sequence_parallel else 1)
-        rows = own_rows * model.moe_router_topk // group.size
-        layers = sum(model.moe_layers[layer] for layer in stage.layers)
-        again = sum(model.moe_layers[layer] for layer in chain(*self._checkpoints(stage)))
-        back = sum(model.moe_layers[layer] for layer in self._layers_with_gradients(stage))
-        row_bytes = rows * model.hidden_size * self.width
-        numbers = model.num_experts // axis.size * torch.int64.itemsize
-        yield from _in_layers(group, (EXCHANGE,), row_bytes, 2 * layers, 2 * (back + again))
-        yield from _in_layers(group, (EXCHANGE,), numbers, layers, again)
-        if axis.across is not None:
-            yield from self._copies(axis, own_rows, layers, back, again)
-
-    def _copies(
-        self, axis: ExpertAxis, own_rows: int, layers: int, back: int, again: int
-    ) -> Iterator[Message]:
-        """Yield the moves of tokens to relays on other nodes, and of sums back, on average."""
-        model, group, num_nodes = self.config.model, axis.across, axis.across.size
-        each = copies_across_nodes(model.num_experts, model.moe_router_topk, num_nodes)
-        copies = own_rows * each / (num_nodes - 1)  # to each other node
-        messages = copy_bytes(model, self.compute_dtype, num_nodes, axis.bits)
-        for sizes, times in zip(messages, ((layers, again), (0, back)), strict=True):
-            for size in sizes:
-                yield from _in_layers(group, (EXCHANGE,), round(copies * size), *times)
-        yield from _in_layers(group, (EXCHANGE,), COUNT_BYTES, layers, again)
+        yield from in_layers(group, (EXCHANGE,), part, *times)
 
     def _pipeline(self, stage: Part) -> Iterator[Message]:
         """Yield the activations sent onward, and their gradients sent back."""
@@ -271,12 +238,12 @@ class Forecast:
             inside += is_needed
             is_needed = is_needed or _is_trained(attention)
             exits += is_needed
-            entries[self.hidden] += is_needed and _is_split(mlp)
+            entries[self.hidden] += is_needed and mlp.is_split
             is_needed = is_needed or _is_trained(mlp)
-            exits += is_needed and _is_split(mlp)
+            exits += is_needed and mlp.is_split
         return MovesBack(entries=entries, inside=inside, exits=exits)
 
-    def _layers_with_gradients(self, stage: Part) -> list[int]:
+    def layers_with_gradients(self, stage: Part) -> list[int]:
         """Return the layers of a stage behind what is trained."""
         is_needed, layers = not stage.is_first or self.model.tokens.weight.requires_grad, []
         for layer in stage.layers:
@@ -286,9 +253,9 @@ class Forecast:
 
     def _recomputed(self, stage: Part) -> int:
         """Return how many of a stage's layers are computed twice."""
-        return sum(map(len, self._checkpoints(stage)))
+        return sum(map(len, self.checkpoints(stage)))
 
-    def _checkpoints(self, stage: Part) -> list[list[int]]:
+    def checkpoints(self, stage: Part) -> list[list[int]]:
         """Return the layers that are computed twice, grouped as they are computed again at once."""
         recompute = self.config.recompute
         if recompute.recompute_granularity != "full":
@@ -307,28 +274,23 @@ class Forecast:
         PyTorch ends a recomputation when it has all that backward needs. That is before the last
         sum, unless dropout or a normalization follows it.
         """
-        checkpoints, model = self._checkpoints(stage), self.config.model
+        checkpoints, model = self.checkpoints(stage), self.config.model
         is_last = model.hidden_dropout == 0 and model.norm_placement == "pre"
         last_mlps = [self.model.blocks[group[-1]].mlp for group in checkpoints]
-        not_again = sum(map(_is_split, last_mlps)) if is_last else 0
+        not_again = sum(each.is_split for each in last_mlps) if is_last else 0
         return self._exits_of(chain(*checkpoints)) - not_again
 
     def _exits_of(self, layers: Iterable[int]) -> int:
         """Return how often activations leave what is split: attention, and MLPs that are."""
-        return sum(1 + _is_split(self.model.blocks[layer].mlp) for layer in layers)
+        return sum(1 + self.model.blocks[layer].mlp.is_split for layer in layers)
 
     def _entries_of(self, layers: Iterable[int]) -> Counter[int]:
         """Return how often activations enter what is split, by their channels."""
         entries: Counter[int] = Counter()
         for layer in layers:
             entries.update(self._widths_into_attention())
-            entries[self.hidden] += _is_split(self.model.blocks[layer].mlp)
+            entries[self.hidden] += self.model.blocks[layer].mlp.is_split
         return entries
-
-
-def _is_split(mlp: nn.Module) -> bool:
-    """Whether tensor ranks split an MLP; of experts they only split the shared ones."""
-    return not isinstance(mlp, MoE) or mlp.shared is not None
 
 
 def _before_entries(attention: CoreAttention) -> list[list[nn.Module]]:
@@ -347,7 +309,7 @@ def _num_local(parameter: nn.Parameter) -> int:
     return local_part(parameter).numel()
 
 
-def _in_layers(
+def in_layers(
     group: RankGroup, kinds: Iterable[str], num_bytes: int, forward: int, backward: int
 ) -> Iterator[Message]:
     """Yield messages of layers, `forward` times and `backward` times in these passes."""

@@ -1,6 +1,6 @@
 """What a capability says of a run, once: everything else is a loop over a run's capabilities."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from zeropp.settings.capabilities import modules_of
-from zeropp.wire.rank_group import Message
+from zeropp.wire.rank_group import Message, Nodes
 from zeropp.wire.traffic import Traffic
 
 if TYPE_CHECKING:  # a capability of one module has settings, too, that the configuration waits for
+    from megatron_zpp.model.attention.sequences import PassRecord
+    from megatron_zpp.model.gpt import GPT
     from megatron_zpp.parallel.rank_grid import RankGrid
     from megatron_zpp.settings.config import Config
     from zeropp import Sharding
@@ -41,6 +43,7 @@ class Capability:
     optimizer: torch.optim.Optimizer | None = None
 
     setting: ClassVar[tuple[str, Any] | None] = None  # and its value in runs that have it
+    splits: ClassVar[str | None] = None  # what ranks of its axis split, as `Part.axes` calls it
     own_group: ClassVar[OwnGroup | None] = None  # of its optimizer
     ledger: ClassVar[Traffic | None] = None  # of what it sends; an instance may have one
 
@@ -48,6 +51,24 @@ class Capability:
     def is_on(cls, config: "Config") -> bool:
         """Whether a run has the capability."""
         return cls.setting is None or attrgetter(cls.setting[0])(config) == cls.setting[1]
+
+    @classmethod
+    def settled(cls, config: "Config", nodes: Nodes) -> "Config":
+        """Return the configuration with what follows from the nodes where it leaves that open."""
+        return config
+
+    @classmethod
+    def extend(cls, model: "GPT", config: "Config") -> None:
+        """Add to the layers of a model, or of a stage of it, before it is sharded."""
+
+    def axis(self) -> Any:
+        """Return the ranks that split what it `splits`, or None; all ranks call it once."""
+
+    def require_stages(self, model: "GPT", stages: Sequence[range]) -> None:
+        """Raise InputError for layers of a model, one of `stages`, that could not be trained."""
+
+    def initialize(self, model: nn.Module) -> None:
+        """Write the first values of what `extend` has added; all other weights have theirs."""
 
     def before_allocation(self, sharding: "Sharding", device: torch.device) -> None:
         """Raise InputError for too little memory, before weights get theirs; all ranks call it."""
@@ -69,6 +90,20 @@ class Capability:
         """Return bytes that it keeps on this rank's device, by kind."""
         return {}
 
+    def records(
+        self, num_micro_batches: int, scale: float | Tensor
+    ) -> "Sequence[PassRecord] | None":
+        """Return the records of a step's micro-batches, which layers write.
+
+        scale: what the losses are multiplied by that layers add to that of a micro-batch.
+        """
+
+    def after_passes(
+        self, step: int, records: "Sequence[PassRecord] | None"
+    ) -> Mapping[str, Tensor]:
+        """Return numbers of a step for the log by name, fp64 on the device; all ranks call it."""
+        return {}
+
     def before_update(self, step: int) -> None:
         """Act before the optimizer's update in a step, counted from 1; all ranks call it."""
 
@@ -82,6 +117,13 @@ class Capability:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` has returned, with the values of a checkpoint."""
 
+    def require_saved(self, saved: Mapping[str, Any], folder: str) -> None:
+        """Raise InputError if a checkpoint's settings, by section, do not fit the run."""
+
+    def model_rows(self, model: "GPT") -> Iterable[tuple[str, str]]:
+        """Yield rows (name, text) of the table before training that say more of the whole model."""
+        return ()
+
     def rows(self) -> Iterable[tuple[str, str]]:
         """Yield rows (name, text) of the table before training, and of --dry-run."""
         return ()
@@ -94,10 +136,32 @@ class Capability:
         return ()
 
 
+def kinds_of(config: "Config") -> Iterator[type[Capability]]:
+    """Yield the classes of the capabilities that a run has, by their names."""
+    kinds = (module.CAPABILITY for module in modules_of("capability", CAPABILITIES))
+    return (kind for kind in kinds if kind.is_on(config))
+
+
 def capabilities_of(config: "Config", ranks: "RankGrid") -> tuple[Capability, ...]:
     """Return the capabilities of a run, by their names."""
-    kinds = [module.CAPABILITY for module in modules_of("capability", CAPABILITIES)]
-    return tuple(kind(config=config, ranks=ranks) for kind in kinds if kind.is_on(config))
+    return tuple(kind(config=config, ranks=ranks) for kind in kinds_of(config))
+
+
+def extended(model: "GPT", config: "Config") -> "GPT":
+    """Return a model with what the capabilities of a run add to it."""
+    for kind in kinds_of(config):
+        kind.extend(model, config)
+    return model
+
+
+def settled(config: "Config", nodes: Nodes) -> "Config":
+    """Return a configuration that leaves nothing open that follows from the nodes.
+
+    Raises InputError for what does not fit them.
+    """
+    for kind in kinds_of(config):
+        config = kind.settled(config, nodes)
+    return config
 
 
 def states_of(capabilities: Sequence[Capability]) -> dict[str, Tensor]:

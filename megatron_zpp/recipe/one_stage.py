@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.model.attention.sequences import PassRecord
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.routing_record import RoutingRecord
 from megatron_zpp.parallel.main_thread import MainThread
 from zeropp import Sharding
 
@@ -30,13 +30,13 @@ class OneStage:
         samples: Iterator[tuple[int, Batch]],
         scales: Sequence[float | Tensor],
         seed_dropout: Callable[[int], None],
-        routing: Sequence[RoutingRecord] | None = None,
+        routing: Sequence[PassRecord] | None = None,
     ) -> list[Tensor]:
         """Run all passes of a step; return the losses, unscaled, 0-d.
 
         `samples` yields the number of each micro-batch's first sample, and the micro-batch.
         Gradients are those of the sum of the losses, each times its scale. `routing` has a record
-        for each micro-batch of a model with experts.
+        for each micro-batch, if layers record anything.
         """
         losses: list[Tensor] = []
         for (first_sample, batch), scale in zip(samples, scales, strict=True):
@@ -47,7 +47,7 @@ class OneStage:
                 loss = self.sharding.model(*batch.inputs(), routing=record)
                 (loss * scale).backward()
             if record is not None:
-                record.forget_tokens(record.assignments)
+                record.forget_tokens(self.sharding.model.part.layers)
             losses.append(loss.detach())
         return losses
 

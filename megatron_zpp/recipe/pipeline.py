@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.attention.cache import KeyValueCache
+from megatron_zpp.model.attention.sequences import PassRecord
 from megatron_zpp.model.gpt import GPT, Blocks
-from megatron_zpp.model.routing_record import RoutingRecord
 from megatron_zpp.parallel.collectives import sum_whole
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_channels import connect
@@ -44,14 +44,14 @@ class Step:
     """The micro-batches of a step on a rank, and the losses of those that have left the last stage.
 
     `samples` yields the number of each micro-batch's first sample, and the micro-batch; `scales`
-    has what each loss is multiplied by, `routing` the records of a model with experts.
+    has what each loss is multiplied by, `routing` what layers record of each.
     """
 
     samples: Iterator[tuple[int, Batch]]
     scales: Sequence[float | Tensor]
     shape_of: Callable[[Tensor], tuple[int, ...]]
     seed_dropout: SeedDropout
-    routing: Sequence[RoutingRecord] | None = None
+    routing: Sequence[PassRecord] | None = None
     losses: list[Tensor] = field(default_factory=list)
     in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)  # by chunk and number
     _read: dict[int, tuple[int, Batch]] = field(default_factory=dict)
@@ -95,6 +95,7 @@ class Pipeline(nn.Module):
         }
         self._padded_vocab_size = whole.padded_vocab_size
         self._adopt(whole)
+        self.grad_is_partial = whole.grad_is_partial
         self.names_elsewhere = _names(whole) - _names(self)
         self.channels = connect(ranks, is_ring=len(self.stages) > 1)
         is_end = self.roots[0].part.is_first or self.roots[-1].part.is_last
@@ -106,12 +107,12 @@ class Pipeline(nn.Module):
         samples: Iterator[tuple[int, Batch]],
         scales: Sequence[float | Tensor],
         seed_dropout: SeedDropout,
-        routing: Sequence[RoutingRecord] | None = None,
+        routing: Sequence[PassRecord] | None = None,
     ) -> list[Tensor]:
         """Run all passes of a step; return the losses, unscaled, 0-d, on the last stage's ranks.
 
         Gradients are those of the sum of the losses, each times its scale. `routing` has a record
-        for each micro-batch of a model with experts.
+        for each micro-batch, if layers record anything.
         """
         step = Step(
             samples=samples,

@@ -5,29 +5,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
-from typing import Any
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
+from megatron_zpp.settings.flag import Section, flags_in
 from zeropp.errors import InputError
 from zeropp.settings.schema import Rule, one_of, requires
 
-_OWN_SOURCES = NoEffect(
-    "each split has its own source",
-    when=lambda c: c.data.names_data and not (c.data.data_path or c.data.data_args_path),
-)
-_ONE_SOURCE = NoEffect(
-    "--split divides the data",
-    when=lambda c: not c.data.names_data or bool(c.data.data_path or c.data.data_args_path),
-)
-_NO_INDEX = (
-    NoEffect("made-up samples need no index", when=lambda c: c.data.mock_data),
-    NoEffect("examples need no index", when=lambda c: names_examples(c.data)),
-)
-
 EXAMPLES_SUFFIX = ".jsonl"
-RANGES = "NAME: WEIGHT FROM:TO PREFIX, ...: the documents of each dataset between two shares"
-BLEND = "an indexed dataset's prefix, or weight and prefix pairs; or .jsonl files of examples"
-
+_flag = flags_in(
+    "data.toml",
+    {
+        "each split has its own source": lambda c: c.data.names_data and not c.data.is_divided,
+        "--split divides the data": lambda c: not c.data.names_data or c.data.is_divided,
+        "made-up samples need no index": lambda c: c.data.mock_data,
+        "examples need no index": lambda c: names_examples(c.data),
+    },
+)
 
 # The ways to name datasets. A run uses one of them.
 SOURCES = (
@@ -47,24 +39,14 @@ SOURCES = (
 class TokenizerConfig(Section):
     """Which tokenizer, and where its files are (default: that of the data)."""
 
-    tokenizer_type: str | None = flag(None, "GPT2BPETokenizer, HuggingFaceTokenizer, ...")
-    vocab_file: str | None = flag(None, "vocab.json of a byte-pair tokenizer")
-    merge_file: str | None = flag(None, "merges.txt of a byte-pair tokenizer")
-    tokenizer_model: str | None = flag(
-        None,
-        "SentencePiece model, or tokenizer.json, or a folder with one",
-        aliases=("tokenizer-name-or-path", "tokenizer-file"),
-    )
-    vocab_size: int | None = flag(
-        None, "entries of the NullTokenizer, or of the default corpus's tokenizer (8192)", minimum=1
-    )
-    null_tokenizer_eod_id: int | None = flag(
-        None, "id of the NullTokenizer that ends a document (default: the last one)", minimum=0
-    )
-    tokenizer_hf_no_include_special_tokens: bool = flag(
-        False, "put nothing around a text, such as begin of sentence"
-    )
-    vocab_extra_ids: int = flag(0, "sentinel tokens added to the vocabulary", minimum=0)
+    tokenizer_type: str | None = _flag(None)
+    vocab_file: str | None = _flag(None)
+    merge_file: str | None = _flag(None)
+    tokenizer_model: str | None = _flag(None)
+    vocab_size: int | None = _flag(None)
+    null_tokenizer_eod_id: int | None = _flag(None)
+    tokenizer_hf_no_include_special_tokens: bool = _flag(False)
+    vocab_extra_ids: int = _flag(0)
 
     @property
     def kind(self) -> str | None:
@@ -78,51 +60,28 @@ class TokenizerConfig(Section):
 class DataConfig(Section):
     """Where samples come from; with no path at all, the Python standard library's own text."""
 
-    data_path: tuple[str, ...] | None = flag(None, BLEND)
-    train_data_path: tuple[str, ...] | None = flag(None, f"training: {BLEND}")
-    valid_data_path: tuple[str, ...] | None = flag(None, f"validation: {BLEND}")
-    test_data_path: tuple[str, ...] | None = flag(None, f"test: {BLEND}")
-    split_ranges: tuple[str, str, str] | None = flag(
-        None,
-        "FROM:TO for training, validation and test: the documents that each takes of its own "
-        "datasets, as shares; or FROM:TO,FROM:TO,... with one for each of its datasets",
-        no_effect=_ONE_SOURCE,
-    )
-    data_args_path: str | None = flag(None, "file with what --data-path would be given")
-    per_split_data_args_path: str | None = flag(
-        None, "JSON with a list as for --data-path under each of train, valid and test"
-    )
-    train_weighted_split_paths: tuple[str, ...] | None = flag(None, f"training: {RANGES}")
-    valid_weighted_split_paths: tuple[str, ...] | None = flag(None, f"validation: {RANGES}")
-    test_weighted_split_paths: tuple[str, ...] | None = flag(None, f"test: {RANGES}")
-    train_weighted_split_paths_path: str | None = flag(
-        None, "file with what --train-weighted-split-paths would be given, in double quotes"
-    )
-    valid_weighted_split_paths_path: str | None = flag(
-        None, "file with what --valid-weighted-split-paths would be given, in double quotes"
-    )
-    test_weighted_split_paths_path: str | None = flag(
-        None, "file with what --test-weighted-split-paths would be given, in double quotes"
-    )
-    split: str = flag(
-        "969, 30, 1", "shares of training, validation and test documents", no_effect=_OWN_SOURCES
-    )
-    data_cache_path: str | None = flag(
-        None, "folder of the cached sample indices", no_effect=_NO_INDEX
-    )
-    num_workers: int = flag(2, "background workers that read samples ahead", minimum=0)
-    dataloader_type: str = flag(
-        "single",
-        "order of the samples: as indexed, or permuted by epoch",
-        choices=("single", "cyclic"),
-    )
-    reset_position_ids: bool = flag(False, "positions restart after each end of document")
-    reset_attention_mask: bool = flag(False, "attention stops at the end of a document")
-    eod_mask_loss: bool = flag(False, "no loss where the input is the end of a document")
-    mock_data: bool = flag(False, "synthetic samples, for benchmarks")
-    skip_samples: tuple[str, ...] | None = flag(
-        None, "A:B ...: skip the global batches that contain any of samples A to B-1 of the run"
-    )
+    data_path: tuple[str, ...] | None = _flag(None)
+    train_data_path: tuple[str, ...] | None = _flag(None)
+    valid_data_path: tuple[str, ...] | None = _flag(None)
+    test_data_path: tuple[str, ...] | None = _flag(None)
+    split_ranges: tuple[str, str, str] | None = _flag(None)
+    data_args_path: str | None = _flag(None)
+    per_split_data_args_path: str | None = _flag(None)
+    train_weighted_split_paths: tuple[str, ...] | None = _flag(None)
+    valid_weighted_split_paths: tuple[str, ...] | None = _flag(None)
+    test_weighted_split_paths: tuple[str, ...] | None = _flag(None)
+    train_weighted_split_paths_path: str | None = _flag(None)
+    valid_weighted_split_paths_path: str | None = _flag(None)
+    test_weighted_split_paths_path: str | None = _flag(None)
+    split: str = _flag("969, 30, 1")
+    data_cache_path: str | None = _flag(None)
+    num_workers: int = _flag(2)
+    dataloader_type: str = _flag("single")
+    reset_position_ids: bool = _flag(False)
+    reset_attention_mask: bool = _flag(False)
+    eod_mask_loss: bool = _flag(False)
+    mock_data: bool = _flag(False)
+    skip_samples: tuple[str, ...] | None = _flag(None)
 
     rules = (
         *(
@@ -182,67 +141,39 @@ class DataConfig(Section):
         return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
 
     @property
+    def is_divided(self) -> bool:
+        """Whether --split divides one source of data."""
+        return bool(self.data_path or self.data_args_path)
+
+    @property
     def names_data(self) -> bool:
         """Whether any flag names a dataset or made-up samples."""
         return self.mock_data or any(map(self._typed, SOURCES))
-
-
-def _fim_flag(default: Any, help: str, **facts: Any) -> Any:
-    """A flag of fill-in-the-middle, which --fim-rate switches on."""
-    reason = needs("--fim-rate above 0", lambda c: c.fim.fim_rate > 0)
-    return flag(default, help, no_effect=reason, **facts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FimConfig(Section):
     """Fill-in-the-middle: how many documents get another order, and the tokens in them."""
 
-    fim_rate: float = flag(
-        0.0, "share of documents that become prefix, suffix and middle", minimum=0, maximum=1
-    )
-    fim_spm_rate: float = _fim_flag(
-        0.5, "share of these in which the suffix comes first", minimum=0, maximum=1
-    )
-    fim_split_sample: str | None = _fim_flag(
-        None, "token at which a document is split into parts that are put into another order"
-    )
-    fim_fragment_rate: float | None = _fim_flag(
-        None, "share of these parts (default: --fim-rate)", minimum=0, maximum=1
-    )
-    fim_no_prefix: str | None = _fim_flag(None, "texts that begin with this stay as they are")
-    fim_prefix_token: str = _fim_flag("<fim_prefix>", "token before the prefix")
-    fim_middle_token: str = _fim_flag("<fim_middle>", "token before the middle")
-    fim_suffix_token: str = _fim_flag("<fim_suffix>", "token before the suffix")
-    fim_pad_token: str = _fim_flag("<fim_pad>", "token behind a sample that became shorter")
+    fim_rate: float = _flag(0.0)
+    fim_spm_rate: float = _flag(0.5)
+    fim_split_sample: str | None = _flag(None)
+    fim_fragment_rate: float | None = _flag(None)
+    fim_no_prefix: str | None = _flag(None)
+    fim_prefix_token: str = _flag("<fim_prefix>")
+    fim_middle_token: str = _flag("<fim_middle>")
+    fim_suffix_token: str = _flag("<fim_suffix>")
+    fim_pad_token: str = _flag("<fim_pad>")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(Section):
     """How many samples a rank takes at once and all ranks take in one step."""
 
-    micro_batch_size: int = flag(
-        4,
-        "samples of one forward pass on one rank",
-        minimum=1,
-        aliases=("batch-size",),
-        same_as="train_micro_batch_size_per_gpu",
-    )
-    global_batch_size: int | None = flag(
-        None,
-        "samples of one step over all ranks (default: micro-batch x ranks)",
-        minimum=1,
-        same_as="train_batch_size",
-    )
-    rampup_batch_size: tuple[int, int, int] | None = flag(
-        None,
-        "start, increment, samples: the batch grows to --global-batch-size over that many samples",
-        minimum=0,
-    )
-    step_batch_size_schedule: tuple[str, ...] | None = flag(
-        None,
-        "TOKENS:SIZE ...: batch size from this number of tokens on, as in 0:16 2.4B:320 (K, M, "
-        "B, T: powers of 1000)",
-    )
+    micro_batch_size: int = _flag(4)
+    global_batch_size: int | None = _flag(None)
+    rampup_batch_size: tuple[int, int, int] | None = _flag(None)
+    step_batch_size_schedule: tuple[str, ...] | None = _flag(None)
 
     rules = (
         one_of(

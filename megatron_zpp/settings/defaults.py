@@ -10,14 +10,12 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import SECTIONS, BatchConfig, ModelConfig
 from megatron_zpp.settings.data import SOURCES
-from megatron_zpp.settings.gpt.experts import MoeConfig
-from megatron_zpp.settings.gpt.layer_pattern import marks_of
-from megatron_zpp.settings.gpt.model import ModelFlags
 from megatron_zpp.settings.json_flags import STRATEGIES
-from megatron_zpp.settings.parallel import ExpertParallelConfig
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 from zeropp.settings.schema import settings_of
 
 ITERATIONS = 100
@@ -25,8 +23,6 @@ ITERATIONS = 100
 SHORT_RUN = MappingProxyType({"train_iters": ITERATIONS, "log_interval": 10, "eval_iters": 10})
 LENGTHS = ("train_iters", "train_samples", "train_tokens")
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr")
-_EXPERT_FLAGS = (*settings_of(MoeConfig), ModelFlags.setting("expert_interval"))
-_RANKS_OF_EXPERTS = settings_of(ExpertParallelConfig)
 DEFAULTS = MappingProxyType(
     {flag.name: flag.default for section in SECTIONS.values() for flag in settings_of(section)}
 )
@@ -40,13 +36,16 @@ def complete(
     `accumulation` is the number of micro-batches in the JSON. Raises InputError for values that
     cannot be completed.
     """
-    values = _experts(values)
+    for change in declared("BEFORE_DEFAULTS", CAPABILITIES):
+        values = change(values)
     run_length = {} if any(name in values for name in LENGTHS) else SHORT_RUN
     result = {**DEFAULTS, **run_length, **values}
     if result["max_position_embeddings"] is None:
         result["max_position_embeddings"] = result["seq_length"]
     result["zero_stage"] = _stage(values)
-    result |= _model(values) | _recomputation(values)
+    if values.get("recompute_granularity") == "full" and "recompute_method" not in values:
+        result["recompute_method"] = "uniform"
+    result |= _model(values)
     return result | _batch(values, accumulation, world_size)
 
 
@@ -93,41 +92,6 @@ def _fsdp_stages(values: Mapping[str, Any]) -> dict[str, int]:
     return stages
 
 
-def _experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values without those of experts if the model is dense, and layers by --expert-interval.
-
-    Raises InputError for flags of experts without --num-experts.
-    """
-    if values.get("pretrained_checkpoint") or values.get("use_checkpoint_args"):
-        return values
-    given = [entry for entry in _EXPERT_FLAGS if entry.name in values]
-    if values.get("num_experts", 1) > 1:
-        return {**values, **_expert_layers(values)}
-    if given and "num_experts" not in values:
-        shown = ", ".join(entry.assignment(values[entry.name]) for entry in given)
-        raise InputError(
-            f"{shown}: how many experts are there? Give --num-experts, or 1 for a dense model"
-        )
-    names = {entry.name for entry in (*given, *_RANKS_OF_EXPERTS)}
-    return {name: value for name, value in values.items() if name not in names}
-
-
-def _expert_layers(values: Mapping[str, Any]) -> dict[str, str]:
-    """What --expert-interval, as Megatron-DeepSpeed counts, says of the layers with experts."""
-    interval = values.get("expert_interval")
-    if interval is None:
-        return {}
-    if "moe_layer_freq" in values:
-        raise InputError(
-            f"--expert-interval {interval} and --moe-layer-freq {values['moe_layer_freq']} both "
-            "say which layers have experts: give one"
-        )
-    marks = marks_of(
-        str(interval), values.get("num_layers", ModelConfig().num_layers), "--expert-interval"
-    )
-    return {"moe_layer_freq": str(list(map(int, marks))).replace(" ", "")}
-
-
 def _model(values: Mapping[str, Any]) -> dict[str, Any]:
     """What flags of attention, MLP and vocabulary say of the settings of others."""
     added = _gated_mlp(values) if values.get("glu_activation") else {}
@@ -135,7 +99,10 @@ def _model(values: Mapping[str, Any]) -> dict[str, Any]:
         multiple = values.get("make_vocab_size_divisible_by", 1)
         added["make_vocab_size_divisible_by"] = multiple if rows % multiple else rows
     if values.get("multi_latent_attention"):
-        added |= _latent_attention(values)
+        implied = {"position_embedding_type": "rope"}
+        if values.get("rotary_scaling_factor", 1) > 1:
+            implied["rope_type"] = "yarn"
+        added |= {name: value for name, value in implied.items() if name not in values}
     default = added.get("position_embedding_type", ModelConfig().position_embedding_type)
     positions = values.get("position_embedding_type", default)
     if values.get("no_position_embedding") and positions == "learned_absolute":
@@ -156,14 +123,6 @@ def _model(values: Mapping[str, Any]) -> dict[str, Any]:
     return added
 
 
-def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What --multi-latent-attention implies: rotary positions, scaled by YaRN if at all."""
-    implied = {"position_embedding_type": "rope"}
-    if values.get("rotary_scaling_factor", 1) > 1:
-        implied["rope_type"] = "yarn"
-    return {name: value for name, value in implied.items() if name not in values}
-
-
 def _gated_mlp(values: Mapping[str, Any]) -> dict[str, Any]:
     """What --glu-activation means in BigScience's program: erf in GELU, and as wide without."""
     width = 4 * values.get("hidden_size", ModelConfig().hidden_size)
@@ -172,11 +131,6 @@ def _gated_mlp(values: Mapping[str, Any]) -> dict[str, Any]:
         "bias_gelu_fusion": False,
         "ffn_hidden_size": values.get("ffn_hidden_size", width),
     }
-
-
-def _recomputation(values: Mapping[str, Any]) -> dict[str, Any]:
-    is_full = values.get("recompute_granularity") == "full"
-    return {"recompute_method": "uniform"} if is_full and "recompute_method" not in values else {}
 
 
 def _batch(

@@ -1,18 +1,22 @@
-"""Settings that are flags of a command line, declared by `flag` as fields of a section."""
+"""Settings that are flags of a command line, declared by `flag` as fields of a section.
 
+The flags of a run are described by tables beside their sections, such as `run.toml`. A row has the
+help of a flag, in one string or several, and further fields of `Flag`; `needs` is what gives the
+flag an effect, such as `--load` or `--rope-type yarn`, and `no_effect` are reasons why it has none.
+"""
+
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 from zeropp.errors import InputError
 from zeropp.settings.deepspeed_json import all_keys
+from zeropp.settings.no_effect_tables import read_toml
 from zeropp.settings.schema import NoEffect, Section, Setting, setting
 from zeropp.settings.zero_config import ZeroConfig
-
-
-def _unchanged(value: Any) -> Any:
-    return value
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,8 @@ class SameAs:
     """
 
     key: str
-    to_flag: Callable[[Any], Any] = _unchanged
-    to_json: Callable[[Any], Any] = _unchanged
+    to_flag: Callable[[Any], Any] = lambda value: value
+    to_json: Callable[[Any], Any] = lambda value: value
     index: int | None = None
     key_counts: bool = False
 
@@ -83,50 +87,105 @@ class Flag(Setting):
         super().check(value, name)
 
 
-def flag(
-    default: Any,
-    help: str = "",
-    *,
-    same_as: str | SameAs | None = None,
-    no_effect: NoEffect | tuple[NoEffect, ...] = (),
-    **facts: Any,
-) -> Any:
+def flag(default: Any, help: str = "", *, kind: Callable[..., Flag] | None = None, **facts) -> Any:
     """Declare a setting with a flag; `facts` are further fields of `Flag`.
 
     A flag that is the `same_as` a JSON key has no effect for the same reasons, unless it names
     others.
     """
+    return setting(kind or make_flag, default, help, **facts)
+
+
+Conditions = Mapping[str, Callable[[Any], Any] | None]
+
+
+def flags_in(
+    table: str,
+    conditions: Conditions = MappingProxyType({}),
+    *,
+    package: str = __package__,
+    **facts: Any,
+) -> Callable[..., Any]:
+    """Return what declares flags as `flag` does, each described by its row of a table.
+
+    table: a file of the `package`. conditions: when a text of `no_effect` holds (None: always), and
+    when one of `needs` is met whose words do not say it. facts: further fields of all these flags.
+    """
+    return partial(flag, kind=partial(_flag_of_row, package, table, conditions), **facts)
+
+
+def _flag_of_row(
+    package: str,
+    table: str,
+    conditions: Conditions,
+    *,
+    name: str,
+    help: str,
+    no_effect: tuple,
+    **facts: Any,
+) -> Flag:
+    entries = () if help else _read(package, table)[name]
+    entries = [entries] if isinstance(entries, str) else entries
+    lines = [help, *(entry for entry in entries if isinstance(entry, str))]
+    row = {}
+    for entry in entries:
+        row |= {} if isinstance(entry, str) else entry
+    needed = [needs(text, conditions.get(text)) for text in row.pop("needs", ())]
+    reasons = [NoEffect(text, conditions[text]) for text in row.pop("no_effect", ())]
+    lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
+    return make_flag(
+        name=name,
+        help=" ".join(filter(None, lines)),
+        no_effect=(*needed, *reasons, *no_effect),
+        **facts,
+        **row | lists,
+    )
+
+
+def make_flag(
+    *, same_as: str | Mapping | SameAs | None = None, no_effect: tuple, **facts: Any
+) -> Flag:
+    """Return a flag, whose `same_as` may be a key of the JSON or the fields of a `SameAs`."""
     if isinstance(same_as, str):
         same_as = SameAs(same_as)
-    if same_as is not None:
-        no_effect = no_effect or _reasons_of_key(same_as.key)
-    return setting(Flag, default, help, same_as=same_as, no_effect=no_effect, **facts)
+    elif isinstance(same_as, Mapping):
+        same_as = SameAs(**same_as)
+    if same_as is not None and not no_effect:
+        no_effect = tuple(
+            NoEffect(reason.why, reason.when and (lambda c, when=reason.when: when(c.zero)))
+            for reason in all_keys(ZeroConfig)[same_as.key].no_effect
+        )
+    return Flag(same_as=same_as, no_effect=no_effect, **facts)
 
 
-def needs(flags: str, condition: Callable[[Any], Any]) -> NoEffect:
+@cache
+def _read(package: str, table: str) -> Mapping[str, Any]:
+    return MappingProxyType(read_toml(package, table))
+
+
+def needs(flags: str, condition: Callable[[Any], Any] | None = None) -> NoEffect:
     """The reason of a flag that has an effect only if other `flags` make `condition` true.
 
-    The condition takes the complete `Config`.
+    The condition takes the complete `Config`. By default it is what `flags` say: "--load", that it
+    is given; "--rope-type yarn" and "--fim-rate above 0", its value; either of two after "or".
     """
-    return NoEffect(f"it needs {flags}", when=lambda config: not condition(config))
+    is_met = condition or partial(_is_met, flags.partition(";")[0])
+    return NoEffect(f"it needs {flags}", when=lambda config: not is_met(config))
 
 
-def flag_that_needs(flags: str, condition: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return what declares flags that have no effect unless `condition` holds, as `flag` does."""
-    return partial(flag, no_effect=needs(flags, condition))
+def _is_met(flags: str, config: Any) -> bool:
+    if " or " in flags:
+        return any(_is_met(each, config) for each in flags.split(" or "))
+    name, above, wanted = re.fullmatch(r"--(\S+)(?: (above )?(\S+))?", flags).groups()
+    name = name.replace("-", "_")
+    sections = (each for each in vars(config).values() if not isinstance(each, ZeroConfig))
+    value = next(getattr(each, name) for each in sections if hasattr(each, name))
+    if above:
+        return value > float(wanted)
+    return value == wanted if wanted else value is not None and value is not False
 
 
 def shared(section: type[Section], name: str) -> Any:
     """A field with the default and the flag of field `name` of `section`: one flag fills both."""
     original = section.__dataclass_fields__[name]
     return field(default=original.default, metadata=original.metadata)
-
-
-def _reasons_of_key(dotted: str) -> tuple[NoEffect, ...]:
-    reasons = all_keys(ZeroConfig)[dotted].no_effect
-    return tuple(NoEffect(reason.why, when=_of_json(reason.when)) for reason in reasons)
-
-
-def _of_json(when: Callable[[ZeroConfig], bool] | None) -> Callable[[Any], bool] | None:
-    """A condition on the JSON as a condition on a `Config`."""
-    return None if when is None else lambda config: when(config.zero)

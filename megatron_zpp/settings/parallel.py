@@ -4,14 +4,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import gcd, prod
+from math import prod
 
-from megatron_zpp.settings.flag import Section, flag, needs
-from megatron_zpp.settings.gpt.experts import NEEDS_EXPERTS
+from megatron_zpp.settings.capability_flags import CAPABILITIES
+from megatron_zpp.settings.flag import Section, flags_in
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 from zeropp.settings.schema import Rule, one_of
 
 SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+OTHER_SIZES = tuple(declared("SIZES", CAPABILITIES))  # of ranks that split what is in a layer
 STAGES_PER_RANK = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _NO_RING = (
     "not available: allgather sends the same bytes as a ring of p2p messages, and a2a fewer "
@@ -23,134 +25,33 @@ _NO_COUNTS = (
     "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers give the ends "
     "fewer blocks"
 )
+_flag = flags_in(
+    "parallel.toml",
+    {"--context-parallel-size": lambda c: c.parallel.context_parallel_size > 1},
+)
 _BY_TYPE = "type:"
 # The names of DeepSpeed's layers for what is before, in and after the stack of blocks.
 _BLOCK, _END = "ParallelTransformerLayerPipe", "EmbeddingPipe"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertParallelConfig(Section):
-    """How ranks share out experts (of ParallelConfig)"""
-
-    expert_model_parallel_size: int | None = flag(
-        None,
-        "consecutive ranks that split the experts of a layer (default: as many of a node as divide "
-        "the experts; 1 without ZeRO, and with tensor parallelism that does not split sequences)",
-        minimum=1,
-        aliases=("moe-expert-parallel-size",),
-        no_effect=NEEDS_EXPERTS,
-    )
-    moe_dispatch_bits: int = flag(
-        16,
-        "bits of a number in rows that cross nodes on their way to experts, where nodes split them",
-        choices=(8, 16),
-        no_effect=NEEDS_EXPERTS,
-    )
-
-    def expert_ranks(
-        self,
-        num_experts: int,
-        stage_ranks: int,
-        ranks_per_node: int,
-        zero_stage: int,
-        *,
-        steps_alone: bool = False,
-    ) -> int:
-        """Return how many consecutive ranks split the experts, of the ranks of a pipeline's stage.
-
-        `steps_alone`: other nodes have replicas of their own. Raises InputError for a size that was
-        given and does not fit.
-        """
-        size, tensor = self.expert_model_parallel_size, self.tensor_model_parallel_size
-        repeats_tokens = tensor > 1 and not self.sequence_parallel
-        if size is None:
-            if repeats_tokens or zero_stage == 0:
-                return 1
-            most = gcd(num_experts, stage_ranks, ranks_per_node)
-            return most if most % tensor == 0 else 1
-        shown = f"--expert-model-parallel-size {size}"
-        if size > 1 and repeats_tokens:
-            raise InputError(
-                f"{shown} needs tensor ranks with tokens of their own: add --sequence-parallel "
-                "beside --tensor-model-parallel-size, or set 1"
-            )
-        alone = " in a node, which zeropp.sync_every lets step alone" if steps_alone else ""
-        for number, what in (
-            (num_experts, f"the {num_experts} experts of --num-experts"),
-            (stage_ranks, f"the {stage_ranks} ranks that share the layers{alone}"),
-        ):
-            if number % size:
-                raise InputError(
-                    f"{shown} does not divide {what}: use {gcd(num_experts, stage_ranks)} or a "
-                    "divisor of it"
-                )
-        if ranks_per_node % size and size % ranks_per_node:
-            raise InputError(
-                f"{shown} is neither a part of a node's {ranks_per_node} ranks nor whole nodes: "
-                f"use a divisor or a multiple of {ranks_per_node}"
-            )
-        if size > 1 and size % tensor:
-            raise InputError(
-                f"{shown} is not a multiple of --tensor-model-parallel-size {tensor}: the tensor "
-                "ranks of a sequence send its tokens to other experts each; use a multiple, or 1"
-            )
-        return size
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig(ExpertParallelConfig):
+class ParallelConfig(*declared("PARALLEL", CAPABILITIES), Section):
     """How the ranks share the work: those that split a model, and replicas for the data."""
 
-    tensor_model_parallel_size: int = flag(
-        1, "ranks that split each layer", minimum=1, aliases=("model-parallel-size",)
+    tensor_model_parallel_size: int = _flag(1)
+    pipeline_model_parallel_size: int = _flag(1)
+    context_parallel_size: int = _flag(1)
+    num_layers_per_virtual_pipeline_stage: int | None = _flag(None)
+    num_virtual_stages_per_pipeline_rank: int | None = _flag(None)
+    decoder_first_pipeline_num_layers: int | None = _flag(None)
+    decoder_last_pipeline_num_layers: int | None = _flag(None)
+    pp_partition_method: str | None = _flag(
+        None, refused=dict.fromkeys(("parameters", "profile"), _NO_COUNTS)
     )
-    pipeline_model_parallel_size: int = flag(1, "ranks that split the stack of layers", minimum=1)
-    context_parallel_size: int = flag(
-        1, "ranks that split each sequence", minimum=1, aliases=("ds-sequence-parallel-size",)
-    )
-    num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers per stage, if each pipeline rank has several stages", minimum=1
-    )
-    num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "stages per pipeline rank (default: 1)", minimum=1
-    )
-    decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of the first pipeline rank (default: as many as the others)", minimum=1
-    )
-    decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers of the last pipeline rank (default: as many as the others)", minimum=1
-    )
-    pp_partition_method: str | None = flag(
-        None,
-        "what to divide equally among pipeline ranks: blocks (uniform or type:transformer), or "
-        "blocks and the embeddings at both ends (type:transformer|embedding)",
-        refused=dict.fromkeys(("parameters", "profile"), _NO_COUNTS),
-        no_effect=needs(
-            "--pipeline-model-parallel-size above 1",
-            lambda c: c.parallel.pipeline_model_parallel_size > 1,
-        ),
-    )
-    cp_comm_type: str = flag(
-        "a2a",
-        "how context-parallel ranks exchange what attention needs",
-        choices=("a2a", "allgather"),
-        refused=dict.fromkeys(("p2p", "a2a+p2p"), _NO_RING),
-        no_effect=needs("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1),
-    )
-    sequence_parallel: bool = flag(
-        False,
-        "split activations along the sequence",
-        no_effect=needs(
-            "--tensor-model-parallel-size above 1",
-            lambda c: c.parallel.tensor_model_parallel_size > 1,
-        ),
-    )
-    distributed_backend: str | None = flag(
-        None, "communication library (default: nccl on GPUs, else gloo)", choices=("nccl", "gloo")
-    )
-    distributed_timeout_minutes: float = flag(
-        10.0, "time after which a collective fails and a rank that hangs ends the run", above=0
-    )
+    cp_comm_type: str = _flag("a2a", refused=dict.fromkeys(("p2p", "a2a+p2p"), _NO_RING))
+    sequence_parallel: bool = _flag(False)
+    distributed_backend: str | None = _flag(None)
+    distributed_timeout_minutes: float = _flag(10.0)
 
     rules = (
         *(

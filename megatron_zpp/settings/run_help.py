@@ -1,16 +1,17 @@
 """What `--help` prints for a training run: what one needs first, all flags, or a section."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 
-from megatron_zpp.settings.command_line import HELP, Meaning, flag_help, help_text, vocabulary
+from megatron_zpp.settings.capability_flags import CAPABILITIES
+from megatron_zpp.settings.command_line import HELP, flag_help, help_text, vocabulary
 from megatron_zpp.settings.config import SECTIONS
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
-from megatron_zpp.settings.gpt.experts import MoeConfig
 from megatron_zpp.settings.gpt.model import ModelFlags
 from megatron_zpp.settings.json_flags import ZeroFlags
 from zeropp.errors import InputError
+from zeropp.settings.capabilities import declared
 
 USAGE = """\
 usage: {program} [FLAGS]
@@ -26,10 +27,9 @@ FIRST = (
     "save", "load", "save-interval", "tensorboard-dir",
 )  # fmt: skip
 ALL, NO_EFFECT = "all", "no-effect"
-APART = (MoeConfig,)  # parts of a section that have a topic of their own
-TOPICS = MappingProxyType(
-    {**SECTIONS, "experts": MoeConfig, "zero": ZeroFlags, "megatron": ModelFlags}
-)
+_PARTS = dict(declared("TOPICS", CAPABILITIES))  # of sections, with a topic of their own
+APART = tuple(_PARTS.values())
+TOPICS = MappingProxyType({**SECTIONS, **_PARTS, "zero": ZeroFlags, "megatron": ModelFlags})
 
 
 def run_help(argv: Sequence[str], program: str) -> str:
@@ -52,16 +52,13 @@ def run_help(argv: Sequence[str], program: str) -> str:
         hint = f"did you mean {close[0]}? " if close else ""
         raise InputError(f"--help {topic}: {hint}expected one of {', '.join(topics)}")
     known = vocabulary(TOPICS.values())
-    return "\n\n".join([usage, _first_flags(known), _more(program)])
-
-
-def _first_flags(known: Mapping[str, Meaning]) -> str:
-    lines = [flag_help(known[name].flag) for name in FIRST]
-    return "\n".join(["The flags that one needs first:", *lines])
-
-
-def _more(program: str) -> str:
-    lines = [f"More flags:  {program} --help all, or --help SECTION, where SECTION is"]
-    for name, section in TOPICS.items():
-        lines.append(f"  {name:<12}{(section.__doc__ or '').strip().splitlines()[0]}")
-    return "\n".join([*lines, f"  {NO_EFFECT:<12}Flags that are accepted and have no effect."])
+    first = [flag_help(known[name].flag) for name in FIRST]
+    about = {name: section.__doc__.strip().splitlines()[0] for name, section in TOPICS.items()}
+    about[NO_EFFECT] = "Flags that are accepted and have no effect."
+    more = f"More flags:  {program} --help all, or --help SECTION, where SECTION is"
+    parts = (
+        [usage],
+        ["The flags that one needs first:", *first],
+        [more, *(f"  {name:<12}{text}" for name, text in about.items())],
+    )
+    return "\n\n".join("\n".join(lines) for lines in parts)

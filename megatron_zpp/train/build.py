@@ -22,8 +22,7 @@ from megatron_zpp.monitor.step_profiler import StepProfiler
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
-from megatron_zpp.recipe.expert_ranks import expert_rows, with_expert_ranks
-from megatron_zpp.recipe.model import lora_summary
+from megatron_zpp.recipe.capability import settled
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
@@ -123,7 +122,7 @@ def open_step_watch(config: Config, ranks: Ranks) -> StepWatch | None:
     if config.log.plan_file is None:
         return None
     with fail_together():
-        config = with_expert_ranks(config, ranks.nodes)
+        config = settled(config, ranks.nodes)
         num_ranks = ranks.world_size
         return StepWatch(read_expected_step(config.log.plan_file, config, num_ranks))
 
@@ -181,8 +180,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
     return [
         ("model", f"{sharding.model.num_parameters():,} parameters\n{shape}"),
-        *lora_summary(config, sharding.model),
-        *(expert_rows(model, trainer.passes.roots[0].part.experts) if model.has_experts else []),
+        *(row for each in trainer.capabilities for row in each.model_rows(sharding.model)),
         ("data", " ".join(sources)),
         (
             "batch",

@@ -59,8 +59,8 @@ def evaluate(
     """Evaluate the next `num_micro_batches` micro-batches of every rank.
 
     Returns the sum of the losses of tokens, in nats, and how many tokens have one, the same on all
-    ranks. Replicas that train independently evaluate the weights that each has; elastic ones sum
-    nothing with others here.
+    ranks. Replicas that train independently evaluate the weights that each has; those
+    that join and leave sum nothing with others here.
     """
     model = sharding.model
     model.eval()

@@ -54,8 +54,8 @@ class Batches:
     def loader(self, split: int, consumed_samples: int, skipped: Sequence[range] = ()) -> Loader:
         """This rank's micro-batches of a split, after the first `consumed_samples` of all ranks.
 
-        Of other splits than TRAIN, elastic replicas each have all micro-batches. The samples
-        of `skipped`, ranges of whole global batches, are passed over.
+        Of other splits than TRAIN, replicas that join and leave each have all micro-batches. The
+        samples of `skipped`, ranges of whole global batches, are passed over.
         """
         ranks = self.ranks
         alone = split != TRAIN and ranks.replicas.joins_and_leaves

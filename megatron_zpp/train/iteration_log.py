@@ -65,8 +65,10 @@ class IterationLog:
         return replicas.independent and not replicas.joins_and_leaves
 
     def _over_replicas(self, iterations: Sequence[Iteration]) -> list[Iteration]:
-        """Return iterations with means over replicas, all of which call it; elastic ones log their
-        own numbers."""
+        """Return iterations with means over replicas, all of which call it.
+
+        Replicas that join and leave log their own numbers.
+        """
         if not self._means_are_shared or not iterations:
             return [*iterations]
         own = [

@@ -76,7 +76,7 @@ def train_with_these_replicas(run: Run, log: IterationLog) -> str | None:
 def keep_writers(run: Run) -> None:
     """Write the curves from here on if this replica has become the first one, as that one left."""
     ranks, metrics = run.ranks, run.metrics
-    if ranks.replicas.joins_and_leaves and not ranks.global_rank and not metrics.has_writers:
+    if ranks.replicas.joins_and_leaves and not ranks.global_rank and not metrics.writers:
         writers = open_writers(
             run.config.log, rank=0, world_size=ranks.num_ranks, resumed_at=run.trainer.counters
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_zpp.model.routing_record import RoutingStep
+from megatron_zpp.model.attention.sequences import PassRecord
 from megatron_zpp.monitor.metrics import Iteration
 from zeropp import StepResult
 from zeropp.optim.host_values import HostValues
@@ -19,13 +19,14 @@ class StepLosses:
 
     `mean`: over all ranks (fp64, 0-d). `empty_share`: the share of all micro-batches that have no
     token with a loss (fp64, 0-d). `of_micro_batches`: this rank's, in order (0-d each); none on
-    ranks that are not at the end of a pipeline. `routing`: the records of a model with experts.
+    ranks that are not at the end of a pipeline. `records`: what layers have
+    recorded of each micro-batch, if they do.
     """
 
     mean: torch.Tensor
     empty_share: torch.Tensor
     of_micro_batches: Sequence[torch.Tensor]
-    routing: RoutingStep | None = None
+    records: Sequence[PassRecord] | None = None
 
 
 class PendingIteration:
@@ -34,7 +35,7 @@ class PendingIteration:
     `known_fields` are the fields of `Iteration` that are available without the device, `started` is
     `time.perf_counter()` at its beginning, `previous` the iteration before if its result has not
     been read yet. `result` sets `ended`, the time when the host received the numbers. `samples` are
-    those of the global batch, `of_experts` 0-d numbers on the device by their names.
+    those of the global batch, `others` further 0-d numbers on the device by their names.
     """
 
     def __init__(
@@ -44,22 +45,22 @@ class PendingIteration:
         update: StepResult,
         started: float,
         previous: "PendingIteration | None",
-        of_experts: Mapping[str, torch.Tensor],
+        others: Mapping[str, torch.Tensor],
         has_loss_scaler: bool,
     ) -> None:
         self.micro_batch_losses = losses.of_micro_batches
         end, size = known_fields["consumed_samples"], known_fields["global_batch_size"]
         self.samples = range(end - size, end)
         self._known_fields, self._update = known_fields, update
-        self._names_of_experts = tuple(of_experts)
-        self._numbers = HostValues(losses.mean, losses.empty_share, *of_experts.values())
+        self._names_of_others = tuple(others)
+        self._numbers = HostValues(losses.mean, losses.empty_share, *others.values())
         self._has_loss_scaler = has_loss_scaler
         self._started, self._previous = started, previous
         self.ended: float | None = None
 
     def result(self) -> Iteration:
         """Wait for the device's numbers; call it after `result` of the previous iteration."""
-        loss, empty_share, *of_experts = self._numbers.values
+        loss, empty_share, *others = self._numbers.values
         grad_norm = self._update.grad_norm
         self.ended = time.perf_counter()
         started = self._started
@@ -73,7 +74,7 @@ class PendingIteration:
             empty_share=empty_share,
             grad_norm=grad_norm,
             num_zeros=self._update.num_zeros,
-            of_experts=dict(zip(self._names_of_experts, of_experts, strict=True)),
+            others=dict(zip(self._names_of_others, others, strict=True)),
         )
 
     def problem(self) -> str | None:

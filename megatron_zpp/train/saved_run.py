@@ -19,10 +19,10 @@ from megatron_zpp.checkpoint.training_state import STATE, read_state
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from zeropp import Sharding
+from zeropp.capabilities.local_sgd.averaged_buffers import AveragedBuffers
+from zeropp.capabilities.local_sgd.held_model import OfSharding
+from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
 from zeropp.errors import InputError
-from zeropp.optim.local_steps.averaged_buffers import AveragedBuffers
-from zeropp.optim.local_steps.held_model import OfSharding
-from zeropp.optim.local_steps.trained_weights import TrainedWeights
 from zeropp.ranks.coordination import broadcast_object, fail_together, rank
 
 log = logging.getLogger("megatron_zpp")

@@ -5,7 +5,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
@@ -16,7 +16,6 @@ from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.metrics import History
 from megatron_zpp.monitor.optimizer_norms import optimizer_norms
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.recipe.expert_balance import ExpertBalance
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
@@ -94,11 +93,6 @@ class Trainer(Trained):
     counters: Counters
     communication: CommunicationMeter
 
-    @cached_property
-    def experts(self) -> ExpertBalance:
-        """What balances the experts of a model that has some."""
-        return ExpertBalance(config=self.config, ranks=self.ranks)
-
     def step(self, batches: Loader, previous: PendingIteration | None = None) -> PendingIteration:
         """Train on one global batch; on a GPU this queues the work and returns before it is done.
 
@@ -118,9 +112,8 @@ class Trainer(Trained):
         self._set_schedule()
         losses = self.forward_backward(batches, global_batch_size, loss_scale)
         numbers = {}
-        if losses.routing is not None:
-            over_replicas = partial(replicas.sum_in_step, counters.iteration + 1)
-            numbers = self.experts.end(losses.routing, self.sharding.model, over_replicas)
+        for each in self.capabilities:
+            numbers |= each.after_passes(counters.iteration + 1, losses.records)
         backward_ended = self._timer_now()
         replicas.before_update(counters.iteration + 1)
         for each in self.capabilities:
@@ -184,26 +177,23 @@ class Trainer(Trained):
         num_micro_batches = self._num_micro_batches(global_batch_size)
         num_empty = torch.zeros((), dtype=torch.float64, device=ranks.device)
         samples = self._micro_batches(batches, num_micro_batches, num_empty)
-        weights, weight_of_all, routing = [1.0] * num_micro_batches, 1.0, None
+        weights, weight_of_all = [1.0] * num_micro_batches, 1.0
         if config.training.calculate_per_token_loss:
             read = list(samples)
             weights, weight_of_all = shares_of_tokens([batch for _, batch in read], ranks)
             samples = iter(read)
         scales = [loss_scale / num_micro_batches * weight for weight in weights]
-        if config.model.has_experts:
-            scale = loss_scale / num_micro_batches * weight_of_all
-            routing = self.experts.begin(num_micro_batches, scale)
+        scale = loss_scale / num_micro_batches * weight_of_all
+        kept = (each.records(num_micro_batches, scale) for each in self.capabilities)
+        records = next((each for each in kept if each is not None), None)
 
         self.communication.begin_step()
         seed = partial(seed_dropout, config, ranks)
-        losses = self.passes.forward_backward(samples, scales, seed, routing)
+        losses = self.passes.forward_backward(samples, scales, seed, records)
         self.passes.sum_tied_gradients(self.optimizer)
         if ranks.tensor_size > 1:
-            splits_rows, model = config.parallel.sequence_parallel, self.sharding.model
-            group, device = ranks.tensor_group, ranks.device
-            sum_partial_gradients(
-                model, self.optimizer, group, device, sequence_parallel=splits_rows
-            )
+            model = self.sharding.model
+            sum_partial_gradients(model, self.optimizer, ranks.tensor_group, ranks.device)
 
         # `losses` is empty on ranks that do not hold the end of a pipeline.
         weighted = (loss * weight for loss, weight in zip(losses, weights, strict=False))
@@ -213,7 +203,7 @@ class Trainer(Trained):
             mean=loss / (num_micro_batches * ranks.num_losses),
             empty_share=empty / (num_micro_batches * ranks.num_ranks),
             of_micro_batches=losses,
-            routing=routing,
+            records=records,
         )
 
     def _num_micro_batches(self, global_batch_size: int) -> int:

@@ -13,7 +13,7 @@ from megatron_zpp.checkpoint.pretrained_model import with_initial_model
 from megatron_zpp.commands.__main__ import main
 from megatron_zpp.data.blend import parse_blend
 from megatron_zpp.data.instructions.examples import read_examples
-from megatron_zpp.data.path_files import with_named_paths
+from megatron_zpp.data.text_source import with_named_paths
 from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import (

@@ -2,6 +2,13 @@
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 from zeropp import Sharding, optimizer_step
@@ -10,32 +17,50 @@ VOCAB_SIZE, HIDDEN_SIZE, FFN_SIZE = 37, 12, 19
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, ffn_size: int = FFN_SIZE) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN_SIZE)
-        self.up = nn.Linear(HIDDEN_SIZE, FFN_SIZE)
-        self.down = nn.Linear(FFN_SIZE, HIDDEN_SIZE)
+        self.up = nn.Linear(HIDDEN_SIZE, ffn_size)
+        self.down = nn.Linear(ffn_size, HIDDEN_SIZE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class SmallModel(nn.Module):
-    def __init__(self, num_blocks: int = 2) -> None:
+    """Runs its blocks one after another, or in the `order` that it is given."""
+
+    order: tuple[int, ...] | None = None
+
+    def __init__(self, num_blocks: int = 2, ffn_size: int = FFN_SIZE) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE)
-        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.blocks = nn.ModuleList([Block(ffn_size) for _ in range(num_blocks)])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for index in range(len(self.blocks)) if self.order is None else self.order:
+            x = self.blocks[index](x)
         return F.linear(x, self.embedding.weight)  # tied head
 
 
-def small_model(num_blocks: int = 2) -> SmallModel:
+def small_model(num_blocks: int = 2, ffn_size: int = FFN_SIZE) -> SmallModel:
     torch.manual_seed(5)
-    return SmallModel(num_blocks)
+    return SmallModel(num_blocks, ffn_size)
+
+
+def in_parts(mesh: DeviceMesh, ffn_size: int = FFN_SIZE) -> SmallModel:
+    """The model with the matrices of its blocks split over the axis "tensor", other weights not."""
+    model = small_model(2, ffn_size)
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tensor"], plan)
+    return model
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """A weight, gathered if it is a shard."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def tokens_of(step: int, samples: int = 8) -> torch.Tensor:

@@ -36,13 +36,16 @@ def save_gathered_weights(
     with fail_together():
         if rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".safetensors":
-                content = safetensors.torch.save(
-                    _without_tied_names(weights), metadata={"format": "pt"}
-                )
-                write_atomically(path, lambda file: file.write(content))
-            else:
-                write_atomically(path, lambda file: torch.save(weights, file))
+            write_weights(path, weights)
+
+
+def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write weights by name: as safetensors, tied ones once, or, with ties, by torch.save."""
+    if path.suffix == ".safetensors":
+        content = safetensors.torch.save(_without_tied_names(weights), metadata={"format": "pt"})
+        write_atomically(path, lambda file: file.write(content))
+    else:
+        write_atomically(path, lambda file: torch.save(weights, file))
 
 
 def gather_weights(

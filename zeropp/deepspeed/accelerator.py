@@ -12,8 +12,8 @@ from zeropp.ranks.topology import Environment
 class Accelerator:
     """The GPU of this rank, or the CPU on a machine without one.
 
-    What is not defined here, such as `memory_allocated` or `Stream`, is that of `torch.cuda` or
-    `torch.cpu`, or of torch itself, as `get_rng_state` of the CPU is.
+    What is not defined here, such as `current_device`, `is_available` or `Stream`, is that of
+    `torch.cuda` or `torch.cpu`, or of torch itself, as `get_rng_state` of the CPU is.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,8 @@ class Accelerator:
 
     def device(self, device_index: int | None = None) -> torch.device:
         """Return the device of that number, by default this rank's."""
-        return (
-            self._device if device_index is None else torch.device(self.device_name(device_index))
-        )
+        own = device_index is None
+        return self._device if own else torch.device(self.device_name(device_index))
 
     def set_device(self, device_index: int) -> None:
         """Make the GPU of that number the current one; the CPU has no numbers."""
@@ -41,17 +40,9 @@ class Accelerator:
             torch.cuda.set_device(device_index)
             self._device = torch.device("cuda", device_index)
 
-    def current_device(self) -> int | str:
-        """Return the number of the current GPU, or "cpu"."""
-        return "cpu" if self._device.type == "cpu" else torch.cuda.current_device()
-
     def current_device_name(self) -> str:
         """Return "cuda:N" or "cpu"."""
         return str(self._device)
-
-    def is_available(self) -> bool:
-        """Whether there is a device to compute with: always."""
-        return True
 
     def device_count(self) -> int:
         """Return the number of GPUs of this machine, or of ranks of this node on CPUs."""

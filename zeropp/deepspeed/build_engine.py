@@ -16,38 +16,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from zeropp.capabilities.offload.offloaded import offloaded_adamw
 from zeropp.deepspeed.comm import DEEPSPEED_PORT, init_distributed, refuse_port
 from zeropp.deepspeed.engine import Engine
-from zeropp.deepspeed.expert_parallel.ranks import experts_to_split, split
-from zeropp.deepspeed.fp32_weights import use_fp32_weights
-from zeropp.deepspeed.ops import adam
+from zeropp.deepspeed.engine_optimizer import build_optimizer, build_schedule, use_fp32_weights
+from zeropp.deepspeed.expert_parallel.split_experts import describe, experts_to_split, split
 from zeropp.deepspeed.parameter_values import found
 from zeropp.deepspeed.runtime.config import as_refusals
-from zeropp.deepspeed.runtime.named_optimizer import named_optimizer
-from zeropp.deepspeed.runtime.sample_stream import SamplesOfRank
+from zeropp.deepspeed.runtime.dataloader import build_loader
 from zeropp.errors import RefusedCall
-from zeropp.optim.adam import FusedAdam, parameters_in
-from zeropp.optim.cpu_adam import CPUAdam
-from zeropp.optim.lr_schedule import build_scheduler
-from zeropp.optim.on_shards import require_on_shards
-from zeropp.optim.remap import Names, listed, names_of, remap, remapped
-from zeropp.ranks.coordination import among
+from zeropp.optim.adam import parameters_in
+from zeropp.optim.remap import listed, names_of
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
-from zeropp.settings.zero_config import BatchSizes, ZeroConfig
+from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import require_common_steps, require_same_model
 from zeropp.sharding.grid import data_axis
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.recorded_tensor import not_recording
 from zeropp.sharding.shard import shard
-from zeropp.sharding.sharding import Sharding
+from zeropp.wire.rank_group import AXES
+from zeropp.wire.traffic import Traffic
 
 AXIS = "fsdp"  # by this name PEFT knows that a sharded layer computes with full weights
-OFFLOADABLE = (torch.optim.AdamW, torch.optim.Adam, FusedAdam, CPUAdam)
-
 log = logging.getLogger("zeropp")
 
 
@@ -81,10 +73,8 @@ def initialize(
     _require_model(model)
     zero = _read_config(args, config, config_params)
     _require_clear(zero, optimizer, lr_scheduler)
-    environment, device = _join(dist_init_required)
-    mesh = _data_mesh(mesh_param, environment, device)
+    environment, device, mesh = _join(dist_init_required, mesh_param)
     notices = tuple(_notices(zero, optimizer, lr_scheduler))
-    environment = replace(environment, world_size=mesh.size())
     with as_refusals():
         batch = zero.resolve_batch(mesh.size())
     names = names_of(model)
@@ -94,23 +84,22 @@ def initialize(
     copy_from_first_rank(model, mesh.get_group(), device)
     held = parameters or getattr(optimizer, "param_groups", ())
     use_fp32_weights(model, parameters_in(held), zero.compute_format)
-    experts = split(to_split, mesh, zero)
-    sharding = shard(model, mesh, zero.without_engine(), experts=experts.meshes)
+    tokens = Traffic(AXES)
+    experts = split(model, to_split, mesh, zero, tokens)
+    sharding = shard(model, mesh, zero.without_engine(), experts=experts)
     _require_memory(model)
     if not sharding.units:
         model.to(device)
-    optimizer = _build_optimizer(zero, optimizer, parameters, names, model)
-    with among(mesh.get_group()):
-        optimizer = _offload_optimizer(zero, optimizer, sharding, device)
-    schedule = _build_schedule(zero, lr_scheduler, optimizer)
-    loader = _build_loader(training_data, collate_fn, batch, mesh)
+    optimizer = build_optimizer(zero, optimizer, parameters, names, sharding, device)
+    schedule = build_schedule(zero, lr_scheduler, optimizer)
+    loader = build_loader(training_data, collate_fn, batch, mesh)
     engine = Engine(sharding, zero, batch, environment, device, optimizer, schedule)
     engine.training_dataloader = loader
-    engine.token_traffic = experts.traffic
+    engine.token_traffic = tokens
     if optimizer is not None:  # DeepSpeed has this call on the optimizer
         optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
     if mesh.get_local_rank() == 0:
-        _log(engine, (*notices, *experts.lines))
+        _log(engine, (*notices, *describe(experts)))
     return engine, optimizer, loader, schedule
 
 
@@ -203,8 +192,13 @@ def _notices(zero: ZeroConfig, optimizer: Any, lr_scheduler: Any) -> Iterator[st
             )
 
 
-def _join(dist_init_required: bool | None) -> tuple[Environment, torch.device]:
-    """Join the default process group; return this process's environment and device."""
+def _join(
+    dist_init_required: bool | None, mesh: DeviceMesh | None
+) -> tuple[Environment, torch.device, DeviceMesh]:
+    """Join the default process group; return an engine's environment, device and mesh.
+
+    That is the given one, or one of all ranks. Raises InputError if it is unusable.
+    """
     environment = Environment.read()
     device = pick_device(environment)
     init_distributed(dist_init_required=dist_init_required)
@@ -212,16 +206,10 @@ def _join(dist_init_required: bool | None) -> tuple[Environment, torch.device]:
     if (rank, world_size) != (environment.rank, environment.world_size):
         local_rank = environment.local_rank
         environment = Environment(rank=rank, world_size=world_size, local_rank=local_rank)
-    return environment, device
-
-
-def _data_mesh(
-    mesh: DeviceMesh | None, environment: Environment, device: torch.device
-) -> DeviceMesh:
-    """Return the mesh that was given, or one of all ranks. Raises InputError if it is unusable."""
     if mesh is None:
-        mesh = init_device_mesh(device.type, (environment.world_size,), mesh_dim_names=(AXIS,))
-    return data_axis(mesh, None)
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=(AXIS,))
+    mesh = data_axis(mesh, None)
+    return replace(environment, world_size=mesh.size()), device, mesh
 
 
 def _require_memory(model: nn.Module) -> None:
@@ -231,135 +219,3 @@ def _require_memory(model: nn.Module) -> None:
                 f"{name} is on the meta device, and its values are unknown: build the model inside "
                 "zeropp.zero.Init(), which records its initialization"
             )
-
-
-def _build_optimizer(
-    zero: ZeroConfig, optimizer: Any, chosen: list | None, names: Names, model: nn.Module
-) -> torch.optim.Optimizer | None:
-    """Return the optimizer of the sharded model's parameters.
-
-    optimizer: an optimizer of the unsharded ones, a function that makes one, or None. chosen:
-    parameters or groups to optimize, None for all trainable ones.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        _compare(optimizer, chosen)
-        remap(optimizer, names, model)
-        return optimizer
-    if optimizer is None and zero.optimizer.type is None:
-        return None
-    if chosen is None:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not parameters:
-            raise RefusedCall(
-                "all parameters are frozen, and an optimizer is named or given: leave it out, or "
-                "train some (requires_grad_(True)); adapters may be added before zeropp.initialize"
-            )
-    else:
-        parameters = remapped(chosen, names, model)
-    if optimizer is not None:
-        result = optimizer(parameters)
-        if not isinstance(result, torch.optim.Optimizer):
-            raise RefusedCall(
-                f"optimizer= is neither a torch.optim.Optimizer nor a function that makes one: it "
-                f"made a {type(result).__name__}"
-            )
-        return result
-    return named_optimizer(zero, parameters, model)
-
-
-def _compare(optimizer: torch.optim.Optimizer, chosen: list | None) -> None:
-    """Say that the optimizer's parameters count where `model_parameters` are more.
-
-    Raises InputError if the optimizer has others, too.
-    """
-    held = {*map(id, parameters_in(optimizer.param_groups))}
-    given = held if chosen is None else {*map(id, parameters_in(chosen))}
-    if not held <= given:
-        raise RefusedCall(
-            "model_parameters are not those of the optimizer that is given too: leave them out"
-        )
-    if held < given:
-        log.info(
-            "model_parameters has no effect: the %d parameters of the optimizer that was given are "
-            "trained, and not the %d others",
-            len(held),
-            len(given - held),
-        )
-
-
-def _offload_optimizer(
-    zero: ZeroConfig,
-    optimizer: torch.optim.Optimizer | None,
-    sharding: Sharding,
-    device: torch.device,
-) -> torch.optim.Optimizer | None:
-    """Replace the optimizer by one on the host if the JSON asks for it.
-
-    The old optimizer then shares the new one's groups, so that a schedule made for it still works.
-    """
-    if optimizer is not None:
-        require_on_shards(optimizer)
-    if optimizer is None or not zero.offloads_optimizer:
-        if optimizer is not None and zero.offloads_weights:
-            log.info("offload_param: the optimizer updates the weights on the host, where they are")
-        return optimizer
-    kind = type(optimizer)
-    if kind not in (*OFFLOADABLE, adam.FusedAdam, adam.DeepSpeedCPUAdam):
-        supported = ", ".join(
-            f"{cls.__module__.rpartition('.')[0]}.{cls.__name__}" for cls in OFFLOADABLE
-        )
-        raise RefusedCall(
-            f"{kind.__name__} cannot be offloaded: of optimizers given to zeropp.initialize "
-            f"{supported} can; or name Adam or AdamW in the JSON"
-        )
-    if len(optimizer.state):
-        raise RefusedCall(
-            f"the {kind.__name__} given to zeropp.initialize has state already, and offloading "
-            "cannot keep it: give one without state"
-        )
-    settings = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    settings["adam_w_mode"] = kind is torch.optim.AdamW
-    if isinstance(optimizer, FusedAdam):
-        settings["adam_w_mode"] = optimizer.defaults["decoupled_weight_decay"]
-        settings["bias_correction"] = optimizer.bias_correction
-        settings["moments"] = (optimizer.moment_dtype, optimizer.seed)
-    offloaded = offloaded_adamw(sharding, optimizer.param_groups, device, zero, **settings)
-    optimizer.param_groups = offloaded.param_groups
-    optimizer._opt_called = True  # schedules check this to warn about a missing optimizer step
-    return offloaded
-
-
-def _build_schedule(
-    zero: ZeroConfig, lr_scheduler: Any, optimizer: torch.optim.Optimizer | None
-) -> LRScheduler | None:
-    if lr_scheduler is None:
-        return build_scheduler(optimizer, zero.scheduler) if zero.scheduler.type else None
-    if not hasattr(lr_scheduler, "step"):
-        return lr_scheduler(optimizer)
-    scheduled = getattr(lr_scheduler, "optimizer", optimizer)
-    if scheduled.param_groups is not optimizer.param_groups:  # one that is offloaded shares them
-        raise RefusedCall(
-            f"lr_scheduler=, a {type(lr_scheduler).__name__}, was made for another optimizer than "
-            "the engine's, whose rates it would not change: give that one as optimizer=, or a "
-            "function that makes the schedule from the engine's optimizer"
-        )
-    return lr_scheduler
-
-
-def _build_loader(
-    data: Dataset | None, collate_fn: Callable | None, batch: BatchSizes, mesh: DeviceMesh
-) -> DataLoader | None:
-    """Return a loader of this rank's full micro-batches, shuffled the same way on all ranks.
-
-    Streams are not shuffled.
-    """
-    if data is None:
-        return None
-    sampler = None
-    if isinstance(data, IterableDataset):
-        data = SamplesOfRank(data, mesh.size(), mesh.get_local_rank())
-    else:
-        sampler = DistributedSampler(data, mesh.size(), mesh.get_local_rank(), drop_last=True)
-    return DataLoader(
-        data, batch.micro_samples, sampler=sampler, collate_fn=collate_fn, drop_last=True
-    )

@@ -31,7 +31,6 @@ from zeropp.deepspeed.gradient_accumulation import GradientAccumulation
 from zeropp.deepspeed.parameter_values import ParameterOwner, mark_sharded, take_gradients
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
-from zeropp.deepspeed.whole_steps import WholeSteps
 from zeropp.errors import InputError, RefusedCall, Unavailable
 from zeropp.fsdp_adapter.owner_hooks import GradientHook, OwnerHook
 from zeropp.optim.adam import parameters_in
@@ -57,9 +56,7 @@ class ThroughputTimer:
         self.epoch_count += 1
 
 
-class Engine(
-    EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, ParameterOwner, nn.Module
-):
+class Engine(EngineFiles, EngineSettings, GradientAccumulation, ParameterOwner, nn.Module):
     """A sharded model with its optimizer, schedule, loss scale and counters.
 
     `global_steps` counts optimizer steps, including skipped ones, and `global_samples` their
@@ -140,8 +137,8 @@ class Engine(
 
     def train(self, mode: bool = True) -> "Engine":
         """Set the training mode; weights that an evaluation left gathered are freed."""
-        is_free = not self.sharding.keeps_whole and not self._forwards and not self._mid_step()
-        if mode and self.sharding.stage < 3 and is_free:
+        is_between_steps = not self._forwards and not self._mid_step()
+        if mode and self.sharding.stage < 3 and is_between_steps:
             self.sharding.release()
         return super().train(mode)
 
@@ -220,10 +217,6 @@ class Engine(
             self._micro_batches_done = 0
             self._optimizer_step(count)
 
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the weights."""
-        return self._was_applied
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this step, on the host too; gather weights. All ranks call it."""
         self.sharding.discard_gradients(set_to_none)
@@ -247,10 +240,6 @@ class Engine(
         self._hook_gradients()
         mark_sharded(self.module.parameters(), are_sharded=self.sharding.stage == 3)
 
-    def get_global_grad_norm(self) -> float | None:
-        """Return the L2 norm of the last step's gradients before clipping; None before a step."""
-        return self._grad_norm
-
     def destroy(self) -> None:
         """Wait for an update under way, and drop the optimizer and the schedule.
 
@@ -258,8 +247,7 @@ class Engine(
         """
         if self.optimizer is not None:
             sharded(self.optimizer).settle()
-        if not self.sharding.keeps_whole:
-            self.sharding.release()
+        self.sharding.release()
         self.optimizer = self.lr_scheduler = None
 
     @property
@@ -341,7 +329,7 @@ class Engine(
 
     def _optimizer_step(self, micro_batches: int) -> None:
         with self.sharding.as_shards():
-            self.sharding.release()  # an evaluation after backward may have left weights gathered
+            self.sharding.release(held=True)  # what an evaluation after backward has left, too
             result = optimizer_step(
                 self.optimizer,
                 self.sharding,

@@ -195,12 +195,7 @@ class EngineFiles:
 
     def empty_partition_cache(self) -> None:
         """Free weights that passes without backward have left gathered, at stage 3."""
-        if not self.sharding.keeps_whole:
-            self.sharding.release()
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether the JSON's `stage3_gather_16bit_weights_on_model_save` is set."""
-        return self.zero_config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        self.sharding.release()
 
     @_among_its_ranks
     def _zero3_consolidated_16bit_state_dict(

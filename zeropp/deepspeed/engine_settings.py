@@ -1,29 +1,66 @@
 """What programs ask an engine about its settings, and what they may change between steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from zeropp.errors import RefusedCall
 
 
+def _asks(where: str, then: Callable[[Any], Any] = lambda value: value) -> Callable[[Any], Any]:
+    """Return a method of an engine that returns what is at `where` in it, or what that means."""
+    read = attrgetter(where)
+
+    def ask(engine: "EngineSettings") -> Any:
+        return then(read(engine))
+
+    ask.__doc__ = f"Return what the engine's `{where}` says."
+    return ask
+
+
 class EngineSettings:
     """The methods of `Engine` that return or set what the JSON said."""
 
-    def train_batch_size(self) -> int:
-        """Samples of a step, on all ranks."""
-        return self.batch.samples
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch, on one rank."""
-        return self.batch.micro_samples
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        return self.batch.micro_batches
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the samples of a step, those of a micro-batch, and the micro-batches of a step."""
-        return tuple(self.batch)
+    train_batch_size = _asks("batch.samples")
+    """Samples of a step, on all ranks."""
+    train_micro_batch_size_per_gpu = _asks("batch.micro_samples")
+    """Samples of a micro-batch, on one rank."""
+    gradient_accumulation_steps = _asks("batch.micro_batches")
+    """Micro-batches of a step."""
+    get_batch_info = _asks("batch", tuple)
+    """The samples of a step, those of a micro-batch, and the micro-batches of a step."""
+    zero_optimization = _asks("sharding.stage", lambda stage: stage > 0)
+    """Whether the ZeRO stage is 1 or more."""
+    zero_optimization_stage = _asks("sharding.stage")
+    """The ZeRO stage, 0 to 3."""
+    zero_optimization_partition_gradients = _asks("sharding.stage", lambda stage: stage > 1)
+    """Whether the ZeRO stage is 2 or more."""
+    zero_optimization_partition_weights = _asks("sharding.stage", lambda stage: stage > 2)
+    """Whether the ZeRO stage is 3."""
+    fp16_enabled = _asks("zero_config.fp16.enabled")
+    """Whether forward and backward compute in float16."""
+    bfloat16_enabled = _asks("zero_config.bf16.enabled")
+    """Whether forward and backward compute in bfloat16."""
+    gradient_clipping = _asks("zero_config.gradient_clipping")
+    """The norm to which gradients are clipped; 0 means that they are not."""
+    steps_per_print = _asks("zero_config.steps_per_print")
+    """After how many steps the engine logs a line; None means never."""
+    managed_gradient_accumulation = _asks("zero_config.managed_gradient_accumulation")
+    """Whether the engine counts the micro-batches of a step."""
+    zero_gather_16bit_weights_on_model_save = _asks(
+        "zero_config.zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    )
+    """Whether the JSON's `stage3_gather_16bit_weights_on_model_save` is set."""
+    dynamic_loss_scale = _asks("scaler", lambda scaler: scaler is not None and scaler.dynamic)
+    """Whether the loss is scaled by a factor that follows the gradients."""
+    optimizer_name = _asks("zero_config.optimizer.type", lambda kind: kind and kind.lower())
+    """The optimizer that the JSON names, in lower case as in DeepSpeed."""
+    scheduler_name = _asks("zero_config.scheduler.type")
+    """The schedule that the JSON names."""
+    was_step_applied = _asks("_was_applied")
+    """Whether the last `step()` updated the weights."""
+    get_global_grad_norm = _asks("_grad_norm")
+    """The L2 norm of the last step's gradients before clipping; None before a step."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of a step by another number of micro-batches, from the next step on.
@@ -51,51 +88,6 @@ class EngineSettings:
             )
         samples = micro_batch_size * self.batch.micro_batches * self.world_size
         self._set_batch(samples, micro_batch_size)
-
-    def zero_optimization(self) -> bool:
-        """Whether the ZeRO stage is 1 or more."""
-        return self.sharding.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage, 0 to 3."""
-        return self.sharding.stage
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether the ZeRO stage is 2 or more."""
-        return self.sharding.stage > 1
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether the ZeRO stage is 3."""
-        return self.sharding.stage > 2
-
-    def fp16_enabled(self) -> bool:
-        """Whether forward and backward compute in float16."""
-        return self.zero_config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether forward and backward compute in bfloat16."""
-        return self.zero_config.bf16.enabled
-
-    def gradient_clipping(self) -> float:
-        """The norm to which gradients are clipped; 0 means that they are not."""
-        return self.zero_config.gradient_clipping
-
-    def steps_per_print(self) -> int | None:
-        """After how many steps the engine logs a line; None means never."""
-        return self.zero_config.steps_per_print
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss is scaled by a factor that follows the gradients."""
-        return self.scaler is not None and self.scaler.dynamic
-
-    def optimizer_name(self) -> str | None:
-        """The optimizer that the JSON names, in lower case as in DeepSpeed."""
-        kind = self.zero_config.optimizer.type
-        return kind and kind.lower()
-
-    def scheduler_name(self) -> str | None:
-        """The schedule that the JSON names."""
-        return self.zero_config.scheduler.type
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group for the next step."""

@@ -35,8 +35,8 @@ NAMES = ("ds_id", "ds_status", "ds_shape", "ds_numel", "ds_tensor")
 
 def found(parameter: torch.Tensor) -> "ParameterValues | None":
     """Return the values of an engine's parameter, also of a frozen one; None for other tensors."""
-    values = (engine.parameter_values(parameter) for engine in reversed(holders(ParameterOwner)))
-    return next((each for each in values if each is not None), None)
+    engines = reversed(holders(ParameterOwner))
+    return next(filter(None, (each.parameter_values(parameter) for each in engines)), None)
 
 
 def values_of(parameter: torch.Tensor) -> "ParameterValues | None":

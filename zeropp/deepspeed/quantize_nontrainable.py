@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.deepspeed.fp32_weights import HALVES
+from zeropp.deepspeed.engine_optimizer import HALVES
 from zeropp.errors import InputError
 from zeropp.optim.sharded_optimizer import sharded
 from zeropp.settings.zero_config import ZeroConfig

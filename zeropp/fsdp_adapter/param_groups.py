@@ -1,7 +1,7 @@
 """The parameter groups of units, in each version of FSDP2.
 
 FSDP2 gathers and reduces a parameter group at once. A unit has one for each mesh that its
-parameters are on: usually one, and two where experts are sharded over other ranks than the rest of
+parameters are on: usually one, and two where some are sharded over other ranks than the rest of
 their block.
 """
 

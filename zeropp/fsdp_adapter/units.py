@@ -91,7 +91,7 @@ def shard_unit(
 def sharded_dim(parameter: torch.Tensor, num_ranks: int) -> int:
     """Return the dim in which a parameter is cut into parts for `num_ranks`.
 
-    It is the first one. A parameter that is split in it over another axis, as experts are, may have
+    It is the first one. A parameter that is split in it over another axis may have
     fewer rows left than there are ranks: padding would multiply what is gathered, so it is cut in
     its second dim where that is divided evenly and the first one is not.
     """

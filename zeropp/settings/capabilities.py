@@ -29,7 +29,7 @@ def keys_of(path: str) -> tuple[type, ...]:
     return tuple(section for section in declared("KEYS", CAPABILITIES) if section.path == path)
 
 
-def declared(name: str, package: str) -> list[Any]:
-    """Return what the tuples or mappings called `name` in all modules `settings` hold."""
-    found = (getattr(module, name, ()) for module in modules_of("settings", package))
+def declared(name: str, package: str, part: str = "settings") -> list[Any]:
+    """Return what the tuples or mappings called `name` in all modules `part` hold."""
+    found = (getattr(module, name, ()) for module in modules_of(part, package))
     return [each for held in found for each in (held.items() if isinstance(held, dict) else held)]

@@ -18,11 +18,10 @@ from typing import Any
 
 from zeropp.errors import InputError
 from zeropp.settings.capabilities import CAPABILITIES, declared
-from zeropp.settings.json_keys import JsonSection, Key, json_text
+from zeropp.settings.json_keys import JsonSection, Key, json_text, read_phases
 from zeropp.settings.keys_without_effect import keys_without_effect
 from zeropp.settings.no_effect_tables import read_toml
 from zeropp.settings.schema import settings_of
-from zeropp.settings.sync_schedule import read_phases
 
 _ZERO = "zero_optimization"
 # Old name -> (today's names, and what true and false mean; None: the value stays as it is).

@@ -1,10 +1,13 @@
 """Settings that are keys of DeepSpeed's JSON."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
+from zeropp.errors import InputError
 from zeropp.settings.schema import NoEffect, Section, Setting, setting
 
 
@@ -71,6 +74,33 @@ class JsonSection(Section):
 
 
 key = partial(setting, Key)
+Phases = tuple[tuple[int, int], ...]  # (the steps before a phase, its interval), in order
+
+
+def read_phases(name: str, content: Mapping) -> Phases:
+    """Return the phases in an object as {"0": 1, "2000": 10}; raises InputError for others."""
+
+    def wrong(why: str) -> InputError:
+        return InputError(
+            f"{name} = {dict(content)}: {why}; expected intervals by the steps where they begin, "
+            'as in {"0": 1, "2000": 10}'
+        )
+
+    phases = []
+    for step, interval in content.items():
+        if not str(step).isdecimal():
+            raise wrong(f'"{step}" is no number of steps')
+        if type(interval) is not int or interval < 1:
+            raise wrong(f'"{step}" has the interval {interval}, which is no number of at least 1')
+        phases.append((int(step), interval))
+    phases.sort()
+    if not phases or phases[0][0] != 0:
+        raise wrong('nothing begins at step "0"')
+    if any(before[0] == after[0] for before, after in pairwise(phases)):
+        raise wrong("two phases begin at the same step")
+    if any(before[1] > after[1] for before, after in pairwise(phases)):
+        raise wrong("an interval is shorter than the one before, and they may only grow")
+    return tuple(phases)
 
 
 def phase_values(value: Any) -> tuple[Any, ...]:

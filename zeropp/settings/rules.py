@@ -1,9 +1,6 @@
 """Which keys of the JSON contradict each other."""
 
-from math import inf
-
 from zeropp.settings.capabilities import CAPABILITIES, declared
-from zeropp.settings.json_keys import phase_values
 from zeropp.settings.schema import Rule, one_of, requires
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -49,23 +46,6 @@ RULES = (
         lambda steps, size: steps and size == 1,
         "{} and {}: incremental updates change the copies that nodes keep, so they need hpZ with "
         "the ranks of a node as the partition",
-    ),
-    Rule(
-        ("zeropp.sync_delay", "zeropp.sync_every"),
-        lambda delay, every: delay >= min((n for n in phase_values(every) if n > 1), default=inf),
-        "{} and {}: an exchange has to end before the next one of the same weights: set a shorter "
-        "delay",
-    ),
-    Rule(
-        ("zeropp.sync_store", "zeropp.sync_delay"),
-        lambda store, delay: store is not None and delay > 0,
-        "{} and {}: an exchange may have to be repeated with fewer nodes, from the weights with "
-        "which it began: leave the delay out",
-    ),
-    Rule(
-        ("zeropp.sync_store", "zeropp.sync_nodes"),
-        lambda store, nodes: store is not None and nodes is None,
-        "{} and {}: say with how many nodes a run begins, for which the global batch is",
     ),
     Rule(
         BATCH_KEYS,

@@ -81,22 +81,6 @@ class TorchAutocast(JsonSection):
     dtype: str | None = key(None, choices=tuple(FORMATS), no_effect=needs("torch_autocast.enabled"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertParallel(JsonSection):
-    """DeepSpeed's AutoEP, by which `autoep_size` ranks split the experts of a layer."""
-
-    path: ClassVar[str] = "expert_parallel"
-
-    enabled: bool = key(
-        False,
-        no_effect=NoEffect(
-            "with autoep_size 1 each rank gathers all experts of a block",
-            when=lambda c: c.expert_parallel.autoep_size == 1,
-        ),
-    )
-    autoep_size: int = key(1, minimum=1, no_effect=needs("expert_parallel.enabled"))
-
-
 _TABLE = MappingProxyType(read_toml(__package__, "parameters.toml"))
 OPTIMIZERS: Mapping[str, Sequence[str]] = MappingProxyType(_TABLE["optimizers"])
 SCHEDULES: Mapping[str, Sequence[str]] = MappingProxyType(_TABLE["schedules"])
@@ -206,11 +190,6 @@ class Scheduler(_Named):
     params: SchedulerParams = key(SchedulerParams())
 
 
-_NEEDS_LOCAL_STEPS = NoEffect(
-    "it needs zeropp.sync_every above 1", when=lambda c: c.zeropp.sync_every == 1
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Zeropp(*keys_of("zeropp"), JsonSection):
     """What DeepSpeed's JSON cannot say.
@@ -224,16 +203,6 @@ class Zeropp(*keys_of("zeropp"), JsonSection):
     `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training does.
     `reduce_gradients_once`: ranks accumulate whole gradients and average them at the end of a step,
     as stages 0 and 1 do.
-    `sync_every`: nodes step alone and exchange how far they came after every so many steps, which
-    may grow with the steps. A difference has `sync_bits`, and with `sync_feedback` what the one
-    before lost by rounding is added to it (null: with two bits); `outer_lr` and `outer_momentum`
-    (of Nesterov) are those of the step that all nodes take with the mean difference. The weights of
-    the last exchange are on the host with `sync_on_host`. `sync_fragments`: the weights are
-    exchanged in so many parts, one after another in the course of `sync_every` steps.
-    `sync_delay`: training goes on for so many steps while a part is exchanged, and what it has
-    changed meanwhile counts `sync_mixing` beside what has been agreed on. `sync_store`, HOST:PORT
-    of a store that `zeropp --keep_store` keeps: each node is a launch of its own, and may leave or
-    join; a run begins when there are `sync_nodes`, whose global batch is what the flags say.
     """
 
     path: ClassVar[str] = "zeropp"
@@ -262,14 +231,3 @@ class Zeropp(*keys_of("zeropp"), JsonSection):
     reduce_gradients_once: bool = key(
         False, no_effect=NoEffect("stages 0 and 1 do so anyway", when=lambda c: c.stage < 2)
     )
-    sync_every: int = key(1, minimum=1, by_phase=True)
-    sync_bits: int = key(4, choices=(2, 4, 8, 32), no_effect=_NEEDS_LOCAL_STEPS)
-    sync_feedback: bool | None = key(None, no_effect=_NEEDS_LOCAL_STEPS)
-    sync_fragments: int = key(1, minimum=1, no_effect=_NEEDS_LOCAL_STEPS)
-    sync_delay: int = key(0, minimum=0, no_effect=_NEEDS_LOCAL_STEPS)
-    sync_mixing: float = key(0.5, minimum=0, below=1, no_effect=needs("zeropp.sync_delay"))
-    outer_lr: float = key(0.7, above=0, no_effect=_NEEDS_LOCAL_STEPS)
-    outer_momentum: float = key(0.5, minimum=0, below=1, no_effect=_NEEDS_LOCAL_STEPS)
-    sync_on_host: bool = key(False, no_effect=_NEEDS_LOCAL_STEPS)
-    sync_store: str | None = key(None, no_effect=_NEEDS_LOCAL_STEPS)
-    sync_nodes: int | None = key(None, minimum=1, no_effect=needs("zeropp.sync_store"))

@@ -33,7 +33,6 @@ from zeropp.settings.schema import no_effect_line
 from zeropp.settings.sections import (
     FORMATS,
     Bf16,
-    ExpertParallel,
     Fp16,
     Optimizer,
     Scheduler,
@@ -54,18 +53,8 @@ class BatchSizes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroConfig(*keys_of(""), Placed, JsonSection):
-    """The top level of the JSON; `ZeroConfig()` is ZeRO stage 0 in fp32.
-
-    `file_keys` are the dotted keys that a file gave a value; `auto_keys` are those it set to "auto"
-    and that have not been given a value since; `old_names` are the outdated names it used;
-    `idle_values` are the values of keys that change nothing, by dotted key, and `others` those of
-    keys that are not DeepSpeed's. Raises `InputError` for values out of range and for values that
-    contradict each other.
-    """
-
+class _TopLevel(JsonSection):
     path: ClassVar[str] = ""
-    rules = RULES
 
     train_batch_size: int | None = key(None, minimum=1, auto=True)  # samples
     train_micro_batch_size_per_gpu: int | None = key(None, minimum=1, auto=True)  # samples
@@ -81,7 +70,21 @@ class ZeroConfig(*keys_of(""), Placed, JsonSection):
     torch_autocast: TorchAutocast = key(TorchAutocast())
     optimizer: Optimizer = key(Optimizer())
     scheduler: Scheduler = key(Scheduler())
-    expert_parallel: ExpertParallel = key(ExpertParallel())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig(*keys_of(""), Placed, _TopLevel):
+    """The top level of the JSON; `ZeroConfig()` is ZeRO stage 0 in fp32.
+
+    `file_keys` are the dotted keys that a file gave a value; `auto_keys` are those it set to "auto"
+    and that have not been given a value since; `old_names` are the outdated names it used;
+    `idle_values` are the values of keys that change nothing, by dotted key, and `others` those of
+    keys that are not DeepSpeed's. Raises `InputError` for values out of range and for values that
+    contradict each other.
+    """
+
+    rules = RULES
+
     steps_per_print: int | None = key(None, minimum=1, infinity_is_null=True)
 
     idle_values: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -150,11 +153,6 @@ class ZeroConfig(*keys_of(""), Placed, JsonSection):
     def stores_frozen(self) -> bool:
         """Whether frozen weights are stored quantized (MixZ++)."""
         return self.zero_optimization.zero_quantized_nontrainable_weights
-
-    @property
-    def expert_ranks(self) -> int:
-        """How many consecutive ranks split the experts of a layer, as DeepSpeed's AutoEP does."""
-        return self.expert_parallel.autoep_size if self.expert_parallel.enabled else 1
 
     @property
     def compute_format(self) -> str:

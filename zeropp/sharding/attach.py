@@ -69,9 +69,9 @@ def attach(model: nn.Module, config: ZeroConfig | Mapping | str | Path) -> "Atta
     All ranks call `attach` between two steps, before or after the optimizer is made. Values that
     are not quantized are sent in the dtype that FSDP2 would use.
 
-    Experts may be sharded over some of the data ranks, as units of their own or as a parameter
-    group of their block's unit. They then send along an axis of their own; tokens are sent as
-    before.
+    Layers that other ranks split may be sharded over some of the data ranks, as units of their own
+    or as a parameter group of their block's unit. They then send along an axis of their own; tokens
+    are sent as before.
 
     A unit keeps its collectives if it is only replicated, or if it has collectives that are not
     FSDP2's. So does a unit whose parameters have all-gather hooks, if weights are to be quantized

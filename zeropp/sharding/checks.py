@@ -16,8 +16,9 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.quant.packing import FLOATS
 from zeropp.ranks.coordination import among, require_same
+from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.places import Place
+from zeropp.sharding.places import Parts, Place
 from zeropp.wire.collectives import WeightGather
 from zeropp.wire.route import UNQUANTIZED, Route
 
@@ -40,6 +41,30 @@ def require_same_model(
         require_same(values, "build the same model on all ranks", caller=caller)
 
 
+def require_own_meshes(meshes: Mapping[nn.Module, DeviceMesh]) -> None:
+    """Raise InputError for modules whose parameters cannot be split as their meshes say.
+
+    They are split in the first dim, evenly, over the last of a mesh's two axes.
+    """
+    for module, mesh in meshes.items():
+        if mesh.ndim != 2 or not mesh.mesh_dim_names:
+            raise InputError(
+                f"{_own(module)} has a mesh of {mesh.ndim} axes: expected two axes with names, of "
+                "the ranks that share each expert and of those that split the experts"
+            )
+    for module, mesh in meshes.items():
+        size = mesh.size(1)
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                shape = parameter.shape
+                if not isinstance(parameter, DTensor) and (not shape or shape[0] % size):
+                    raise InputError(
+                        f"experts= of zeropp.shard: {type(module).__name__}.{name} has the shape "
+                        f"{list(shape)}, and {size} ranks split its first dim evenly: choose a "
+                        "number of ranks that divides it"
+                    )
+
+
 def require_shardable(
     model: nn.Module,
     data: DeviceMesh | None,
@@ -47,11 +72,13 @@ def require_shardable(
     *,
     blocks: Sequence[nn.Module],
     places: Sequence[Place],
-    experts: Mapping[nn.Module, DeviceMesh],
+    own_meshes: Mapping[nn.Module, DeviceMesh],
+    parts: Parts,
 ) -> bool:
     """Raise InputError for what keeps a model from being sharded by units, its blocks and itself.
 
-    Returns whether it is to be sharded: one rank in fp32 leaves it as it is.
+    own_meshes: those of modules whose parameters other ranks split and shard. parts: this rank's of
+    these parameters. Returns whether it is to be sharded: one rank in fp32 leaves it as it is.
     """
     _require_no_engine(config)
     _require_dense_gradients(model)
@@ -64,8 +91,8 @@ def require_shardable(
             "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
         )
     _require_blocks(model, blocks)
-    if experts or config.expert_ranks > 1:
-        _require_experts(experts, blocks, data, config)
+    if own_meshes or config.expert_ranks > 1:
+        _require_apart(own_meshes, parts, blocks, data, config)
     for place in places:
         _require_plain(place.name, place.parameter)
     owners: dict[nn.Parameter, Place] = {}
@@ -126,17 +153,18 @@ def _require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             taken.setdefault(module, name)
 
 
-def _require_experts(
-    experts: Mapping[nn.Module, DeviceMesh],
+def _require_apart(
+    meshes: Mapping[nn.Module, DeviceMesh],
+    parts: Parts,
     blocks: Sequence[nn.Module],
     data: DeviceMesh,
     config: ZeroConfig,
 ) -> None:
-    """Raise InputError for experts that cannot be units of their own inside `blocks`.
+    """Raise InputError for modules on meshes of their own that cannot be units inside `blocks`.
 
-    And for none, where the configuration splits some.
+    And for none, where the configuration splits some. `parts` are those of their parameters.
     """
-    if config.expert_ranks > 1 and not experts:
+    if config.expert_ranks > 1 and not meshes:
         raise InputError(
             f"expert_parallel.autoep_size = {config.expert_ranks}: zeropp.shard replaces no layers "
             "of a model; give the model to zeropp.initialize, which does, or leave it out and give "
@@ -144,8 +172,8 @@ def _require_experts(
         )
     inside = {module for block in blocks for module in block.modules()}.difference(blocks)
     ranks = data.mesh.flatten().tolist()
-    for module, mesh in experts.items():
-        what = f"experts= of zeropp.shard: a {type(module).__name__}"
+    for module, mesh in meshes.items():
+        what = _own(module)
         if module not in inside:
             raise InputError(f"{what} is not inside a unit: give modules inside those of units=")
         if not {*ranks} <= {*mesh.mesh.flatten().tolist()} or mesh.size() % len(ranks):
@@ -158,16 +186,18 @@ def _require_experts(
                 f"{what}: its ranks with the same experts must all be ranks of the data axis, "
                 f"{ranks}: let ranks with consecutive numbers split the experts"
             )
+        last = mesh.mesh_dim_names[-1]
         for name, parameter in module.named_parameters():
-            if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh[_last(mesh)]:
+            part = parts.get(parameter, parameter)
+            if not isinstance(part, DTensor) or part.device_mesh != mesh[last]:
                 raise InputError(
-                    f"{what}: its {name} is not split over {_last(mesh)!r}: it must be a DTensor "
-                    "on that axis of the experts' mesh"
+                    f"{what}: its {name} is not split over {last!r}: it must be a DTensor on that "
+                    "axis of the experts' mesh"
                 )
 
 
-def _last(mesh: DeviceMesh) -> str:
-    return mesh.mesh_dim_names[-1]
+def _own(module: nn.Module) -> str:
+    return f"experts= of zeropp.shard: a {type(module).__name__}"
 
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
@@ -232,7 +262,7 @@ def require_sharded(model: nn.Module, units: Units) -> None:
 
 
 def require_attachable_settings(config: ZeroConfig) -> None:
-    """Raise InputError for settings that need `zeropp.shard`, and for nodes that step alone."""
+    """Raise InputError for settings that need `zeropp.shard`, or separate steps."""
     require_common_steps(config, "zeropp.attach")
     if config.stage == 0:
         raise InputError(
@@ -255,13 +285,13 @@ def require_attachable_settings(config: ZeroConfig) -> None:
 
 
 def require_common_steps(config: ZeroConfig, caller: str) -> None:
-    """Raise InputError for nodes that step alone, where `caller` lets all ranks step together."""
-    if config.zeropp.sync_every != 1:
-        every = ZeroConfig.setting("zeropp.sync_every").assignment(config.zeropp.sync_every)
-        raise InputError(
-            f"{every}: all ranks of {caller} take each step together. For nodes that step alone, "
-            "shard the model over the ranks of a node and call zeropp.local_steps, or leave it out"
-        )
+    """Raise InputError for replicas that train independently, where all ranks step together."""
+    for dotted, advice in declared("INDEPENDENT_STEPS", CAPABILITIES):
+        value, key = config.value(dotted), ZeroConfig.setting(dotted)
+        if value != key.default:
+            raise InputError(
+                f"{key.assignment(value)}: all ranks of {caller} take each step together. {advice}"
+            )
 
 
 def _require_no_engine(config: ZeroConfig) -> None:

@@ -19,12 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.errors import InputError
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import device_of, find_nodes, first_axis, ranks_of
-from zeropp.sharding.places import Place, Places
+from zeropp.sharding.places import Parts, Place, Places
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.wire.frozen_weights import stored_layout
 
@@ -39,12 +38,15 @@ def plan_model(
     *,
     blocks: Sequence[nn.Module],
     places: Places,
-    experts: Mapping[nn.Module, DeviceMesh],
+    own_meshes: Mapping[nn.Module, DeviceMesh],
     casts_inputs: bool,
     keeps_root: bool,
     calls_units: bool,
 ) -> Plan:
-    """Return what `shard` does over `data`, an axis of the mesh; without one it has no units."""
+    """Return what `shard` does over `data`, an axis of the mesh; without one it has no units.
+
+    own_meshes: those of modules whose parameters other ranks split and shard.
+    """
     plan = Plan(
         stage=config.stage,
         reduces_once=config.reduces_once,
@@ -55,15 +57,15 @@ def plan_model(
     if data is None:
         return plan
     axis = _axis_of(mesh, data, config, data.size())
-    its_mesh = dict.fromkeys(experts.values())
-    axes = {each: _axis_of(each, first_axis(each), config, data.size()) for each in its_mesh}
+    meshes = dict.fromkeys(own_meshes.values())
+    axes = {each: _axis_of(each, first_axis(each), config, data.size()) for each in meshes}
     units = plan_units(
         model,
         blocks,
         places,
         axis,
         config,
-        experts={module: axes[each] for module, each in experts.items()},
+        apart={module: axes[each] for module, each in own_meshes.items()},
         casts_inputs=casts_inputs,
     )
     plan = replace(plan, units=units)
@@ -77,13 +79,13 @@ def plan_units(
     axis: DataAxis,
     config: ZeroConfig,
     *,
-    experts: Mapping[nn.Module, DataAxis] = MappingProxyType({}),
+    apart: Mapping[nn.Module, DataAxis] = MappingProxyType({}),
     casts_inputs: bool = True,
 ) -> tuple[UnitPlan, ...]:
     """Return the units of the blocks and of the rest of the model, in forward order, root last.
 
-    `places` are those of the model's parameters in these units. `experts` are units of their own
-    inside the blocks, on axes of their own; each follows the block that it is in.
+    `places` are those of the model's parameters in these units. Modules `apart` are units of their
+    own inside the blocks, on axes of their own; each follows the block that it is in.
     """
     has_shards = axis.num_losses > 1 or config.always_gathers
     like = UnitPlan(
@@ -101,8 +103,8 @@ def plan_units(
     own = by_unit(places)
     for block in blocks:
         units += _plan_unit(block, own.get(block, ()), like)
-        for module in filter(experts.__contains__, block.modules() if experts else ()):
-            its_axis = experts[module]
+        for module in filter(apart.__contains__, block.modules() if apart else ()):
+            its_axis = apart[module]
             ranks = its_axis.nodes.num_ranks
             kind = replace(
                 like,
@@ -182,42 +184,30 @@ def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
     return tuple(plan.modules[0] for plan in plans)
 
 
-def split_experts(experts: Mapping[nn.Module, DeviceMesh]) -> None:
-    """Let each rank keep its part of the whole parameters of these modules, in place.
+def parts_of(meshes: Mapping[nn.Module, DeviceMesh]) -> Parts:
+    """Return this rank's part of each whole parameter of these modules, a DTensor.
 
-    The first dim is split evenly over the last axis of the module's mesh, on which the parameters
-    become DTensors. Raises InputError for one that cannot be.
+    The first dim, which must be divisible, is split over the last axis of the module's mesh.
     """
-    for module, mesh in experts.items():
-        if mesh.ndim != 2 or not mesh.mesh_dim_names:
-            raise InputError(
-                f"experts= of zeropp.shard: a {type(module).__name__} has a mesh of {mesh.ndim} "
-                "axes: expected two axes with names, of the ranks that share each expert and of "
-                "those that split the experts"
-            )
     parts: dict[nn.Parameter, nn.Parameter] = {}
-    for module, mesh in experts.items():
+    for module, mesh in meshes.items():
         axis = mesh[mesh.mesh_dim_names[-1]]
+        for whole in module.parameters():
+            if not isinstance(whole, DTensor) and whole not in parts:
+                local = whole.detach().chunk(axis.size())[axis.get_local_rank()].clone()
+                part = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
+                parts[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                fsdp.inherit(parts[whole], whole)
+    return parts
+
+
+def replace_by_parts(modules: Iterable[nn.Module], parts: Parts) -> None:
+    """Let each rank keep its part of the whole parameters of these modules, in place."""
+    for module in modules:
         for owner in module.modules():
             for name, parameter in tuple(owner.named_parameters(recurse=False)):
-                if not isinstance(parameter, DTensor):
-                    if parameter not in parts:
-                        parts[parameter] = _part(parameter, axis, f"{type(module).__name__}.{name}")
+                if parameter in parts:
                     owner.register_parameter(name, parts[parameter])
-
-
-def _part(parameter: nn.Parameter, axis: DeviceMesh, name: str) -> nn.Parameter:
-    size, shape = axis.size(), parameter.shape
-    if not shape or shape[0] % size:
-        raise InputError(
-            f"experts= of zeropp.shard: {name} has the shape {list(shape)}, and {size} ranks split "
-            "its first dim evenly: choose a number of ranks that divides it"
-        )
-    local = parameter.detach().chunk(size)[axis.get_local_rank()].clone()
-    part = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
-    result = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    fsdp.inherit(result, parameter)
-    return result
 
 
 def trained_subunits(

@@ -30,8 +30,8 @@ class Grid:
 
     `mesh` is what `zeropp.shard` was given, `data` its data axis. Further axes are found by the
     parameters that are DTensors on them. A parameter that is not, while others are, is taken to be
-    the same on all ranks of that axis. `experts` are modules with the axes of their own parameters,
-    which are other axes of the same ranks: each rank holds another part of them.
+    the same on all ranks of that axis. `own_meshes` are those of modules whose parameters are on
+    other axes of the same ranks: each rank holds another part of them.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Grid:
         model: nn.Module,
         mesh: DeviceMesh | None,
         data: DeviceMesh | None,
-        experts: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
+        own_meshes: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
     ) -> None:
         self.model, self.data = model, data
         self.num_ranks = 1 if mesh is None else mesh.size()
         self._beside: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._holding: dict[tuple[int, ...], int] = {}  # axes with DTensors -> how many ranks
-        self._of_experts = {(each.mesh_dim_names[1], _line(each, 1)) for each in experts.values()}
+        self._own_axes = {(each.mesh_dim_names[1], _line(each, 1)) for each in own_meshes.values()}
         data_ranks = () if data is None else ranks_of(data)
-        others = {parameter for module in experts for parameter in module.parameters()}
+        others = {parameter for module in own_meshes for parameter in module.parameters()}
         meshes = dict.fromkeys(
             parameter.device_mesh
             for parameter in model.parameters()
@@ -68,17 +68,17 @@ class Grid:
                 dist.all_reduce(total, group=group)
         return total
 
-    def is_of_experts(self, tensor: torch.Tensor) -> bool:
-        """Whether ranks of the data axis split a parameter, as those of experts."""
-        if not isinstance(tensor, DTensor) or not self._of_experts:
+    def has_own_mesh(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter is one of a module with a mesh of its own, whose ranks split it."""
+        if not isinstance(tensor, DTensor) or not self._own_axes:
             return False
         names = enumerate(tensor.device_mesh.mesh_dim_names or ())
         lines = ((name, _line(tensor.device_mesh, axis)) for axis, name in names)
-        return not self._of_experts.isdisjoint(lines)
+        return not self._own_axes.isdisjoint(lines)
 
     def num_copies(self, tensor: torch.Tensor) -> int:
         """Return how many ranks beside the data axis hold the same part of a parameter."""
-        if not self._holding or self.is_of_experts(tensor):
+        if not self._holding or self.has_own_mesh(tensor):
             return 1
         copies = 1
         holding = dict(self._holding)

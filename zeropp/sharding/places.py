@@ -1,6 +1,7 @@
 """Where the parameters of a model are: in which blocks, and which called modules use them."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import nn
@@ -24,6 +25,7 @@ class Place(NamedTuple):
 
 
 Places = Iterable[Place]
+Parts = Mapping[nn.Parameter, nn.Parameter]  # this rank's part of each that ranks split
 
 
 def outermost_blocks(module: nn.Module, *, in_list: bool = False) -> Sequence[nn.Module]:
@@ -42,12 +44,15 @@ def outermost_blocks(module: nn.Module, *, in_list: bool = False) -> Sequence[nn
     return list(blocks)
 
 
-def places_of(model: nn.Module, units: Collection[nn.Module] = ()) -> list[Place]:
+def places_of(
+    model: nn.Module, units: Collection[nn.Module] = (), parts: Parts = MappingProxyType({})
+) -> list[Place]:
     """Return the places of all parameters, in the order of `model.parameters()`.
 
-    `units` are modules inside the model.
+    `units` are modules inside the model. Parameters that have `parts` are taken to be these.
     """
-    return [*_walk(model, frozenset(units), user=model, unit=model, prefix="")]
+    walk = _walk(model, frozenset(units), user=model, unit=model, prefix="")
+    return [each._replace(parameter=parts.get(each.parameter, each.parameter)) for each in walk]
 
 
 def _walk(

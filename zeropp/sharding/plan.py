@@ -27,7 +27,7 @@ class DataAxis:
 
     `ranks` are global, in the order of the axis, and this one is at `position`; they are empty
     where nothing is to be sent. Gradients are the mean over the losses of `num_losses` ranks, which
-    are more than `ranks` for experts, as they get the tokens of others too. `mesh` has the ranks.
+    are more than `ranks` for layers that get the tokens of others too. `mesh` has the ranks.
     """
 
     weights: Route

@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.checks import require_same_model, require_shardable
-from zeropp.sharding.cut import cut, plan_model, split_experts
+from zeropp.sharding.checks import require_own_meshes, require_same_model, require_shardable
+from zeropp.sharding.cut import cut, parts_of, plan_model, replace_by_parts
 from zeropp.sharding.grid import Grid, data_axis, device_of, inherit_time_limits
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
@@ -105,7 +105,7 @@ def _shard(
     config: ZeroConfig,
     axis: str | None,
     units: Iterable[nn.Module] | None,
-    experts: Mapping[nn.Module, DeviceMesh],
+    own_meshes: Mapping[nn.Module, DeviceMesh],
     *,
     keeps_root: bool,
     **plans: bool,
@@ -116,19 +116,21 @@ def _shard(
         inherit_time_limits(mesh)
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
-    split_experts(experts)
-    blocks = tuple(outermost_blocks(model) if units is None else units)
-    parts = dict(blocks=blocks, places=places_of(model, {*blocks, *experts}), experts=experts)
-    is_cut = require_shardable(model, data, config, **parts)
-    grid = Grid(model, mesh, data, experts)
+    require_own_meshes(own_meshes)
+    parts, blocks = parts_of(own_meshes), tuple(outermost_blocks(model) if units is None else units)
+    places = places_of(model, {*blocks, *own_meshes}, parts)
+    known = dict(blocks=blocks, places=places, own_meshes=own_meshes)
+    is_cut = require_shardable(model, data, config, **known, parts=parts)
+    grid = Grid(model, mesh, data, own_meshes)
     plan = plan_model(
-        model, mesh, data if is_cut else None, config, **parts, keeps_root=keeps_root, **plans
+        model, mesh, data if is_cut else None, config, **known, keeps_root=keeps_root, **plans
     )
+    replace_by_parts(own_meshes, parts)
     group, device, roots = None if data is None else data.get_group(), device_of(data), ()
     if plan.units:
         cut_units = cut(plan.units)
         roots = (Root(model, plan, cut_units, config, group, device, in_turn=keeps_root),)
-    plan, parts = plan.without_parameters(), {}
+    plan, parts, places, known = plan.without_parameters(), {}, [], {}
     sharding = Sharding(model=model, plan=plan, grid=grid, roots=roots, group=group)
     materialize_shards(recorded_tensors, group, torch.device(config.placement.weights or device))
     sharding.refresh()

@@ -144,15 +144,16 @@ class Sharding:
             if root.use is not None:
                 root.use.require_same_order()
 
-    def release(self) -> None:
-        """Free weights that forward-only passes, or one that failed, left gathered."""
+    def release(self, *, held: bool = False) -> None:
+        """Free gathered weights; those that modules hold whole between passes, only if `held`."""
         for root in self.roots:
-            root.release()
+            if held or not root.whole.units:
+                root.release()
 
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether modules hold whole parameters between passes."""
-        return any(root.whole.units for root in self.roots)
+    def holds_whole(self, parameter: torch.Tensor) -> bool:
+        """Whether a module's parameter is whole between passes, and is freed in one."""
+        is_plain = not isinstance(parameter, DTensor | fsdp.WholeParameter)
+        return is_plain and parameter.ndim > 0 and any(root.whole.units for root in self.roots)
 
     def keep_whole(self) -> None:
         """Let modules hold whole, plain parameters between passes from now on; all ranks call it.
@@ -184,10 +185,7 @@ class Sharding:
         self.gather()
 
     def has_called_methods(self) -> bool:
-        """Whether a method of a root, and not its forward, computed what may get gradients.
-
-        Since this was called the last time.
-        """
+        """Whether methods, not forward passes, made what may get gradients since the last call."""
         has_called = any(root.has_called for root in self.roots)
         for root in self.roots:
             root.has_called = False
@@ -219,7 +217,7 @@ class Sharding:
 
     @property
     def parts_gradients(self) -> bool:
-        """Whether data ranks hold different gradients: slices of them, or those of experts."""
+        """Whether data ranks hold different gradients: slices, or of other parts of a model."""
         return self.shards_gradients or len(self.plan.axes) > 1
 
     def num_copies(self, parameter: torch.Tensor) -> int:
@@ -230,7 +228,7 @@ class Sharding:
 
     def num_holders(self, parameter: torch.Tensor) -> int:
         """Return how many of all ranks hold the same part of a parameter."""
-        if self.grid.is_of_experts(parameter):
+        if self.grid.has_own_mesh(parameter):
             return num_replicas(parameter)
         is_on_all = not (self.shards_gradients and isinstance(parameter, DTensor))
         return self.num_copies_beside(parameter) * (self.num_ranks if is_on_all else 1)

@@ -1,10 +1,10 @@
 """Which parameters had a gradient on some rank: what the ranks tell each other after a pass.
 
-Ranks may use different parameters of a unit, as with experts or dropped layers. Each rank then
-sends zeros for those it did not use, so that all reduce the same buffers, and the mean counts the
-zeros. A parameter that no rank used must not be stepped: its `.grad` stays None, as in one process.
-That takes one byte per parameter and pass, in one collective. The same collective shows whether the
-ranks reduced the same units in the same order: if not, gradients were mixed up.
+Ranks may use different parameters of a unit, as with layers that are dropped or that tokens choose.
+Each then sends zeros for those it did not use, so that all reduce the same buffers, and the mean
+counts the zeros. A parameter that no rank used must not be stepped: its `.grad` stays None, as in
+one process. That takes one byte per parameter and pass, in one collective. The same collective
+shows whether the ranks reduced the same units in the same order: if not, gradients were mixed up.
 
 On a GPU the host goes on before the collective has run. So what it shows of the order is read a
 pass later, or by whoever waits for the device anyway, at the same place on every rank.

@@ -9,19 +9,20 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.step.training_loops import wire_policy
+from megatron_zpp.capabilities.experts.axis import NAME
+from megatron_zpp.capabilities.experts.experts import Experts
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.model.moe.experts import Experts
 from megatron_zpp.model.part import Part
-from megatron_zpp.recipe.model import expert_axis
+from megatron_zpp.recipe.capability import capabilities_of
 
 
 def fsdp2_experts(setup: TrainingSetup) -> GPT:
     """Return the model of the set-up, sharded and initialized."""
     config, ranks = setup.config, setup.ranks
-    axis = expert_axis(config, ranks)
+    (axis,) = (each.axis() for each in capabilities_of(config, ranks) if each.splits == NAME)
     with torch.device("meta"):
-        model = GPT(config.model, setup.vocab_size, Part(experts=axis))
+        model = GPT(config.model, setup.vocab_size, Part(axes={NAME: axis}))
     policy = wire_policy(setup)
     for experts in [each for each in model.modules() if isinstance(each, Experts) and axis]:
         mesh = axis.mesh[axis.mesh.mesh_dim_names[0]]

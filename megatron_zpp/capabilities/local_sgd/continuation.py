@@ -10,13 +10,12 @@ from torch import Tensor
 from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.parallel import SIZES
+from megatron_zpp.settings.parallel import OTHER_SIZES, SIZES
+from zeropp.capabilities.local_sgd.local_steps import LocalSteps
+from zeropp.capabilities.local_sgd.outer_mean import OuterMean
 from zeropp.errors import InputError
-from zeropp.optim.local_steps.local_steps import LocalSteps
-from zeropp.optim.local_steps.outer_mean import OuterMean
 
 FP32 = 32  # bits
-EXPERTS = "expert_model_parallel_size"
 
 log = logging.getLogger("megatron_zpp")
 
@@ -109,4 +108,4 @@ def _go_on_with_mean(local_steps: LocalSteps) -> None:
 
 def _layout(world_size: int, stage: int, parallel: Mapping[str, Any]) -> tuple:
     """Return what the parts of weights depend on that each rank of a node has."""
-    return world_size, stage > 0, *(parallel.get(name, 1) for name in (*SIZES, EXPERTS))
+    return world_size, stage > 0, *(parallel.get(name, 1) for name in (*SIZES, *OTHER_SIZES))

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn import Parameter
 
+from megatron_zpp.capabilities.experts.experts import Matrices
 from megatron_zpp.capabilities.muon.settings import MuonConfig
 from megatron_zpp.model.attention.attention import Attention
-from megatron_zpp.model.moe.experts import Matrices
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.capabilities.muon.blocks import Matrix, MatrixPart, Run, num_rows, rows_within
 from zeropp.capabilities.muon.settings import BLOCKWISE

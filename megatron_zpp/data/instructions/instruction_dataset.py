@@ -8,6 +8,7 @@ another example; and padding at the end of a row, which is complements of end of
 
 import logging
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,8 +16,8 @@ from itertools import islice
 import numpy as np
 
 from megatron_zpp.data.gpt_dataset import refuse_split
+from megatron_zpp.data.indexed_dataset import id_outside
 from megatron_zpp.data.instructions.examples import Example, read_examples
-from megatron_zpp.data.instructions.packed_rows import pack
 from megatron_zpp.data.split import SPLITS, parse_split, sequence_range
 from megatron_zpp.settings.config import DataConfig
 from megatron_zpp.tokenizer import Tokenizer
@@ -163,13 +164,12 @@ class _Encoder:
 
     def _check(self, prompt: list[int], answer: list[int], location: str) -> None:
         vocab_size = self.tokenizer.vocab_size
-        for token in (*prompt, *answer):
-            if not 0 <= token < vocab_size:
-                raise InputError(
-                    f"{location}: {self.tokenizer.name} makes token id {token} of it, but has "
-                    f"{vocab_size} entries (ids 0 to {vocab_size - 1}): its files do not fit "
-                    "together"
-                )
+        ids = np.array([*prompt, *answer], dtype=np.int64)
+        if (token := id_outside(ids, vocab_size)) is not None:
+            raise InputError(
+                f"{location}: {self.tokenizer.name} makes token id {token} of it, but has "
+                f"{vocab_size} entries (ids 0 to {vocab_size - 1}): its files do not fit together"
+            )
         if not answer:
             raise InputError(f"{location}: {self.tokenizer.name} makes no token of the answer")
 
@@ -229,3 +229,37 @@ def _divide(examples: list[Pieces], split: str) -> list[list[Pieces]]:
         numbers = np.sort(order[positions.start : positions.stop])
         examples_by_split.append([examples[number] for number in numbers])
     return examples_by_split
+
+
+def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Return the numbers of the examples in each row, by best-fit decreasing.
+
+    They are placed in order of decreasing length, each into the row in which it leaves the least
+    space. The result is deterministic, and has at most 11/9 of the fewest possible rows, plus 4
+    (Johnson et al., 1974, Worst-case performance bounds for simple one-dimensional packing
+    algorithms).
+
+    A row has space for `capacity` tokens; `lengths` int64 [n] are the tokens of the examples.
+    """
+    assert not len(lengths) or 0 < lengths.min() <= lengths.max() <= capacity
+    rows: list[list[int]] = []
+    rows_by_space: dict[int, list[int]] = {}  # rows that have the same number of free tokens
+    spaces: list[int] = []  # the keys of `rows_by_space`, sorted
+    for example in np.argsort(-lengths, kind="stable").tolist():
+        length, space, row = int(lengths[example]), capacity, len(rows)
+        best = bisect_left(spaces, length)
+        if best == len(spaces):
+            rows.append([])
+        else:
+            space = spaces[best]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                del spaces[best]
+        rows[row].append(example)
+        remaining = space - length
+        if remaining:
+            rows_with_remaining = rows_by_space.setdefault(remaining, [])
+            if not rows_with_remaining:
+                insort(spaces, remaining)
+            rows_with_remaining.append(row)
+    return rows

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_zpp.interchange.foreign.pickles import UnloadedObject
 from megatron_zpp.settings.config import ModelConfig
-from megatron_zpp.settings.gpt.experts import OF_TRAINING
+from megatron_zpp.settings.gpt.model import OF_TRAINING
 from zeropp.errors import InputError
 from zeropp.settings.no_effect_tables import read_toml
 

@@ -1,12 +1,20 @@
 """The sequences of a pass, as the layers of a GPT see them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from megatron_zpp.model.attention.cache import KeyValueCache
 from megatron_zpp.model.attention.rotary import Rotary
-from megatron_zpp.model.routing_record import RoutingRecord
+
+
+class PassRecord(Protocol):
+    """What layers decide and count in the passes of a micro-batch, those of backward included."""
+
+    def forget_tokens(self, layers: Iterable[int]) -> None:
+        """Free what only passes through these layers need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +26,7 @@ class Sequences:
     [n + 1]: where documents begin, to which attention is then limited. cache: earlier tokens, which
     x continues. is_split: each context rank has a part of the tokens. splits_rows: each tensor rank
     has some rows of x between the layers that are split (sequence parallelism). routing: what
-    layers with experts decide and count; None where nothing is counted, as in evaluation.
+    layers decide and count; None where nothing is counted, as in evaluation.
     """
 
     rotary: tuple[Rotary | None, ...] = ()
@@ -27,7 +35,7 @@ class Sequences:
     cache: KeyValueCache | None = None
     is_split: bool = False
     splits_rows: bool = False
-    routing: RoutingRecord | None = None
+    routing: PassRecord | None = None
 
 
 WHOLE_ROWS = Sequences()

@@ -106,12 +106,8 @@ def speed(record: RunRecord) -> Iterator[Card]:
     """Tokens per second of all ranks."""
     rates = record.tokens_per_second
     points = list(zip((each["iteration"] for each in record.intervals), rates, strict=True))
-    yield Card(
-        title="Tokens per second",
-        number=f"{warmed_up_median(rates):,.0f}",
-        unit="of all ranks, median",
-        svg=draw_curves([Curve(label="tokens per second", colour="blue", points=points)]),
-    )
+    number, unit = f"{warmed_up_median(rates):,.0f}", "of all ranks, median"
+    yield _one_curve("Tokens per second", number, unit, points, "blue")
 
 
 def step_time(record: RunRecord) -> Card:
@@ -163,18 +159,13 @@ def optimization(record: RunRecord) -> Iterator[Card]:
     """Learning rate and the norm of the gradients."""
     rates, norms = record.points("learning_rate"), record.points("grad_norm")
     if rates:
-        yield Card(
-            title="Learning rate",
-            number=f"{max(y for _, y in rates):.3g}",
-            unit="at most",
-            svg=draw_curves([Curve(label="learning rate", colour="green", points=rates)]),
+        yield _one_curve(
+            "Learning rate", f"{max(y for _, y in rates):.3g}", "at most", rates, "green"
         )
     if norms:
-        yield Card(
-            title="Gradient norm",
-            number=f"{warmed_up_median([y for _, y in norms]):.3g}",
-            unit="before clipping, median",
-            svg=draw_curves([Curve(label="norm", colour="green", points=norms)]),
+        median = warmed_up_median([y for _, y in norms])
+        yield _one_curve(
+            "Gradient norm", f"{median:.3g}", "before clipping, median", norms, "green"
         )
 
 
@@ -200,6 +191,11 @@ def memory(record: RunRecord) -> Iterator[Card]:
 def byte_unit(num_bytes: float) -> tuple[str, int]:
     """The largest unit of which there is at least one, and its size."""
     return next((unit for unit in BYTE_UNITS.items() if num_bytes >= unit[1]), ("bytes", 1))
+
+
+def _one_curve(title: str, number: str, unit: str, points: Sequence[Point], colour: str) -> Card:
+    svg = draw_curves([Curve(label=title, colour=colour, points=points)])
+    return Card(title=title, number=number, unit=unit, svg=svg)
 
 
 def _scaled(points: Sequence[Point], size: float) -> list[Point]:

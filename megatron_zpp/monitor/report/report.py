@@ -1,10 +1,10 @@
 """Writes the report of a run, `report.html`, from what the run recorded."""
 
 import json
+import logging
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import jinja2
 from megatron_zpp.monitor.report.cards import byte_unit, cards
 from megatron_zpp.monitor.report.run_record import (
     ACROSS_NODES,
+    JSON_LINES,
     PLAIN,
     REPORT,
     SENT,
@@ -20,10 +21,13 @@ from megatron_zpp.monitor.report.run_record import (
     read_record,
     warmed_up_median,
 )
+from megatron_zpp.settings.config import LogConfig
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
 
 TEMPLATE = Path(__file__).with_name("page.html")
+
+log = logging.getLogger("megatron_zpp")
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
@@ -42,12 +46,33 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     return output
 
 
-@dataclass(frozen=True)
-class Expectations:
-    """What was expected of a step beside what was measured, as a table."""
+def report_rows(config: LogConfig) -> list[tuple[str, str]]:
+    """Write the report at the end of a run; return a row with its path, or why there is none.
 
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    One rank calls it, after the writers are closed. Nothing that goes wrong with it ends the run.
+    """
+    if config.tensorboard_dir is None:
+        return []
+    try:
+        return [("report", str(write_report(Path(config.tensorboard_dir))))]
+    except (InputError, OSError) as error:
+        return [("report", f"none: {error}")]
+    except Exception:
+        log.warning("the report could not be made", exc_info=True)
+        return []
+
+
+def report_after_failure(config: LogConfig) -> list[tuple[str, str]]:
+    """Write the report of a run that a signal or an error ended, if it recorded anything new."""
+    if config.tensorboard_dir is None:
+        return []
+    folder = Path(config.tensorboard_dir)
+    recorded, report = folder / JSON_LINES, folder / REPORT
+    if not recorded.exists() or not recorded.stat().st_size:
+        return []
+    if report.exists() and report.stat().st_mtime >= recorded.stat().st_mtime:
+        return []
+    return report_rows(config)
 
 
 def page(record: RunRecord) -> str:
@@ -107,7 +132,8 @@ def _summary(record: RunRecord) -> str:
     return " · ".join(parts)
 
 
-def _expectations(record: RunRecord) -> Expectations | None:
+def _expectations(record: RunRecord) -> dict[str, Sequence] | None:
+    """What was expected of a step beside what was measured, as columns and rows of a table."""
     facts, rows = record.facts, []
     plan = facts.expected_step
     if plan is not None and record.intervals:
@@ -117,7 +143,7 @@ def _expectations(record: RunRecord) -> Expectations | None:
     if record.purposes:
         rows += _byte_rows(record)
     columns = (f"plain ZeRO-{facts.zero_stage}", "expected", "measured")
-    return Expectations(columns, rows) if rows else None
+    return {"columns": columns, "rows": rows} if rows else None
 
 
 def _byte_rows(record: RunRecord) -> list[tuple[str, str, str, str]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_zpp.model.routing_record import Assignment, RoutingRecord
+from megatron_zpp.capabilities.experts.routing_record import Assignment, RoutingRecord
 from megatron_zpp.settings.config import ModelConfig
 
 SEED = 1

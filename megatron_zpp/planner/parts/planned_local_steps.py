@@ -8,11 +8,11 @@ import torch
 
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.settings.config import Config
+from zeropp.capabilities.local_sgd.fragment import places_in
+from zeropp.capabilities.local_sgd.outer_group import PURPOSE
+from zeropp.capabilities.local_sgd.outer_mean import OuterMean
+from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
 from zeropp.errors import InputError
-from zeropp.optim.local_steps.fragment import places_in
-from zeropp.optim.local_steps.outer_group import PURPOSE
-from zeropp.optim.local_steps.outer_mean import OuterMean
-from zeropp.settings.sync_schedule import SyncSchedule
 from zeropp.wire.rank_group import Nodes
 
 FP32_BYTES = 4

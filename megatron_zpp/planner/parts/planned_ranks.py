@@ -7,7 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from megatron_zpp.parallel.expert_axis import ExpertAxis
+from megatron_zpp.capabilities.experts.axis import NAME, ExpertAxis, expert_axis
 from megatron_zpp.parallel.mesh import mesh_sizes
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.settings.config import ParallelConfig
@@ -63,7 +63,12 @@ class PlannedRanks(RankGrid):
     @cached_property
     def split_experts(self) -> ExpertAxis | None:
         """The axis over which experts are split, if they are."""
-        return self.expert_axis(self.expert_ranks, self.parallel.moe_dispatch_bits)
+        return expert_axis(self, self.expert_ranks, self.parallel.moe_dispatch_bits)
+
+    @property
+    def axes(self) -> dict[str, ExpertAxis | None]:
+        """The axes of capabilities, as a `Part` has them."""
+        return {NAME: self.split_experts}
 
     def rank_group(self, purpose: str, members: Sequence[int]) -> RankGroup:
         """Return ranks, this one among them, as a group for one of `AXES`."""

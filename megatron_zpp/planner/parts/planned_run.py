@@ -13,7 +13,8 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from megatron_zpp.model.moe.experts import Experts
+from megatron_zpp.capabilities.experts.experts import Experts
+from megatron_zpp.capabilities.experts.parallel_settings import expert_ranks
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.balanced_stages import layer_kinds
 from megatron_zpp.planner.parts.meta_model import META, MetaModel
@@ -22,7 +23,6 @@ from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit, stored_bytes
 from megatron_zpp.recipe.capability import Capability, capabilities_of
-from megatron_zpp.recipe.expert_ranks import expert_ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.capabilities.offload.offload import HOST, master_devices
@@ -262,7 +262,7 @@ def _units_of_block(
     apart = dict.fromkeys(experts if its_axis is not axis else (), its_axis)
     root = nn.ModuleList([block])  # without parameters of its own
     places = places_of(root, (block, *apart))
-    *cut, _ = plan_units(root, [block], places, axis, config.zero, experts=apart)
+    *cut, _ = plan_units(root, [block], places, axis, config.zero, apart=apart)
     first = next((i for i, unit in enumerate(cut) if unit.modules[0] in apart), len(cut))
     own, its_own = Unit(parts=tuple(cut[:first])), tuple(cut[first:])
     return [own, Unit(parts=its_own, is_experts=True)] if its_own else [own]

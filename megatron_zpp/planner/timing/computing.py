@@ -11,10 +11,10 @@ ranks the tokens, and with sequence parallelism T ranks also the rows of the str
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_zpp.capabilities.experts.layer import expert_products
 from megatron_zpp.model.flops import (
     BACKWARD,
     core_attention,
-    expert_products,
     projections,
     recomputed_layers,
 )
@@ -47,7 +47,7 @@ def layer_passes(config: Config, layer: int, place: int, itemsize: int, rates: R
     constants = hardware_table()["layers"]
     tokens, tensor = _tokens(config), parallel.tensor_model_parallel_size
     has_experts = model.moe_layers[layer]
-    operations = projections(model, has_experts)
+    operations = projections(model, layer)
     ffn_size = model.ffn_size
     if has_experts:
         operations -= expert_products(model)
@@ -116,7 +116,7 @@ def _passes(
 
 def _backward_products(config: Config) -> int:
     """Return the products of a backward pass, in forward passes."""
-    return BACKWARD - 1 if config.lora.lora_rank else BACKWARD
+    return BACKWARD if config.trains_all else BACKWARD - 1
 
 
 def _mlp_bytes(config: Config) -> float:

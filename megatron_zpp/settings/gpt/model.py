@@ -1,19 +1,25 @@
 """The GPT model: its shape and numerics, and how its weights are first drawn."""
 
 from dataclasses import dataclass
-from functools import partial
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
-from megatron_zpp.settings.gpt.experts import NEEDS_EXPERTS, MoeConfig
+from megatron_zpp.settings.capability_flags import CAPABILITIES
+from megatron_zpp.settings.flag import Section, flags_in
 from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
-from megatron_zpp.settings.gpt.positions import NEEDS_ROPE, PositionConfig
-from megatron_zpp.settings.gpt.sizes import model_flag
+from megatron_zpp.settings.gpt.positions import PositionConfig
+from megatron_zpp.settings.gpt.sizes import PRETRAINED
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule, one_of
+from zeropp.settings.capabilities import declared
+from zeropp.settings.schema import Rule, one_of, settings_of
 
-NORM_PLACEMENTS = ("pre", "post", "sandwich")
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+OF_CAPABILITIES = tuple(declared("MODEL", CAPABILITIES))
+# Of these, what only training uses: the run that saved a model may have another than one that loads
+# it.
+OF_TRAINING = tuple(
+    entry.name
+    for part in OF_CAPABILITIES
+    for entry in settings_of(part)
+    if PRETRAINED not in entry.no_effect
+)
 SWIGLU_MULTIPLE = 64
 OF_HEADS = (  # what latent attention does not have
     "qk_layernorm_across_heads",
@@ -21,18 +27,19 @@ OF_HEADS = (  # what latent attention does not have
     "qk_layernorm_after_rope",
     "llama_4_scaling_beta",
 )
-_NEEDS_GELU = needs("an MLP with GELU", lambda c: c.model.has_gelu)
-_NEEDS_GATE = needs("a gated MLP, such as --swiglu", lambda c: c.model.is_gated)
-_NEEDS_WINDOW = needs("--window-size", lambda c: c.model.window_size)
-_NEEDS_QK_NORM = needs("--qk-layernorm", lambda c: c.model.qk_layernorm)
-_NEEDS_PARALLEL = needs("--use-parallel-residual", lambda c: c.model.use_parallel_residual)
-_NEEDS_NORM_BIAS = needs(
-    "--normalization LayerNorm without --disable-norm-gain",
-    lambda c: c.model.normalization == "LayerNorm" and not c.model.disable_norm_gain,
-)
-_NEEDS_NO_BIAS = needs("--disable-bias-linear", lambda c: c.model.disable_bias_linear)
-_qk_norm_flag = partial(model_flag, no_effect=(_NEEDS_QK_NORM,))
-_bias_flag = partial(model_flag, no_effect=(_NEEDS_NO_BIAS,))
+_NEEDS = {
+    "an MLP with GELU": lambda c: c.model.has_gelu,
+    "a gated MLP, such as --swiglu": lambda c: c.model.is_gated,
+    "--normalization LayerNorm without --disable-norm-gain": lambda c: (
+        c.model.normalization == "LayerNorm" and not c.model.disable_norm_gain
+    ),
+}
+_REASONS = {
+    "everything is fp32": lambda c: c.precision.format == "float32",
+    "--position-embedding-type rope or none, which it needs, implies it": None,
+}
+_flag = flags_in("gpt/model.toml", _NEEDS | _REASONS, no_effect=(PRETRAINED,))
+_switch = flags_in("gpt/model.toml", _REASONS)
 _NORMS = "{} contradict: there is no single normalization that the residual could follow"
 _GAINS = "{} contradict: leave one of them out"
 _CONTRADICTING_GAINS = (
@@ -44,138 +51,61 @@ _CONTRADICTING_GAINS = (
     ("apply_layernorm_1p", "disable_norm_bias"),
 )
 _ACTIVATIONS = "{} contradict: the MLP has one activation"
-_ALL_FP32 = NoEffect("everything is fp32", when=lambda c: c.precision.format == "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(MoeConfig, PositionConfig):
+class ModelConfig(*OF_CAPABILITIES, PositionConfig):
     """The GPT: its shape, its numerics and its initial weights."""
 
-    init_method_std: float = model_flag(
-        0.02, "standard deviation of the initial weights", minimum=0
-    )
-    hidden_dropout: float = model_flag(
-        0.1, "dropout after embedding, attention and MLP", minimum=0, maximum=1
-    )
-    attention_dropout: float = model_flag(0.1, "dropout of attention weights", minimum=0, maximum=1)
-    layernorm_epsilon: float = model_flag(
-        1e-5, "added to the variance in normalization", above=0, aliases=("norm-epsilon",)
-    )
-    normalization: str = model_flag("LayerNorm", "kind of normalization", choices=NORMALIZATIONS)
-    window_size: str | None = model_flag(
-        None, "LEFT,RIGHT: tokens that a token sees before and after it; after it is 0"
-    )
-    window_attn_skip_freq: str | None = model_flag(
-        None,
-        "layers that see all tokens: every N-th, or a list with a 0 for each, as [1,1,0]*8",
-        no_effect=(_NEEDS_WINDOW,),
-    )
-    query_pre_attn_scalar: float | None = model_flag(
-        None, "scores are divided by the root of this (default: the width of a head)", above=0
-    )
-    attn_logit_softcapping: float | None = model_flag(
-        None, "cap scores x softly: c tanh(x / c) for this c", above=0
-    )
-    softmax_type: str = model_flag(
-        "vanilla",
-        "attention sinks: one more score of each head in the softmax, which weighs no value: none "
-        "(vanilla), 0 (off-by-one), trained (learnable)",
-        choices=SOFTMAX_TYPES,
-    )
-    final_logit_softcapping: float | None = model_flag(
-        None, "cap logits x softly: c tanh(x / c) for this c", above=0
-    )
-    embedding_multiplier: float = model_flag(
-        1.0, "multiply embeddings by this, as Granite does", above=0
-    )
-    residual_multiplier: float = model_flag(
-        1.0, "multiply what attention and MLP add to the residual stream by this", above=0
-    )
-    logits_scaling: float = model_flag(1.0, "divide logits by this", above=0)
-    scale_embeddings: bool = model_flag(False, "multiply embeddings by the root of --hidden-size")
-    embed_layernorm: bool = model_flag(False, "normalize embeddings before the first block")
-    apply_layernorm_1p: bool = model_flag(
-        False, "normalizations store their gains minus 1, as LayerNorm1P does"
-    )
-    disable_norm_bias: bool = model_flag(
-        False, "LayerNorm without a bias, as Cohere's", no_effect=(_NEEDS_NORM_BIAS,)
-    )
-    disable_norm_gain: bool = model_flag(
-        False, "normalizations without gain and bias, as OLMo's and nanochat's"
-    )
-    norm_placement: str = model_flag(
-        "pre",
-        "normalize what enters attention and MLP (pre), what leaves them (post), both (sandwich)",
-        choices=NORM_PLACEMENTS,
-    )
-    use_parallel_residual: bool = model_flag(
-        False, "attention and MLP both start from the block's input, and their sum is added to it"
-    )
-    parallel_residual_single_norm: bool = model_flag(
-        False,
-        "with --use-parallel-residual: one normalization for attention and MLP",
-        no_effect=(_NEEDS_PARALLEL,),
-    )
-    swiglu: bool = model_flag(False, "gated SiLU in the MLP")
-    geglu: bool = model_flag(False, "gated GELU in the MLP")
-    quick_geglu: bool = model_flag(False, "gated x sigmoid(1.702 x) in the MLP")
-    openai_gelu: bool = model_flag(False, "GELU as OpenAI wrote it (the tanh form, written out)")
-    squared_relu: bool = model_flag(False, "squared ReLU in the MLP")
-    relu: bool = model_flag(False, "ReLU in the MLP")
-    reglu: bool = model_flag(False, "gated ReLU in the MLP")
-    liglu: bool = model_flag(False, "product of two linear layers in the MLP (bilinear)")
-    glu_linear_offset: float = model_flag(
-        0.0, "add this to what the gate multiplies", no_effect=(_NEEDS_GATE,)
-    )
-    activation_func_clamp_value: float | None = model_flag(
-        None,
-        "clamp the gate to at most this before its nonlinearity, and what it multiplies to this "
-        "on both sides of 0",
-        above=0,
-        no_effect=(_NEEDS_GATE,),
-    )
-    xielu: bool = model_flag(False, "xIELU in the MLP, with two learned numbers in each layer")
-    bias_gelu_fusion: bool = model_flag(
-        True,
-        "the exact (erf) GELU instead of its tanh form",
-        shorthands={"no-bias-gelu-fusion": False},
-        no_effect=(_NEEDS_GELU,),
-    )
-    untie_embeddings_and_output_weights: bool = model_flag(False, "an output layer of its own")
-    disable_bias_linear: bool = model_flag(False, "linear layers without bias")
-    add_qkv_bias: bool = _bias_flag(
-        False, "add a bias to queries, keys and values if the other linear layers have none"
-    )
-    add_attention_output_bias: bool = _bias_flag(
-        False, "add a bias to the output layer of attention"
-    )
-    add_mlp_bias: bool = _bias_flag(
-        False, "add a bias to the layers of the MLP, of experts and of their router"
-    )
-    qk_layernorm: bool = model_flag(
-        False, "normalize queries and keys, each head by itself, before their scores"
-    )
-    qk_layernorm_across_heads: bool = _qk_norm_flag(
-        False, "with --qk-layernorm: normalize all heads of the queries, and of the keys, at once"
-    )
-    qk_layernorm_per_head: bool = _qk_norm_flag(
-        False, "with --qk-layernorm: each head has gains of its own, and there is no bias"
-    )
-    qk_layernorm_after_rope: bool = model_flag(
-        False,
-        "with --qk-layernorm: normalize queries and keys after rotary positions have turned them",
-        no_effect=(_NEEDS_QK_NORM, NEEDS_ROPE),
-    )
-    apply_residual_connection_post_layernorm: bool = model_flag(
-        False, "the residual branches off after the normalization instead of before it"
-    )
-    fp32_residual_connection: bool = model_flag(
-        False, "keep the residual stream in fp32", no_effect=(_ALL_FP32,)
-    )
+    init_method_std: float = _flag(0.02)
+    hidden_dropout: float = _flag(0.1)
+    attention_dropout: float = _flag(0.1)
+    layernorm_epsilon: float = _flag(1e-5)
+    normalization: str = _flag("LayerNorm")
+    window_size: str | None = _flag(None)
+    window_attn_skip_freq: str | None = _flag(None)
+    query_pre_attn_scalar: float | None = _flag(None)
+    attn_logit_softcapping: float | None = _flag(None)
+    softmax_type: str = _flag("vanilla")
+    final_logit_softcapping: float | None = _flag(None)
+    embedding_multiplier: float = _flag(1.0)
+    residual_multiplier: float = _flag(1.0)
+    logits_scaling: float = _flag(1.0)
+    scale_embeddings: bool = _flag(False)
+    embed_layernorm: bool = _flag(False)
+    apply_layernorm_1p: bool = _flag(False)
+    disable_norm_bias: bool = _flag(False)
+    disable_norm_gain: bool = _flag(False)
+    norm_placement: str = _flag("pre")
+    use_parallel_residual: bool = _flag(False)
+    parallel_residual_single_norm: bool = _flag(False)
+    swiglu: bool = _flag(False)
+    geglu: bool = _flag(False)
+    quick_geglu: bool = _flag(False)
+    openai_gelu: bool = _flag(False)
+    squared_relu: bool = _flag(False)
+    relu: bool = _flag(False)
+    reglu: bool = _flag(False)
+    liglu: bool = _flag(False)
+    glu_linear_offset: float = _flag(0.0)
+    activation_func_clamp_value: float | None = _flag(None)
+    xielu: bool = _flag(False)
+    bias_gelu_fusion: bool = _flag(True)
+    untie_embeddings_and_output_weights: bool = _flag(False)
+    disable_bias_linear: bool = _flag(False)
+    add_qkv_bias: bool = _flag(False)
+    add_attention_output_bias: bool = _flag(False)
+    add_mlp_bias: bool = _flag(False)
+    qk_layernorm: bool = _flag(False)
+    qk_layernorm_across_heads: bool = _flag(False)
+    qk_layernorm_per_head: bool = _flag(False)
+    qk_layernorm_after_rope: bool = _flag(False)
+    apply_residual_connection_post_layernorm: bool = _flag(False)
+    fp32_residual_connection: bool = _flag(False)
 
     rules = (
         *PositionConfig.rules,
-        *MoeConfig.rules,
+        *(rule for each in OF_CAPABILITIES for rule in each.rules),
         Rule(
             ("softmax_type", "attn_logit_softcapping"),
             lambda kind, cap: kind != "vanilla" and cap is not None,
@@ -193,11 +123,6 @@ class ModelConfig(MoeConfig, PositionConfig):
             "{1} needs --normalization RMSNorm without --apply-layernorm-1p",
         ),
         *(one_of(*pair, message=_GAINS) for pair in _CONTRADICTING_GAINS),
-        Rule(
-            ("num_experts", "xielu"),
-            lambda experts, xielu: (experts or 0) > 1 and xielu,
-            "{}, {}: experts have an activation without learned numbers: give another one",
-        ),
         *(
             one_of(
                 *("swiglu", gelu, "quick_geglu", "reglu", "liglu"),
@@ -277,30 +202,10 @@ class ModelConfig(MoeConfig, PositionConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags(Section):
+class ModelFlags(*declared("MODEL_FLAGS", CAPABILITIES), Section):
     """Megatron's switches that go with the value of another flag."""
 
-    group_query_attention: bool = flag(
-        False, "key-value heads are shared: one for all unless --num-query-groups says more"
-    )
-    attention_head_type: str | None = flag(
-        None,
-        "multiquery: one key-value head for all; multihead: one for each query head",
-        choices=("multihead", "multiquery"),
-    )
-    glu_activation: str | None = flag(
-        None,
-        "--swiglu, --geglu (exact), --reglu or --liglu, by default with an MLP of 4h",
-        choices=("geglu", "liglu", "reglu", "swiglu"),
-    )
-    expert_interval: int | None = flag(
-        None,
-        "experts in every N-th layer, counted from 1, instead of --moe-layer-freq",
-        minimum=1,
-        no_effect=NEEDS_EXPERTS,
-    )
-    no_position_embedding: bool = flag(
-        False,
-        "no learned positions; --position-embedding-type rope or none implies this",
-        no_effect=NoEffect("--position-embedding-type rope or none, which it needs, implies it"),
-    )
+    group_query_attention: bool = _switch(False)
+    attention_head_type: str | None = _switch(None)
+    glu_activation: str | None = _switch(None)
+    no_position_embedding: bool = _switch(False)

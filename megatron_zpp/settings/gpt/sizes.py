@@ -1,20 +1,25 @@
-"""How large the GPT is."""
+"""How large the GPT is, and the widths of multi-head latent attention."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag
+from megatron_zpp.settings.flag import NoEffect, Section, flag, flags_in
 from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS
 from zeropp.errors import InputError
 from zeropp.settings.schema import Rule, at_most
 
 PRETRAINED = NoEffect(
     "the model in --pretrained-checkpoint says what it is",
-    when=lambda c: c.lora.pretrained_checkpoint is not None,
+    when=lambda c: c.pretrained_checkpoint is not None,
 )
-_OWN_WIDTHS = NoEffect(
-    "heads of latent attention have --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim",
-    when=lambda c: c.model.multi_latent_attention,
+_flag = flags_in(
+    "gpt/sizes.toml",
+    {
+        "heads of latent attention have --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim": (
+            lambda c: c.model.multi_latent_attention
+        )
+    },
+    no_effect=(PRETRAINED,),
 )
 
 
@@ -29,45 +34,16 @@ def model_flag(
 class SizeConfig(Section):
     """Layers, widths, heads, lengths and the vocabulary's multiple."""
 
-    num_layers: int = model_flag(
-        4,
-        "transformer blocks",
-        minimum=1,
-        maximum=MAX_LAYERS,
-        aliases=("encoder-num-layers",),
-    )
-    hidden_size: int = model_flag(256, "width of the residual stream", minimum=1)
-    ffn_hidden_size: int | None = model_flag(
-        None, "width inside the MLP (default 4h; with a gate int(8h/3/64)*64)", minimum=1
-    )
-    num_attention_heads: int = model_flag(4, "query heads", minimum=1)
-    kv_channels: int | None = model_flag(
-        None,
-        "width of one head (default hidden-size / heads)",
-        minimum=1,
-        no_effect=(_OWN_WIDTHS,),
-    )
-    num_query_groups: int | None = model_flag(
-        None,
-        "key-value heads of grouped-query attention (default: one per query head)",
-        minimum=1,
-        aliases=("num-key-value-heads",),
-    )
-    seq_length: int = flag(
-        256, "tokens of a training sample", minimum=1, aliases=("encoder-seq-length",)
-    )
-    max_position_embeddings: int | None = model_flag(
-        None, "longest sequence that positions are defined for (default: seq-length)", minimum=1
-    )
-    make_vocab_size_divisible_by: int = model_flag(
-        128,
-        "the vocabulary is padded to a multiple of this",
-        minimum=1,
-        shorthands={"no-pad-vocab-size": 1, "disable-pad-vocab-size": 1},
-    )
-    pad_vocab_size_to: int | None = model_flag(
-        None, "rows of the padded vocabulary", minimum=1, aliases=("padded-vocab-size",)
-    )
+    num_layers: int = _flag(4, maximum=MAX_LAYERS)
+    hidden_size: int = _flag(256)
+    ffn_hidden_size: int | None = _flag(None)
+    num_attention_heads: int = _flag(4)
+    kv_channels: int | None = _flag(None)
+    num_query_groups: int | None = _flag(None)
+    seq_length: int = _flag(256, no_effect=())
+    max_position_embeddings: int | None = _flag(None)
+    make_vocab_size_divisible_by: int = _flag(128)
+    pad_vocab_size_to: int | None = _flag(None)
 
     rules = (
         Rule(
@@ -114,3 +90,15 @@ class SizeConfig(Section):
             )
         multiple = self.make_vocab_size_divisible_by
         return (vocab_size + multiple - 1) // multiple * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig(SizeConfig):
+    """Latent attention (DeepSeek-V2): keys and values are computed from one latent per token."""
+
+    multi_latent_attention: bool = _flag(False)
+    q_lora_rank: int | None = _flag(None)
+    kv_lora_rank: int = _flag(32)
+    qk_head_dim: int = _flag(128)
+    qk_pos_emb_head_dim: int = _flag(64)
+    v_head_dim: int = _flag(128)

@@ -19,7 +19,9 @@ if _others:
 
 _zeropp = importlib.import_module("zeropp.deepspeed")
 for _module in pkgutil.walk_packages(_zeropp.__path__, "zeropp.deepspeed."):
-    _name = _module.name.removeprefix("zeropp.")
-    sys.modules[_name] = importlib.import_module(_module.name)
+    importlib.import_module(_module.name)
+for _name in [*sys.modules]:
+    if _name.startswith("zeropp.deepspeed."):
+        sys.modules[_name.removeprefix("zeropp.")] = sys.modules[_name]
 _zeropp.__version__ = importlib.metadata.version("deepspeed")
 sys.modules["deepspeed"] = _zeropp

@@ -16,7 +16,7 @@ from benchmarks.cluster.configurations import OURS, axes_of, zero_config
 from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps, run_interleaved, warm_up
 from benchmarks.cluster.network.emulation import Counters
 from benchmarks.shared.interleaved import Disagreement
-from megatron_zpp.parallel.token_copies import copies_across_nodes
+from megatron_zpp.capabilities.experts.messages import copies_across_nodes
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces, wait_until
 from tests.benchmarks.started import run_benchmark
 from tests.launched import ROOT

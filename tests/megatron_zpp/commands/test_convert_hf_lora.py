@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_zpp.checkpoint.merged_weights import MergedWeights
+from megatron_zpp.capabilities.lora.merged_weights import MergedWeights
 from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS, shortest_suffixes
 from megatron_zpp.interchange.open_model import load_model, open_model

@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_zpp.data.gpt_dataset import GPTDataset, build_datasets
+from megatron_zpp.data.gpt_dataset import GPTDataset, MockDataset, build_datasets
 from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.data.loader import Loader
-from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.data.split import parse_split
 from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_zpp.monitor.communication import CommunicationMeter
-from megatron_zpp.monitor.tensorboard_names import communication_scalars
+from megatron_zpp.monitor.tensorboard import communication_scalars
 from megatron_zpp.parallel.replicas import Replicas
 from megatron_zpp.settings.config import Config
-from zeropp.optim.local_steps.outer_group import PURPOSE as OUTER
+from zeropp.capabilities.local_sgd.outer_group import PURPOSE as OUTER
 from zeropp.wire.rank_group import AXES, Nodes
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
 

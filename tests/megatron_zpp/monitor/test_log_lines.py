@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_zpp.capabilities.experts.log import BUSIEST_EXPERT, BUSIEST_RANK
 from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines, duration
 from megatron_zpp.monitor.matmul_rate import MatmulRate
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation, summarize
-from megatron_zpp.recipe.expert_balance import BUSIEST_EXPERT, BUSIEST_RANK
 from tests.megatron_zpp.monitor.steps import FLOPS, ITERATION, MEMORY
 
 HELD_OUT = Validation(
@@ -115,7 +115,7 @@ def test_both_formats_show_the_balance_of_experts():
     step = replace(
         ITERATION,
         train_iters=200,
-        of_experts={
+        others={
             "load_balancing_loss": 1.0625,
             "moe/load_balancing_loss_layer_3": 1.5,
             BUSIEST_EXPERT: 0.1419,

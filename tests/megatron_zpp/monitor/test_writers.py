@@ -18,7 +18,7 @@ from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.monitor.matmul_rate import MatmulRate
 from megatron_zpp.monitor.memory import MemoryUse
 from megatron_zpp.monitor.metrics import Iteration, Validation, Writer, summarize
-from megatron_zpp.monitor.tensorboard_names import Axis, Position
+from megatron_zpp.monitor.tensorboard import Axis, Position
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.settings.config import LogConfig
 from tests.megatron_zpp.train.training_runs import log_of

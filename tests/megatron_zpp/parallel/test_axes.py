@@ -332,7 +332,7 @@ def test_all_ranks_have_the_same_whole_layers_of_latent_attention():
     with built_run(LATENT + QUERIES + TP2 + SP) as of_two:
         model = of_two.trainer.sharding.model
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        partial = {names[id(each)] for each in partial_parameters(model, True)}
+        partial = {names[id(each)] for each in partial_parameters(model)}
         for layer in ("q_down", "kv_down", "q_down_norm", "kv_down_norm"):
             assert f"blocks.0.attention.{layer}.weight" in partial
         assert "blocks.0.attention.kv_up.weight" not in partial

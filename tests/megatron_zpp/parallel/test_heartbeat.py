@@ -7,14 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import zeropp
 from megatron_zpp.parallel import heartbeat
 from megatron_zpp.parallel.heartbeat import Heartbeat
-from megatron_zpp.parallel.main_thread import Glance, MainThread
+from megatron_zpp.parallel.main_thread import WAITING_IN, Glance, MainThread
 from tests.launched import LAUNCH, kill_all, start, wait_for
 from tests.ranks import ranks
 
@@ -188,6 +190,8 @@ def test_what_the_main_thread_does_is_seen_from_another_one():
     (glance,) = glances
     assert glance.marks == 1 and not glance.waits
     assert re.fullmatch(r"threading.py:\d+ in \w+", glance.where)
+    folders = Path(torch.__file__).parent.parent, Path(zeropp.__file__).parent.parent
+    assert all(any((folder / file).exists() for folder in folders) for file in WAITING_IN)
 
 
 @ranks(2)
@@ -234,11 +238,12 @@ def test_a_failed_collective_after_the_launcher_has_gone_is_explained() -> None:
 STORE_FALLS_SILENT = """
 import threading, time
 import torch.distributed as dist
+import zeropp
 from megatron_zpp.parallel import heartbeat
 from megatron_zpp.parallel.main_thread import MainThread
 
 heartbeat.BEAT_SECONDS = 0.05
-heartbeat.Heartbeat._beat = lambda *_: threading.Event().wait()
+heartbeat.Heartbeat._last_beat = lambda *_: threading.Event().wait()
 watch = heartbeat.Heartbeat(dist.HashStore(), 1, 2, MainThread(), 1)
 time.sleep(0.5)  # the watch waits for the store
 watch.close()

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from megatron_zpp.parallel.token_copies import copies_across_nodes
+from megatron_zpp.capabilities.experts.messages import copies_across_nodes
 from megatron_zpp.planner.advice import advice
 from megatron_zpp.planner.candidates import Candidate, candidates_of, settings_of
 from megatron_zpp.planner.estimate import estimate

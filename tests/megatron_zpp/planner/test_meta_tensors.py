@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.model.moe.experts import products
+from megatron_zpp.capabilities.experts.experts import products
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.parts.meta_tensors import AsOnCpus, AttentionOfCpus, run_backward
-from zeropp.wire.tokens.rows import RowsOfPairs
+from zeropp.capabilities.experts.rows import RowsOfPairs
 
 
 def attention(q, k, v, mask=None, dropout=0.0):

@@ -1,9 +1,11 @@
 """Flags: the settings that they fill, defaults, what has no effect, and the help."""
 
 import dataclasses
+import inspect
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from megatron_zpp.settings.run_help import FIRST, TOPICS
 from tests.megatron_zpp.settings.command_lines import config_of, value_at
 from tests.megatron_zpp.settings.tables import rows
 from zeropp.errors import InputError
+from zeropp.settings.no_effect_tables import tomllib
 from zeropp.settings.schema import settings_of
 from zeropp.settings.zero_config import ZeroConfig
 
@@ -50,6 +53,14 @@ def test_every_flag_is_covered():
     for each in FLAGS:
         spelled = {f"--{name}".replace("_", "-") for name in [*each.names, *each.shorthands]}
         assert spelled & (tried | ours | idle), each.name
+
+
+def test_every_row_of_a_table_describes_a_flag():
+    folder, names = Path(inspect.getfile(Config)).parent, {each.name for each in FLAGS}
+    others = ("no_effect.toml", "json_no_effect.toml", "refused.toml")
+    tables = [path for path in folder.rglob("*.toml") if path.name not in others]
+    described = [row for path in tables for row in tomllib.loads(path.read_text())]
+    assert len(described) > 200 and {*described} <= names
 
 
 def notices(line: str, caplog: pytest.LogCaptureFixture) -> list[str]:

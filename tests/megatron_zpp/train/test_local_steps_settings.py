@@ -24,7 +24,7 @@ from tests.megatron_zpp.train.training_runs import (
 from tests.ranks import ranks
 from tests.worlds import worlds
 from zeropp import InputError
-from zeropp.optim.local_steps.outer_group import join_outer_group
+from zeropp.capabilities.local_sgd.outer_group import join_outer_group
 from zeropp.ranks.topology import Environment
 
 BATCH = "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 "

@@ -1,6 +1,5 @@
 """The codes that nodes keep, in a checkpoint: who goes on from them, and who begins anew."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import engine_of, run
+from tests.zeropp.deepspeed.small_engine import engine_of, logged, run
 from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.sharded_training import (
     BOTH,
@@ -33,14 +32,8 @@ ADAMW = {"type": "AdamW", "params": {"lr": 4e-3, "torch_adam": True}}
 @contextmanager
 def lines_about_codes() -> Iterator[list[str]]:
     """What this rank logs in the block about a checkpoint's codes, and about copies that differ."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("zeropp")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield lines
-    logger.removeHandler(handler)
+    with logged() as lines:
+        yield lines
     lines[:] = [each for each in lines if each.startswith((SAVED_CODES, "the copies of"))]
     assert dist.get_rank() == 0 or not lines
 

@@ -1,8 +1,7 @@
-"""The engine trains as a plain PyTorch loop does, whatever the stage, the ranks and the optimizer.
+"""What an engine counts, answers, logs and saves, and how it skips; optimizers made before it.
 
-Losses are compared over 4 AdamW steps: the ranks' sums are taken in another order, which changes
-a gradient by at most 64 terms * 2^-24, and each step may add that again: 4 * 64 * 2^-24 = 1.5e-5
-in the worst case; 1e-5 is the promise. What runs the same operations in the same order is equal.
+What runs the same operations in the same order is equal. Sums over the ranks in another order
+change a gradient by at most 64 terms * 2^-24, and each of 4 steps may add that again: 1e-5.
 """
 
 from types import SimpleNamespace
@@ -16,44 +15,19 @@ import zeropp
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import (
     ADAMW,
+    SAMPLES,
     adamw,
     config_of,
     engine_of,
     gathered_parameters,
     logged,
     run,
-    run_without_engine,
 )
+from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import InputError
 
 SAME = 1e-5
-
-
-def check_like_plain_loop(stage: int, micro_batches: int) -> None:
-    losses, norms, model = run_without_engine()
-    engine = engine_of(stage=stage, micro_batches=micro_batches)
-    assert engine.zero_optimization_stage() == stage
-    assert run(engine) == pytest.approx(losses, rel=SAME)
-    assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=SAME)
-    assert norms[-1] > 0.5  # so clipping was at work
-    assert (engine.global_steps, engine.micro_steps) == (4, 4 * micro_batches)
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(
-            gathered_parameters(engine.module)[name], weight.detach(), rtol=0, atol=1e-4
-        )
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks(2)
-def test_two_ranks_train_as_one_process(stage):
-    check_like_plain_loop(stage, micro_batches=2)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@ranks(1)
-def test_one_rank_trains_as_one_process(stage):
-    check_like_plain_loop(stage, micro_batches=2)
 
 
 @ranks(2)
@@ -81,48 +55,6 @@ def test_batch_sizes_and_counters():
         boundaries.append(engine.is_gradient_accumulation_boundary())
         engine.step()
     assert boundaries == [False, True] and (engine.micro_steps, engine.global_steps) == (2, 1)
-
-
-class AsAccelerate:
-    """An engine as accelerate calls it: `step()` after the last micro-batch of a step only."""
-
-    def __init__(self, engine: zeropp.Engine) -> None:
-        self.engine, self.count = engine, 0
-
-    def __call__(self, *arguments: object) -> torch.Tensor:
-        return self.engine(*arguments)
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.engine.gradient_accumulation_steps()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.count += 1
-        is_last = self.count % self.gradient_accumulation_steps() == 0
-        self.engine.set_gradient_accumulation_boundary(is_boundary=is_last)
-        self.engine.backward(loss)
-        if is_last:
-            self.engine.step()
-
-    def step(self) -> None:
-        """Nothing: `backward` has done it."""
-
-
-@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 2), (2, 4), (3, 1), (3, 2)])
-@ranks(2)
-def test_who_says_where_a_step_ends_need_not_call_step_before_that(micro_batches, stage, tmp_path):
-    expected = run(engine_of(stage=stage, micro_batches=micro_batches), steps=2)
-    engine = engine_of(stage=stage, micro_batches=micro_batches)
-    assert run(AsAccelerate(engine), steps=2) == expected
-    assert (engine.global_steps, engine.micro_steps) == (2, 2 * micro_batches)
-    engine.save_checkpoint(tmp_path)
-    if micro_batches > 1:
-        engine.set_gradient_accumulation_boundary(False)
-        engine.backward(loss_of(engine, tokens_of(9)))
-        engine.save_checkpoint(tmp_path)  # what it has saved: a step that has begun is not in it
-    engine.load_checkpoint(tmp_path)
-    again = run(engine, steps=2)
-    engine.load_checkpoint(tmp_path)
-    assert run(AsAccelerate(engine), steps=2) == again
 
 
 @ranks(2)
@@ -163,51 +95,6 @@ def test_groups_keep_their_options_and_parameters_left_out_stay():
     after = gathered_parameters(engine.module)
     changed = {name for name in before if not torch.equal(before[name].detach(), after[name])}
     assert changed == {"blocks.0.up.weight"} and losses[0] != losses[1]
-
-
-@ranks(2)
-def test_frozen_parameters_stay_and_the_rest_trains_as_alone():
-    def frozen() -> torch.nn.Module:
-        model = small_model()
-        model.embedding.requires_grad_(False)
-        model.blocks[1].requires_grad_(False)
-        return model
-
-    losses, _, plain = run_without_engine(model=frozen())
-    engine = engine_of(frozen())
-    assert run(engine) == pytest.approx(losses, rel=SAME)
-    for name, weight in gathered_parameters(engine.module).items():
-        if name.startswith(("embedding", "blocks.1")):
-            assert torch.equal(weight, dict(plain.named_parameters())[name].detach())
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@ranks(2)
-def test_evaluation_anywhere_sees_the_newest_weights_and_changes_nothing(stage):
-    def evaluate() -> float:
-        engine.eval()
-        with torch.no_grad():
-            value = loss_of(engine, tokens_of(9)).item()
-        engine.train()
-        return value
-
-    expected = run(engine_of(stage=stage, micro_batches=2), steps=3)
-    engine = engine_of(stage=stage, micro_batches=2)
-    evaluations, losses = [evaluate()], []
-    for step in range(3):
-        mine = tokens_of(step).chunk(2)[dist.get_rank()]
-        for tokens in mine.chunk(2):
-            loss = loss_of(engine, tokens)
-            assert evaluate() == evaluations[-1]
-            engine.backward(loss)
-            assert evaluate() == evaluations[-1]
-            engine.step()
-            losses.append(loss.item() / 2)
-        evaluations.append(evaluate())
-    assert len(set(evaluations)) == 4
-    total = torch.tensor(losses).view(3, 2).sum(dim=1)
-    dist.all_reduce(total)
-    assert (total / 2).tolist() == pytest.approx(expected, rel=SAME)
 
 
 @ranks(2)
@@ -268,3 +155,194 @@ def test_the_log_says_what_runs_and_every_nth_step():
     assert "ZeRO stage 3, 1 ranks" in text and "tensorboard has no effect" in text
     assert "tensorboard has no effect here" in text and "--" not in text
     assert [line[:7] for line in lines if line.startswith("step ")] == ["step 2,", "step 4,"]
+
+
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+SETTINGS = {
+    "stage 2": dict(stage=2),
+    "quantized": dict(zero_optimization=ALL_THREE, bf16={"enabled": True}),
+    "offloaded at stage 1": dict(zero_optimization=OFFLOADED | {"stage": 1}),
+    "delayed": dict(
+        zero_optimization=OFFLOADED,
+        zeropp={"delayed_param_update": True, "delayed_param_update_warmup": 0},
+    ),
+    "fp16": dict(fp16={"enabled": True, "initial_scale_power": 8}),
+}
+
+
+def half_a_step(engine: zeropp.Engine, step: int, half: int) -> float:
+    """Take one of two micro-batches; return its loss."""
+    mine = tokens_of(step, SAMPLES).chunk(dist.get_world_size())[dist.get_rank()]
+    loss = loss_of(engine, mine.chunk(2)[half])
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@ranks(2)
+def test_saving_in_the_middle_of_a_step_saves_its_beginning_and_disturbs_nothing(name, tmp_path):
+    undisturbed = engine_of(micro_batches=2, **SETTINGS[name])
+    expected = run(undisturbed, steps=4)
+    engine = engine_of(micro_batches=2, **SETTINGS[name])
+    assert run(engine, steps=2) == expected[:2]
+    losses = [half_a_step(engine, 2, 0)]
+    with logged() as lines:
+        path = engine.save_checkpoint(tmp_path, client_state={"micro_steps": engine.micro_steps})
+        engine.save_16bit_model(tmp_path)
+    assert path.name == "global_step2" and engine.micro_steps == 5
+    assert dist.get_rank() or any("in the middle of a step" in line for line in lines)
+    losses.append(half_a_step(engine, 2, 1))
+    mean = torch.tensor(sum(losses) / 2, dtype=torch.float64)
+    dist.all_reduce(mean)
+    assert mean.item() / 2 == expected[2] and run(engine, 1, first=3) == expected[3:]
+    again = engine_of(micro_batches=2, **SETTINGS[name])
+    assert again.load_checkpoint(tmp_path)[1] == {"micro_steps": 5}
+    assert (again.global_steps, again.micro_steps) == (2, 4)
+    assert run(again, 2, first=2) == expected[2:]
+    for name, weight in gathered_parameters(undisturbed.module).items():
+        assert torch.equal(gathered_parameters(again.module)[name], weight)
+
+
+@ranks(2)
+def test_answers_and_counters(tmp_path):
+    engine = engine_of(stage=2, micro_batches=2, bf16={"enabled": True}, steps_per_print=7)
+    assert engine.get_batch_info() == (8, 2, 2)
+    assert engine.gradient_clipping() == 0.5 and engine.steps_per_print() == 7
+    assert engine.zero_optimization() and engine.zero_optimization_partition_gradients()
+    assert not engine.zero_optimization_partition_weights() and not engine.dynamic_loss_scale()
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("adamw", None)
+    assert engine.get_mom() == [(0.9, 0.999)] and not engine.was_step_applied()
+    mine = tokens_of(0).chunk(2)[dist.get_rank()]
+    applied, returned = [], []
+    for tokens in mine.chunk(2):
+        loss = loss_of(engine, tokens)
+        returned.append(engine.backward(loss).item() / loss.item())
+        engine.step()
+        applied.append(engine.was_step_applied())
+    assert applied == [False, True] and returned == [0.5, 0.5]
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (1, 8, 2)
+    engine.save_checkpoint(tmp_path)
+    other = engine_of(stage=2, micro_batches=1, bf16={"enabled": True})
+    other.load_checkpoint(tmp_path)
+    assert other.global_samples == 8
+
+
+@pytest.mark.parametrize("stage", range(4))
+@ranks(2)
+def test_a_step_may_get_more_or_fewer_micro_batches(stage):
+    """Steps of 8, 4 and 16 samples; each as of an engine that never had another size."""
+    engine = engine_of(stage=stage, train_batch_size=8, micro_batches=2)
+    optimizers = []
+    for samples, count in ((8, 2), (4, 1), (16, 4)):
+        engine.set_train_batch_size(samples)
+        assert engine.get_batch_info() == (samples, 2, count)
+        mine = tokens_of(samples, samples).chunk(2)[dist.get_rank()]
+        for number, tokens in enumerate(mine.chunk(count)):
+            assert engine.is_gradient_accumulation_boundary() == (number == count - 1)
+            engine.backward(loss_of(engine, tokens))
+            if number == 0 and count > 1:
+                engine.step()
+                with pytest.raises(InputError, match="this step has begun"):
+                    engine.set_train_batch_size(8)
+            else:
+                engine.step()
+        optimizers.append(engine.get_global_grad_norm())
+    plain = small_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01)
+    for samples, norm in zip((8, 4, 16), optimizers, strict=True):
+        loss_of(plain, tokens_of(samples, samples)).backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item()
+        assert norm == pytest.approx(expected, rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(InputError, match=r"set_train_batch_size\(6\): expected a multiple of 4"):
+        engine.set_train_batch_size(6)
+    engine.set_train_micro_batch_size(1)
+    assert engine.get_batch_info() == (8, 1, 4)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@ranks(2)
+def test_without_sync_gradients_wait_for_the_next_pass_outside(stage, tmp_path):
+    """Two of three passes inside: their gradients add up to those of one pass over all."""
+    engine = engine_of(stage=stage)
+    mine = tokens_of(0, 12).chunk(2)[dist.get_rank()].chunk(3)
+    with engine.no_sync():
+        assert not engine.is_gradient_accumulation_boundary()
+        for tokens in mine[:2]:
+            engine.backward(loss_of(engine, tokens) / 3)
+        with pytest.raises(InputError, match=r"step\(\) inside engine.no_sync"):
+            engine.step()
+        with pytest.raises(InputError, match="reentry is unsupported"), engine.no_sync():
+            pass
+    assert engine.micro_steps == 0
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="one outside engine.no_sync.. sends its gradients"):
+        engine.step()
+    engine.backward(loss_of(engine, mine[2]) / 3)
+    engine.step()
+    plain = small_model()
+    loss_of(plain, tokens_of(0, 12)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
+    assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    with engine.no_sync():
+        engine.backward(loss_of(engine, mine[0]))
+    engine.zero_grad()
+    with logged() as lines:
+        engine.save_checkpoint(tmp_path)
+    assert not any("in the middle of a step" in line for line in lines)
+
+
+@ranks(2)
+def test_stages_that_average_after_each_pass_cannot_wait():
+    for stage in (2, 3):
+        with pytest.raises(InputError, match=f"no_sync .* ZeRO stage {stage}"):
+            engine_of(stage=stage).no_sync().__enter__()
+
+
+@ranks(2)
+def test_whole_state_dicts_with_and_without_frozen_weights():
+    model = small_model()
+    model.blocks[1].requires_grad_(False)
+    engine = engine_of(model)
+    whole = engine.module_state_dict()
+    trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert whole.keys() - trained.keys() == {k for k in whole if k.startswith("blocks.1.")}
+    for name, weight in gathered_parameters(engine.module).items():
+        assert torch.equal(whole[name], weight)
+
+
+@ranks(2)
+def test_steps_without_finite_gradients_are_skipped_if_the_json_says_so():
+    bf16 = {"enabled": True, "check_grad_overflow": True}
+    engine = engine_of(bf16=bf16, scheduler={"type": "WarmupLR"})
+    before = gathered_parameters(engine.module)
+    with logged() as lines:
+        engine.backward(loss_of(engine, tokens_of(0)) * float("nan"))
+        engine.step()
+    assert not engine.was_step_applied() and engine.skipped_steps == engine.global_steps == 1
+    assert engine.lr_scheduler.last_batch_iteration == -1
+    assert dist.get_rank() or any("gradients are not finite" in line for line in lines)
+    after = gathered_parameters(engine.module)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    run(engine, steps=2)
+    assert engine.was_step_applied() and engine.skipped_steps == 1
+
+
+@ranks(1)
+def test_states_stay_on_the_device():
+    engine = engine_of()
+    for call in (engine.offload_states, engine.reload_states):
+        with pytest.raises(InputError, match="offload_optimizer and offload_param in the JSON"):
+            call(include=["optim_states"], device="cpu", non_blocking=True)
+
+
+@ranks(1)
+def test_the_scale_of_fp16_grows_by_deepspeeds_rule():
+    engine = engine_of(fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2})
+    scales = []
+    for step in range(5):
+        run(engine, steps=1, first=step)
+        scales.append(engine.loss_scale)
+    assert scales == [16, 16, 32, 32, 64]

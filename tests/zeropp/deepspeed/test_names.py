@@ -13,10 +13,10 @@ from torch import nn
 import zeropp
 from tests.launched import ROOT
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import logged, run
-from tests.zeropp.small_model import small_model
+from tests.zeropp.deepspeed.small_engine import config_of, engine_of, logged, run
+from tests.zeropp.small_model import Block, small_model
 from zeropp import InputError, deepspeed
-from zeropp.deepspeed import names
+from zeropp.deepspeed import names, utils
 from zeropp.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from zeropp.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zeropp.deepspeed.runtime.utils import see_memory_usage
@@ -36,9 +36,8 @@ def test_every_public_name_is_where_deepspeed_has_it():
     assert schedules.CYCLE_MAX_LR == "cycle_max_lr" and schedules.TOTAL_NUM_STEPS in str(
         inspect.signature(schedules.WarmupDecayLR)
     )
-    for name in deepspeed.utils.__all__:
-        assert getattr(deepspeed.utils, name) is not None
     assert deepspeed.utils.logger.name == "zeropp"
+    assert not deepspeed.utils.z3_leaf_module(nn.Linear(1, 1))  # no module of that name
     with pytest.raises(AttributeError, match="no 'pype'"):
         _ = deepspeed.pype
 
@@ -284,3 +283,40 @@ def test_each_parameter_has_a_state_of_its_own():
             assert optimizer.state[parameter]["step"] == step + 1
     assert torch.equal(first, second)
     assert torch.equal(optimizer.state[first]["exp_avg"], optimizer.state[second]["exp_avg"])
+
+
+def test_modules_are_marked_by_class_name_and_ending():
+    model = small_model()
+    blocks = [*model.blocks]
+    for kind in (Block, "Block", "tests.zeropp.small_model.Block"):
+        assert (
+            utils.set_z3_leaf_modules(model, [kind]) == blocks == utils.get_z3_leaf_modules(model)
+        )
+        assert utils.z3_leaf_module(blocks[0]) and not utils.z3_leaf_module(model)
+        assert utils.unset_z3_leaf_modules(model, [kind]) == blocks
+        assert not utils.get_z3_leaf_modules(model)
+    found, missing = utils.set_z3_leaf_modules_by_name(
+        model, ["blocks.1", "none"], raise_if_not_found=False
+    )
+    assert found == [blocks[1]] and missing == ["none"]
+    found, missing = utils.set_z3_leaf_modules_by_suffix(model, ["up"])
+    assert found == [block.up for block in blocks] and not missing
+    assert utils.set_z3_leaf_modules(model, ["Mixture"], raise_if_not_found=False) == []
+    with pytest.raises(InputError, match="no module of Mixture"):
+        utils.set_z3_leaf_modules(model, ["Mixture"])
+    with pytest.raises(InputError, match="no module named none"):
+        utils.set_z3_leaf_modules_by_name(model, ["none"])
+
+
+@ranks(2)
+def test_a_marked_model_trains_as_any_and_one_line_says_why():
+    expected = run(engine_of(), steps=2)
+    model = small_model()
+    with logged() as lines:
+        utils.set_z3_leaf_modules(model, [Block])
+        leaves = {"stage": 3, "leaf_module": {"classes": ["Block"]}}
+        engine, *_ = deepspeed.initialize(model=model, config=config_of(zero_optimization=leaves))
+    assert run(engine, steps=2) == expected
+    assert sum("leaf modules have no effect here" in line for line in lines) == 1
+    key = "zero_optimization.leaf_module has no effect"
+    assert dist.get_rank() or any(line.startswith(key) for line in lines)

@@ -12,17 +12,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 
 import zeropp
+from megatron_zpp.capabilities.lora import adapters
+from megatron_zpp.capabilities.lora.settings import LoraConfig
 from megatron_zpp.interchange.families.table import FAMILIES
 from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.part import Part
-from megatron_zpp.settings.config import LoraConfig, TokenizerConfig
+from megatron_zpp.settings.config import TokenizerConfig
 from tests.megatron_zpp.interchange.foreign_models import gpt2, llama, saved
 from tests.ranks import ranks
 from tests.zeropp import lora_model
-from tests.zeropp.lora_model import local_tensor, with_quantized_weights
+from tests.zeropp.lora_model import (
+    add_adapters,
+    engine_losses,
+    local_tensor,
+    with_quantized_weights,
+)
+from tests.zeropp.lora_model import lora_model as small_lora_model
+from tests.zeropp.small_model import loss_of as small_loss_of
+from tests.zeropp.small_model import small_model
+from tests.zeropp.small_model import tokens_of as small_tokens_of
+from zeropp import InputError
 from zeropp.wire.frozen_weights import is_quantized
 
 RANK, ALPHA, STEPS = 4, 8, 4
@@ -238,7 +250,7 @@ def own_copy(theirs: nn.Module, folder: object, targets: tuple[str, ...] | None)
         pretrained_checkpoint="theirs", lora_rank=RANK, lora_alpha=ALPHA,
         lora_target_modules=targets,
     )  # fmt: skip
-    model = GPT(opened.config, opened.tokenizer.vocab_size, Part(lora=lora))
+    model = adapters.add_adapters(GPT(opened.config, opened.tokenizer.vocab_size), lora)
     opened.fill(model)
     return model
 
@@ -269,3 +281,76 @@ def test_our_lora_trains_like_pefts(kind: str, tmp_path: object) -> None:
     own_losses = losses_of(zeropp.initialize(model=ours, config=zero)[0], own_loss)
     assert own_losses == pytest.approx(expected, rel=CLOSE)
     assert expected[-1] < expected[0] - 0.05
+
+
+CONFIG = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": MIXZ}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
+
+
+@ranks(2)
+def test_a_model_without_an_optimizer_is_quantized_too():
+    engine, *_ = zeropp.initialize(model=small_model(), config=CONFIG)
+    engine.module.requires_grad_(False)
+    engine.quantize_nontrainable_params()
+    assert is_quantized(engine.module.blocks[0].up.weight)
+    with torch.no_grad():
+        loss = small_loss_of(engine, small_tokens_of(0)).item()
+        expected = small_loss_of(
+            with_quantized_weights(small_model().requires_grad_(False), 2), small_tokens_of(0)
+        ).item()
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@ranks(1)
+def test_an_optimizer_of_nothing_is_an_error():
+    frozen = small_model().requires_grad_(False)
+    with pytest.raises(InputError, match="all parameters are frozen"):
+        zeropp.initialize(model=frozen, config=CONFIG | {"optimizer": ADAMW})
+
+
+@ranks(2)
+def test_names_in_an_optimizer_stay_those_of_its_parameters():
+    model = small_model()
+    optimizer = torch.optim.SGD(
+        [
+            {"params": list(model.blocks.named_parameters(prefix="blocks"))},
+            {"params": [("embedding.weight", model.embedding.weight)], "lr": 0.0},
+        ],
+        lr=0.1,
+    )
+    engine, *_ = zeropp.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    add_adapters(engine.module)
+    engine.optimizer.quantize_nontrainable_params()
+    first, second = optimizer.param_groups
+    named = dict(engine.module.named_parameters())
+    assert [named[name] for name in first["param_names"]] == first["params"]
+    assert len(first["params"]) == 8 and second["params"] == second["param_names"] == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks(2)
+def test_adapters_that_are_added_later_need_no_process_groups_of_their_own(stage):
+    zero = {"zero_optimization": MIXZ | {"stage": stage}}
+    engine, *_ = zeropp.initialize(model=small_model(), config=CONFIG | zero)
+    before = dict(c10d._world.pg_names)
+    add_adapters(engine.module)
+    engine.quantize_nontrainable_params()
+    assert engine.sharding.units[1] is not engine.module.blocks[1]  # a unit of adapters
+    assert dict(c10d._world.pg_names) == before
+
+
+@ranks(2)
+def test_parameters_may_be_frozen_and_unfrozen_later():
+    engine, *_ = zeropp.initialize(model=small_lora_model(), config=CONFIG | {"optimizer": ADAMW})
+    engine_losses(engine, 1)
+    gain, thin = engine.module.blocks[0].norm.weight, engine.module.blocks[1].up.down.weight
+    gain.requires_grad_(True)
+    thin.requires_grad_(False)
+    engine.quantize_nontrainable_params()
+    before = gain.full_tensor().clone(), thin.full_tensor().clone()
+    engine_losses(engine, 2)
+    assert is_quantized(thin) and torch.equal(thin.full_tensor(), before[1])
+    assert not torch.equal(gain.full_tensor(), before[0])
+    everywhere = [torch.empty_like(before[0]) for _ in range(2)]
+    dist.all_gather(everywhere, gain.full_tensor())
+    assert torch.equal(*everywhere)

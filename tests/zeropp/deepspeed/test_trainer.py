@@ -12,7 +12,10 @@ from tests.launched import ROOT
 
 PACKAGE = ROOT / "packages" / "zeropp-deepspeed"
 SECONDS = 300  # some 20 on an idle machine of 2 cores
-IMPORT = "import deepspeed; print(deepspeed.__name__, deepspeed.__version__)"
+IMPORT = (
+    "import deepspeed, deepspeed.moe.utils, deepspeed.runtime.zero.partition_parameters; "
+    "print(deepspeed.__name__, deepspeed.__version__)"
+)
 TWIN = "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.0\n"
 
 

@@ -1,7 +1,10 @@
-"""Between steps, at ZeRO stages 0 to 2, parameters are whole and plain, to be read and written."""
+"""Between steps, at ZeRO stages 0 to 2, parameters are whole and plain; state dicts always are."""
 
 import copy
 import io
+import time
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.megatron_zpp.interchange.foreign_models import llama
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import SAMPLES, engine_of, run, run_without_engine
+from tests.zeropp.deepspeed.small_engine import SAMPLES, engine_of, gathered_parameters, run
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Engine, InputError
-from zeropp.deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from zeropp.deepspeed import whole_state_dicts
+from zeropp.deepspeed.utils import safe_get_full_fp32_param
 from zeropp.deepspeed.zero import GatheredParameters
 
 BF16, FP16 = ({name: {"enabled": True}} for name in ("bf16", "fp16"))
@@ -99,91 +103,6 @@ def test_after_a_backward_pass_they_are_freed_until_the_step_or_zero_grad():
     assert all(map(torch.equal, before, held))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@ranks(2)
-def test_a_moving_average_is_that_of_one_process(stage):
-    engine, averages = engine_of(stage=stage), []
-    for _ in range(3):
-        averages = averages or [each.detach().clone() for each in engine.module.parameters()]
-        run(engine, steps=1)
-        for average, weight in zip(averages, engine.module.parameters(), strict=True):
-            average.lerp_(weight.detach(), 0.25)
-    expected = [each.detach().clone() for each in small_model().parameters()]
-    model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
-    for _ in range(3):
-        run_without_engine(1, lambda _: optimizer, model)
-        for average, weight in zip(expected, model.parameters(), strict=True):
-            average.lerp_(weight.detach(), 0.25)
-    # An Adam step of 1e-2 has the rounding of sums in another order.
-    torch.testing.assert_close(averages, expected, rtol=0, atol=2e-5)
-    for average, weight in zip(averages, engine.module.parameters(), strict=True):
-        weight.data.copy_(average)
-    for average, master in zip(averages, masters_of(engine).values(), strict=True):
-        assert torch.equal(average, master)
-
-
-def written(weight: nn.Parameter, value: torch.Tensor, way: str) -> None:
-    with torch.no_grad():
-        if way == "data":
-            weight.data.copy_(value)
-        elif way == "copy":
-            weight.copy_(value)
-        else:
-            weight.data = value.to(weight.dtype)
-
-
-@of_settings
-@ranks(2)
-def test_what_is_written_replaces_masters_where_it_differs(settings):
-    engine, other = engine_of(**settings), engine_of(**settings)
-    number = engine.gradient_accumulation_steps()
-    for index, way in enumerate(("data", "copy", "assigned")):
-        for each in (engine, other):
-            run(each, steps=1, first=index)
-        before = masters_of(engine)
-        weight = engine.module.get_parameter(NAME)
-        value = weight.detach().clone()
-        value[2:9] = value[2:9] * 0.5 + 0.01
-        written(weight, value, way)
-        now = masters_of(engine)
-        for name, master in now.items():
-            kept = slice(None) if name != NAME else [0, 1, *range(9, 19)]
-            assert torch.equal(master[kept], before[name][kept])
-        assert torch.equal(now[NAME][2:9].to(value.dtype), value[2:9])
-        safe_set_full_fp32_param(other.module.get_parameter(NAME), now[NAME])
-        if not engine.config["zero_optimization"].get("zero_quantized_weights"):
-            assert torch.equal(weight, other.module.get_parameter(NAME))
-    if number == 1:
-        assert run(engine, steps=1) == pytest.approx(run(other, steps=1), rel=2e-2)
-        return
-    half_a_step(engine)  # between its micro-batches
-    weight.data.mul_(2)
-    half_a_step(engine)
-    assert is_plain(engine.module)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-@ranks(2)
-def test_one_rank_saves_copies_and_evaluates_alone(stage):
-    engine = engine_of(stage=stage, **BF16)
-    run(engine, steps=1)
-    if dist.get_rank() == 0:
-        file = io.BytesIO()
-        torch.save(engine.module.state_dict(), file)
-        loaded = torch.load(io.BytesIO(file.getvalue()))
-        for name, weight in engine.module.named_parameters():
-            assert torch.equal(loaded[name], weight)
-        plain = copy.deepcopy(engine.module)
-        engine.eval()
-        with torch.no_grad():
-            loss = loss_of(engine, tokens_of(0))
-            assert loss == loss_of(plain, tokens_of(0))
-        engine.train()
-        assert type(plain) is type(small_model()) and is_plain(plain)
-    run(engine, steps=1)
-
-
 @pytest.mark.parametrize("settings", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 2])
 @ranks(2)
@@ -225,28 +144,6 @@ def test_a_step_that_is_skipped_leaves_them_whole_and_as_they_were():
     names = (name for name, _ in engine.module.named_parameters())
     for name, old, new in zip(names, before, engine.module.parameters(), strict=True):
         assert torch.equal(new, old * (1 + (name == NAME)))
-
-
-@of_settings
-@ranks(2)
-def test_checkpoints_have_the_masters_and_resume(settings, tmp_path):
-    engine = engine_of(**settings)
-    run(engine, steps=2)
-    engine.module.get_parameter(NAME).data.mul_(0.5)
-    engine.save_checkpoint(tmp_path)
-    engine.save_16bit_model(tmp_path, "model.bin")
-    masters = masters_of(engine)
-    for name, weight in torch.load(tmp_path / "model.bin").items():
-        assert torch.equal(weight, masters[name].bfloat16())
-    other = engine_of(**settings)
-    other.module.get_parameter(OTHER).data.zero_()
-    other.load_checkpoint(tmp_path)
-    assert is_plain(engine.module) and is_plain(other.module)
-    for name, master in masters_of(other).items():
-        assert torch.equal(master, masters[name])
-    # with qwZ, what was written is gathered through the codes only after the next step
-    tolerance = 1e-2 if "zero_quantized_weights" in str(settings) else 0
-    assert run(engine, steps=2) == pytest.approx(run(other, steps=2), rel=tolerance)
 
 
 @pytest.mark.parametrize("settings", [SETTINGS["stage 2, offloaded"], SETTINGS["stage 2, qwZ"]])
@@ -293,3 +190,114 @@ def test_the_gather_is_moved_and_none_is_added(zero):
     run(engine, steps=3)
     for key, count in engine.sharding.traffic.sent.items():
         assert count - start.get(key, 0) == 3 * expected.get(key, 0)
+
+
+BF16 = {"bf16": {"enabled": True}}
+OFFLOADED_3 = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
+
+
+class TiedNames(nn.Module):
+    """The small model whose embedding has a second name, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = small_model()
+        self.head = nn.Module()
+        self.head.weight = self.model.embedding.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens)
+
+
+def saved(state: dict) -> dict:
+    """What another process reads of a state dict."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@ranks(2)
+def test_below_stage_3_one_rank_saves_alone(stage):
+    engine = engine_of(TiedNames(), stage=stage, **BF16)
+    run(engine, steps=1)
+    masters = gathered_parameters(engine.module)
+    if dist.get_rank() == 0:
+        state = engine.module.state_dict()
+        assert state.keys() == TiedNames().state_dict().keys()
+        assert all(type(value) is torch.Tensor for value in state.values())
+        assert state["head.weight"].data_ptr() == state["model.embedding.weight"].data_ptr()
+        assert state["head.weight"].float().numpy().shape == (37, 12)
+        plain = TiedNames()
+        plain.load_state_dict(saved(state))
+        for name, weight in plain.named_parameters():
+            assert state[name].dtype == torch.bfloat16 and torch.equal(weight, masters[name])
+        blocks = engine.module.model.blocks
+        assert torch.equal(blocks.state_dict()["1.up.bias"], masters["model.blocks.1.up.bias"])
+    kept = engine.module.state_dict(keep_vars=True)
+    assert all(kept[name] is each for name, each in engine.module.named_parameters())
+    run(engine, steps=1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(zero_optimization=OFFLOADED_3), dict(zero_optimization=HPZ)],
+    ids=["offloaded", "hpZ"],
+)
+@ranks(4, ranks_per_node=2)
+def test_sharded_weights_are_gathered_as_fp32_masters_and_load_again(settings):
+    engine = engine_of(TiedNames(), **settings, **BF16)
+    run(engine, steps=1)
+    with torch.no_grad():
+        loss = loss_of(engine, tokens_of(0))  # leaves weights gathered, in bf16, or copies of them
+    state = engine.module.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    assert state["head.weight"] is state["model.embedding.weight"]
+    masters = getattr(engine.optimizer, "masters", {})
+    for name, parameter in engine.module.named_parameters():
+        assert torch.equal(state[name], masters.get(parameter, parameter).detach().full_tensor())
+    assert any((value != value.bfloat16()).any() for value in state.values())
+    part = engine.module.model.blocks[1].state_dict()
+    assert torch.equal(part["up.weight"], state["model.blocks.1.up.weight"])
+    expected = run(engine, steps=2)
+    engine.module.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+    with torch.no_grad():
+        assert loss_of(engine, tokens_of(0)) != loss
+    engine.module.load_state_dict(state)
+    with torch.no_grad():
+        assert loss_of(engine, tokens_of(0)) == loss
+    again = engine.module.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+    assert run(engine, steps=2) != expected  # with the moments of two more steps
+
+
+@ranks(3)
+def test_a_rank_that_gathers_alone_says_so_and_the_others_go_on():
+    engine = engine_of(stage=3, train_batch_size=9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_state_dicts, "LIMIT", timedelta(seconds=1))
+        for _ in range(2):
+            if dist.get_rank() == 0:
+                start = time.monotonic()
+                with pytest.raises(InputError, match=r"the ranks \[1, 2\] of 3 did not call it"):
+                    torch.save(engine.module.state_dict(), io.BytesIO())
+                assert 1 <= time.monotonic() - start < 10
+        dist.barrier()
+        if dist.get_rank() == 2:
+            for call in (engine.state_dict, partial(copy.deepcopy, engine.module)):
+                with pytest.raises(InputError, match=r"the ranks \[0, 1\] of 3"):
+                    call()
+        dist.barrier()
+    assert whole_state_dicts.LIMIT < timedelta(seconds=30)
+    if dist.get_rank() == 0:  # while the others are in GatheredParameters, below
+        state = engine.module.state_dict()
+        assert state.keys() == small_model().state_dict().keys()
+        assert all(type(value) is torch.Tensor and not value.numel() for value in state.values())
+        with pytest.raises(InputError, match="copy the model outside, on all ranks"):
+            copy.deepcopy(engine.module)
+    whole = gathered_parameters(engine.module)
+    for name, value in engine.module.state_dict().items():  # of all ranks, however often each tried
+        assert torch.equal(value, whole[name])
+        assert torch.equal(value, dict(small_model().named_parameters())[name].detach())

@@ -10,12 +10,13 @@ import json
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+from tests.zeropp.integrations.transformers_run import llama, samples
 
 STEPS, SAVED, RESUMED_STEPS = 2, 2, 4
 AUTO = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"} | {
@@ -29,19 +30,6 @@ ZERO3 = AUTO | {
 }
 WITH_SCHEDULE = ZERO3 | {"scheduler": {"type": "WarmupLR", "params": WARMUP}}
 ZERO2 = AUTO | {"zero_optimization": {"stage": 2}}
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **sizes, **heads))
-
-
-def samples() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 64, (64, 16), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def arguments(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ranks import ranks
-from tests.zeropp.optim.test_offload import FORMATS, OFFLOAD, offloaded, sharded
+from tests.zeropp.optim.test_offload import FORMATS, ON_HOST, offloaded, sharded
 from tests.zeropp.sharded_training import shard_on_nodes
 from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import fsdp_adapter as fsdp
@@ -15,8 +15,7 @@ from zeropp.fsdp_adapter.param_groups import groups_of
 @ranks(2)
 def test_fsdp_copies_no_gradient_of_weights_on_the_host(settings):
     """Each of its copies, of a mean that was rounded and is not used, would block the host."""
-    on_host = {"stage": 3, **OFFLOAD, "offload_param": {"device": "cpu"}}
-    sharding = sharded(on_host, settings)
+    sharding = sharded(ON_HOST, settings)
     offloaded(sharding)
     copied: list[bool] = []
     to = torch.Tensor.to

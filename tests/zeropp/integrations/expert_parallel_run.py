@@ -4,11 +4,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
+from tests.zeropp.integrations.transformers_run import losses as losses_of
 from zeropp.integrations.transformers import ZeroppCallback
 
 VOCAB_SIZE, STEPS, MICRO_BATCHES = 64, 4, 2
@@ -47,8 +48,4 @@ def losses(folder: Path, parallel: dict, *callbacks: ZeroppCallback) -> list[flo
         assert arguments.device.type == "cpu"  # starts accelerate, which expects GPUs
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     samples = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[*callbacks])
-    trainer.train()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses_of(Trainer(model, arguments, train_dataset=samples, callbacks=[*callbacks]))

@@ -8,14 +8,11 @@ from torch import nn
 
 from benchmarks.convergence.torchtitan_llama import sharded_llama
 from tests.ranks import ranks
+from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.sharding.foreign_experts import HAS_GROUPS, NO_GROUPS
 from zeropp.sharding.attach import Attached
 
 PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
-ZERO = {
-    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
-    "zero_quantized_gradients": True,
-}  # fmt: skip
 STEPS, LAYERS, EXPERT_STEPS = 3, 2, 4
 
 
@@ -51,7 +48,7 @@ def test_unquantized_it_learns_the_same_and_with_zeropp_it_sends_less(tensor_siz
     pytest.importorskip("torchtitan", exc_type=ImportError)  # here: only ranks need it
     expected = losses(sharded_llama(None, tensor_size, LAYERS)[0], tensor_size)
     sent = []
-    for config in (PLAIN, PLAIN | {"zero_optimization": ZERO}):
+    for config in (PLAIN, PLAIN | {"zero_optimization": ALL_THREE}):
         model, parallelize = sharded_llama(config, tensor_size, LAYERS)
         measured = losses(model, tensor_size)
         if config is PLAIN:
@@ -72,7 +69,7 @@ def test_experts_are_attached_on_a_mesh_of_their_own():
     options = {"steps": EXPERT_STEPS, "lr": 3e-4}
     expected = losses(sharded_qwen3(None)[0], **options)
     sent = []
-    for config in (PLAIN, PLAIN | {"zero_optimization": ZERO}):
+    for config in (PLAIN, PLAIN | {"zero_optimization": ALL_THREE}):
         model, parallelize = sharded_qwen3(config)
         measured = losses(model, **options)
         if config is PLAIN:

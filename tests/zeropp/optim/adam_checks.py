@@ -1,6 +1,7 @@
 """Tensors for Adam, also with extreme values, and comparisons with the reference, bit by bit."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
 
@@ -24,7 +25,20 @@ ADAM = AdamSettings(
 PLAIN = AdamSettings(
     lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, step=1, corrected=False
 )
-Run = Callable[[Arrays, Tensor | None, AdamSettings], None]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What does Adam's arithmetic on arrays of a device."""
+
+    name: str
+    run: Callable[[Arrays, Tensor | None, AdamSettings], None]
+    device: str = "cpu"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it takes one element after another."""
+        return self.name == "math.h"
 
 
 def arrays_of(
@@ -56,6 +70,14 @@ def edge_arrays(dtype: torch.dtype, copy: torch.dtype | None = None) -> Arrays:
     return Arrays(*([tensor] for tensor in flat), copies)
 
 
+def with_bf16_moments(arrays: Arrays) -> Arrays:
+    """The same with moments in bf16."""
+    means, squares = (
+        [tensor.bfloat16() for tensor in two] for two in (arrays.means, arrays.squares)
+    )
+    return arrays._replace(means=means, squares=squares)
+
+
 def copied(arrays: Arrays, device: str = "cpu", shifts: Sequence[int] = (0,) * 5) -> Arrays:
     """Copies on a device, each kind some elements behind the beginning of a piece of memory."""
 
@@ -77,12 +99,13 @@ def assert_same_bits(actual: Arrays, expected: Arrays) -> None:
 
 
 def check_against_reference(
-    run: Run, arrays: Arrays, factor: float | None, settings: AdamSettings, device: str = "cpu",
+    kernel: Kernel, arrays: Arrays, factor: float | None, settings: AdamSettings,
     shifts: Sequence[int] = (0,) * 5,
 ) -> None:  # fmt: skip
-    """`run` on copies of `arrays` on a device gives what the reference gives on the CPU."""
-    mine = copied(arrays, device, shifts)
-    run(mine, None if factor is None else torch.tensor(factor, device=device), settings)
+    """A kernel on copies of `arrays` on its device gives what the reference gives on the CPU."""
+    mine = copied(arrays, kernel.device, shifts)
+    own = None if factor is None else torch.tensor(factor, device=kernel.device)
+    kernel.run(mine, own, settings)
     lengths = tuple(map(len, arrays))
     assert_same_bits(mine, expected_arrays(Bits(*chain(*arrays)), lengths, factor, settings))
 

@@ -10,7 +10,7 @@ from tests.zeropp.optim.test_delayed_update import STEPS
 from tests.zeropp.optim.test_offload import (
     ADAM,
     FORMATS,
-    OFFLOAD,
+    ON_HOST,
     offloaded,
     plain,
     sharded,
@@ -24,7 +24,6 @@ from zeropp.capabilities.offload.offloaded import DelayedAdam
 
 pytestmark = MARKS
 LATE_CYCLES = 5_000_000  # some milliseconds: longer than a reduction of the small model
-ON_HOST = {"stage": 3, **OFFLOAD, "offload_param": {"device": "cpu"}}
 
 
 def on_gpu(sharding):

@@ -13,7 +13,7 @@ from tests.zeropp.deepspeed.small_engine import config_of, run
 from tests.zeropp.optim.test_offload import ADAM, FORMATS, offloaded, plain, sharded
 from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
-from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
+from zeropp import LossScaler, Sharding, ZeroConfig, optimizer_step, shard
 from zeropp.capabilities.offload.offload import HOST, Offload
 from zeropp.capabilities.offload.offloaded import DelayedAdam
 from zeropp.optim.step_or_skip import local_part
@@ -202,11 +202,6 @@ def test_the_delay_may_be_switched_off_and_on(tmp_path):
 
 def engine_of(config: dict) -> zeropp.Engine:
     return zeropp.initialize(model=small_model(), config=config)[0]
-
-
-def test_it_needs_the_optimizer_on_the_host():
-    with pytest.raises(InputError, match="delayed_param_update = true and zero_optim.*offload_opt"):
-        ZeroConfig.from_json({"zeropp": {"delayed_param_update": True}})
 
 
 def test_its_memory_is_logged(caplog):

@@ -5,21 +5,35 @@ import pytest
 from zeropp import InputError, LossScaler
 from zeropp.optim.loss_scale import DeepSpeedLossScaler
 
+CLEAN, OVERFLOW = False, True
 
-def test_halves_after_hysteresis_and_doubles_after_a_clean_window():
-    scaler = LossScaler(scale=1024.0, window=3, hysteresis=2)
-    scales = []
-    for overflow in (True, True, False, False, False, True, True):
+
+@pytest.mark.parametrize(
+    ("settings", "moves", "scales"),
+    [
+        (
+            {"scale": 1024.0, "window": 3, "hysteresis": 2},
+            [OVERFLOW, OVERFLOW, CLEAN, CLEAN, CLEAN, OVERFLOW, OVERFLOW],
+            [1024, 512, 512, 512, 1024, 1024, 512],
+        ),
+        (  # the hysteresis is not restored before the window ends
+            {"scale": 64.0, "window": 10, "hysteresis": 2},
+            [OVERFLOW, OVERFLOW, CLEAN, OVERFLOW],
+            [64, 32, 32, 16],
+        ),
+        (
+            {"scale": 128.0, "dynamic": False, "hysteresis": 1, "window": 1},
+            [OVERFLOW, CLEAN, OVERFLOW],
+            [128, 128, 128],
+        ),
+    ],
+)
+def test_scales_after_each_step(settings, moves, scales):
+    scaler, seen = LossScaler(**settings), []
+    for overflow in moves:
         scaler.update(overflow)
-        scales.append(scaler.scale)
-    assert scales == [1024, 512, 512, 512, 1024, 1024, 512]
-
-
-def test_hysteresis_is_not_restored_before_the_window_ends():
-    scaler = LossScaler(scale=64.0, window=10, hysteresis=2)
-    for overflow in (True, True, False, True):
-        scaler.update(overflow)
-    assert scaler.scale == 16
+        seen.append(scaler.scale)
+    assert seen == scales
 
 
 def test_overflow_at_the_smallest_scale_ends_training():
@@ -28,13 +42,6 @@ def test_overflow_at_the_smallest_scale_ends_training():
     assert scaler.scale == 1
     with pytest.raises(InputError, match="smallest loss scale"):
         scaler.update(True)
-
-
-def test_fixed_scale_stays():
-    scaler = LossScaler(scale=128.0, dynamic=False, hysteresis=1, window=1)
-    for overflow in (True, False, True):
-        scaler.update(overflow)
-    assert scaler.scale == 128
 
 
 def test_resuming_from_its_state_changes_nothing():

@@ -42,7 +42,7 @@ class EmulatedLibrary:
 
     def layout_ops(self) -> LayoutOps:
         """The four ops."""
-        return LayoutOps(CpuKernels(self))
+        return LayoutOps(CpuKernels(self), slow=True)
 
 
 def load(folder: Path) -> EmulatedLibrary:

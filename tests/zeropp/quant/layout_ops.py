@@ -12,9 +12,11 @@ from zeropp.quant.packing import RowLayout
 
 @dataclass(frozen=True)
 class LayoutOps:
-    """The ops of a backend, called directly."""
+    """The ops of a backend, called directly, on a device; emulated ones are `slow`."""
 
     backend: Backend
+    device: str = "cpu"
+    slow: bool = False
 
     def quantize(self, rows: Tensor, layout: RowLayout, fold: int) -> Tensor:
         packed = rows.new_empty((len(rows), layout.packed_bytes), dtype=torch.uint8)

@@ -26,23 +26,24 @@ def copied(values: torch.Tensor, device: str, shift: int) -> torch.Tensor:
 
 
 def check_rows(
-    kernels: LayoutOps, rows: torch.Tensor, layout: RowLayout, fold: int, device: str = "cpu",
-    shift: int = 0,
-) -> torch.Tensor:  # fmt: skip
+    kernels: LayoutOps, rows: torch.Tensor, layout: RowLayout, fold: int = 1, shift: int = 0
+) -> torch.Tensor:
     """Quantize and, into every type, dequantize; returns the packed rows, on the CPU."""
-    packed = torch.empty(len(rows), layout.packed_bytes, dtype=torch.uint8, device=device)
-    kernels.quantize_into(copied(rows, device, shift), packed.fill_(UNTOUCHED), layout, fold)
+    packed = torch.empty(len(rows), layout.packed_bytes, dtype=torch.uint8, device=kernels.device)
+    kernels.quantize_into(
+        copied(rows, kernels.device, shift), packed.fill_(UNTOUCHED), layout, fold
+    )
     right, numbers = expected_rows(Bits(rows), layout, fold)
     assert_same_bytes(packed, right, layout)
     for dtype, expected in zip(FLOATS, numbers, strict=True):
-        own = copied(torch.full_like(expected, 7), device, shift)
+        own = copied(torch.full_like(expected, 7), kernels.device, shift)
         kernels.dequantize(packed, own, layout, fold)
         assert torch.equal(bits_of(own.cpu()), bits_of(expected)), dtype
     return right
 
 
 def check_requantized(
-    kernels: LayoutOps, rows: torch.Tensor, layout: RowLayout, device: str = "cpu", shift: int = 0
+    kernels: LayoutOps, rows: torch.Tensor, layout: RowLayout, shift: int = 0
 ) -> None:
     """Quantize by the scales that were held, again and again, as the numbers change."""
     bits = tuple(16 if bits == 16 else 8 for bits in layout.bits)
@@ -52,8 +53,9 @@ def check_requantized(
         values = (rows.float().nan_to_num(0.0) * factor).clamp(-6e4, 6e4).to(rows.dtype)
         right = torch.empty_like(held)
         reference.requantize_into(values, held, right, layout)
-        packed = torch.empty_like(held, device=device).fill_(UNTOUCHED)
-        kernels.requantize_into(copied(values, device, shift), held.to(device), packed, layout)
+        packed = torch.empty_like(held, device=kernels.device).fill_(UNTOUCHED)
+        own, held = copied(values, kernels.device, shift), held.to(kernels.device)
+        kernels.requantize_into(own, held, packed, layout)
         if factor == factor:  # the bits of a NaN among raw values are not defined
             assert_same_bytes(packed, right, layout)
         held = right
@@ -61,17 +63,17 @@ def check_requantized(
 
 def check_sums(
     kernels: LayoutOps, packed: torch.Tensor, layout: RowLayout, onto: RowLayout, terms: int,
-    device: str = "cpu", shift: int = 0,
+    shift: int = 0,
 ) -> None:  # fmt: skip
     """Sums of `terms` rows of `packed`, which is on the CPU, packed again; sums of all of them."""
-    on_device = packed.to(device)
+    on_device = packed.to(kernels.device)
     count = len(packed) // terms
-    reduced = torch.empty(count, onto.packed_bytes, dtype=torch.uint8, device=device)
+    reduced = torch.empty(count, onto.packed_bytes, dtype=torch.uint8, device=kernels.device)
     kernels.reduce_quantize_into(on_device, reduced.fill_(UNTOUCHED), layout, onto)
     right, numbers = expected_sums(Bits(packed), layout, onto, terms)
     assert_same_bytes(reduced, right, onto)
     for dtype, expected in zip(FLOATS, numbers, strict=True):
-        own = copied(torch.full_like(expected, 7), device, shift)
+        own = copied(torch.full_like(expected, 7), kernels.device, shift)
         kernels.reduce_dequantize(on_device, own, layout)
         assert torch.equal(bits_of(own.cpu()), bits_of(expected)), dtype
 

@@ -13,6 +13,8 @@ from zeropp.settings.zero_config import ZeroConfig
 
 KEYS = {dotted: entry for dotted, entry in all_keys(ZeroConfig).items() if entry.subsection is None}
 ZERO = "zero_optimization."
+STEPS = {"weight_steps": True}
+BOTH = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2}
 
 
 @settings(max_examples=80, deadline=None)
@@ -132,6 +134,22 @@ def test_one_long_line_is_shown_around_the_mistake() -> None:
         ({"zeropp": {"ranks_per_node": 0}}, ["zeropp.ranks_per_node = 0", "at least 1"]),
         ({ZERO[:-1]: {"zero_hpz_partition_size": 0}}, ["zero_hpz_partition_size = 0"]),
         ({ZERO[:-1]: {"mics_shard_size": 2}}, ["mics_shard_size = 2"]),
+        (
+            {ZERO[:-1]: {"stage": 3, "zero_hpz_partition_size": 2}, "zeropp": STEPS},
+            ["weight_steps = true and", ".zero_quantized_weights = false: incremental updates"],
+        ),
+        (
+            {ZERO[:-1]: {"stage": 3, "zero_quantized_weights": True}, "zeropp": STEPS},
+            ["zero_hpz_partition_size = 1: incremental updates change the copies"],
+        ),
+        (
+            {ZERO[:-1]: BOTH, "zeropp": STEPS | {"weight_bits": 4}},
+            ["zeropp.weight_bits = 4: incremental updates change INT8 codes"],
+        ),
+        (
+            {ZERO[:-1]: BOTH, "zeropp": STEPS | {"code_messages": 2}},
+            ["code_messages = 2: expected true or false or null"],
+        ),
         (
             {ZERO[:-1]: {"stage": 3, "offload_param": {"device": "nvme"}}},
             ['offload_param.device = "nvme"', '"cpu" and "none" are'],

@@ -139,6 +139,7 @@ def test_the_tutorials_file_is_read(tmp_path: Path) -> None:
         {"zeropp.sync_store": "host:29400", "zeropp.sync_delay": 1},
         {"zeropp.sync_delay": 2, "zeropp.sync_every": {"0": 1, "9": 2, "20": 5}},
         {"zeropp.delayed_param_update": True, "zeropp.sync_every": {"0": 1, "9": 2}},
+        {"zeropp.delayed_param_update": True, ZERO + "offload_optimizer.device": "none"},
         {
             "train_batch_size": 9,
             "train_micro_batch_size_per_gpu": 2,

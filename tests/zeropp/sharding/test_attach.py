@@ -5,28 +5,18 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
+from tests.zeropp.prescribed_gradients import ALL_THREE as ZERO
+from tests.zeropp.small_model import SmallModel, in_parts, loss_of, small_model, tokens_of, whole
 from zeropp import InputError
 from zeropp import fsdp_adapter as fsdp
 
 PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
-ZERO = {
-    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
-    "zero_quantized_gradients": True,
-}  # fmt: skip
 ZEROPP = PLAIN | {"zero_optimization": ZERO}
 STEPS = 2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -66,29 +56,6 @@ def train(
     return losses + [whole(weight).double().sum().item() for weight in model.parameters()]
 
 
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"clip": 0.1},
-        {"micro_batches": 3},
-        {"micro_batches": 3, "once": False},
-    ],
-)
-@ranks(4)
-def test_unquantized_it_trains_as_before(options):
-    expected = train(sharded(), **options)
-    model = sharded()
-    attached = zeropp.attach(model, PLAIN)
-    assert train(model, **options) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    count = options.get("micro_batches", 1)
-    sent = attached.expected_traffic(count, reduces_once=options.get("once", True))
-    assert attached.traffic.take() == {key: STEPS * num_bytes for key, num_bytes in sent.items()}
-
-
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
 @ranks(4)
 def test_with_all_of_zeropp_it_sends_less_and_learns_the_same(policy):
@@ -122,24 +89,6 @@ def test_coding_messages_changes_no_digit():
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("factor", [None, 1.0, 7.0])
-@ranks(2)
-def test_the_owners_factor_divides(factor):
-    losses = []
-    for attaches in (False, True):
-        model = sharded()
-        if factor is not None:
-            for unit in model.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.set_gradient_divide_factor(factor)
-                    unit.set_force_sum_reduction_for_comms(True)  # gloo has no other with a factor
-        if attaches:
-            zeropp.attach(model, PLAIN | {"zeropp": {"ranks_per_node": 1}})
-        loss_of(model, tokens_of(dist.get_rank())).backward()
-        losses.append([weight.grad.full_tensor().flatten() for weight in model.parameters()])
-    torch.testing.assert_close(torch.cat(losses[0]), torch.cat(losses[1]), rtol=1e-5, atol=1e-7)
-
-
 @ranks(4)
 def test_detached_it_is_what_it_was():
     model = sharded()
@@ -151,40 +100,6 @@ def test_detached_it_is_what_it_was():
     attached.detach()
     loss_of(model, tokens_of(1)).backward()
     assert attached.traffic.sent == sent and attached.copies.nbytes == 0
-
-
-class Untied(nn.Module):
-    """A model whose last norm and head are one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding = nn.Embedding(37, 12)
-        self.blocks = nn.ModuleList([nn.Linear(12, 12) for _ in range(2)])
-        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, 37)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + F.gelu(block(x))
-        return self.head(self.norm(x))
-
-
-def untied() -> nn.Module:
-    model, mesh = Untied(), init_device_mesh("cpu", (4,))
-    for unit in (*model.blocks, [model.norm, model.head]):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.blocks[1])
-    return fully_shard(model, mesh=mesh)
-
-
-@ranks(4)
-def test_modules_in_one_unit_and_units_that_stay_gathered():
-    expected, model = train(untied(), micro_batches=2), untied()
-    attached = zeropp.attach(model, PLAIN)
-    assert train(model, micro_batches=2) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert list(attached.units) == ["", "blocks.0", "blocks.1", "norm"]
-    sent = {key: STEPS * num_bytes for key, num_bytes in attached.expected_traffic(2).items()}
-    assert attached.traffic.take() == sent
 
 
 @ranks(2)
@@ -257,11 +172,14 @@ def test_what_cannot_be_attached_is_named():
 @ranks(4)
 def test_a_mistake_of_one_rank_is_an_error_on_all():
     model, is_wrong = sharded(), dist.get_rank() == 2
-    parallel = in_parts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+    parallel = sharded_in_parts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
     other = {"zero_optimization": ZERO | {"zero_hpz_partition_size": 1}}
     for wrong, message in (
         ("no_such.json", "cannot read the configuration no_such.json"),
-        ({"zero_optimization": ZERO | {"zero_hpz_partition_size": 3}}, "_size = 3 (does|counts)"),
+        (
+            {"zero_optimization": ZERO | {"zero_hpz_partition_size": 3}},
+            "_size = 3 (does|counts)",
+        ),
         (ZEROPP | other, "zero_hpz_partition_size is 2 on rank 0 and 1 on rank 2: give all ranks"),
         (ZEROPP | {"zeropp": {"ranks_per_node": 1}}, "ranks_per_node is 2 on rank 0 and 1 on"),
         (ZEROPP | {"communication_data_type": "bf16"}, "communication_data_type is None on rank 0"),
@@ -317,14 +235,12 @@ def test_ranks_with_other_models_are_told_what_differs(is_whole):
         zeropp.shard([], init_device_mesh("cpu", (2,)), None) if is_whole else zeropp.attach([], {})
 
 
-def in_parts(mesh: DeviceMesh) -> SmallModel:
+def sharded_in_parts(mesh: DeviceMesh) -> SmallModel:
     """A model whose blocks are in tensor-parallel parts, sharded along the other axis."""
-    model = small_model()
-    for block in model.blocks:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(block, mesh["tensor"], plan)
-        fully_shard(block, mesh=mesh["data"])
-    return fully_shard(model, mesh=mesh["data"])
+    model = in_parts(mesh)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh["data"])
+    return model
 
 
 @ranks(2)
@@ -359,3 +275,34 @@ def test_units_with_other_collectives_keep_them():
     own.set_custom_all_gather(type("Own", (), {"allocate": None, "__call__": None})())
     attached = zeropp.attach(model, ZEROPP)
     assert list(attached.skipped) == ["blocks.1"] and "blocks.1" not in attached.units
+
+
+class Branch(nn.Module):
+    """The gradients of `first` are 0, if it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x: torch.Tensor, uses_first: bool) -> torch.Tensor:
+        return self.last(self.first(x) if uses_first else x)
+
+
+@ranks(4)
+def test_replicas_agree():
+    """Replicas that differ are refused. A parameter that one of them has used, with gradients of 0,
+    is stepped on all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    is_second = dist.get_rank() >= 2
+    other = ZEROPP | {"zero_optimization": ZERO | {"zero_quantized_gradients": False}}
+    with pytest.raises(InputError, match=r"_gradients is True on rank \d and False on rank \d"):
+        zeropp.attach(sharded(mesh), other if is_second else ZEROPP)
+    frozen = small_model()
+    frozen.blocks[0].up.requires_grad_(not is_second)
+    with pytest.raises(InputError, match=r"up.weight is .* trained on rank \d and .* frozen on"):
+        zeropp.attach(fully_shard(frozen, mesh=mesh), PLAIN)
+    model = fully_shard(Branch(), mesh=mesh)
+    zeropp.attach(model, PLAIN)
+    model(torch.ones(2, 4), not is_second).sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())

@@ -1,17 +1,16 @@
 """Experts that are sharded over other ranks than the rest of their blocks, attached."""
 
 import copy
-from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 import zeropp
 from tests.ranks import ranks
+from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.sharding.foreign_experts import (
     HAS_GROUPS,
     LAYOUTS,
@@ -19,15 +18,13 @@ from tests.zeropp.sharding.foreign_experts import (
     sharded_experts,
     tokens_of,
 )
+from tests.zeropp.small_model import whole
 from zeropp import InputError
 from zeropp import fsdp_adapter as fsdp
+from zeropp.optim.step_or_skip import local_part
 
 PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
-ZERO = {
-    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
-    "zero_quantized_gradients": True,
-}  # fmt: skip
-ZEROPP = {"zero_optimization": ZERO, "zeropp": {"ranks_per_node": 2}}
+ZEROPP = {"zero_optimization": ALL_THREE, "zeropp": {"ranks_per_node": 2}}
 STEPPED = ZEROPP | {"zeropp": {"ranks_per_node": 2, "weight_steps": True, "code_messages": True}}
 STEPS = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -57,45 +54,12 @@ def last_loss(model: FSDPModule, steps: int = 5) -> float:
     return losses.sum().item() / dist.get_world_size()
 
 
-def local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
-
-
-@pytest.mark.parametrize(
-    ("layout", "size", "once"),
-    [
-        *((layout, 2, bool(index % 2)) for index, layout in enumerate(LAYOUTS)),
-        ("torchtitan", 4, True),
-        ("transformers", 4, False),
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(4)
-def test_unquantized_it_trains_as_before(layout: str, size: int, once: bool) -> None:
-    losses, sums = train(sharded_experts(layout, size), once=once)
-    model = sharded_experts(layout, size)
-    attached = zeropp.attach(model, PLAIN)
-    assert attached.skipped == {}
-    assert "" in attached.units
-    assert ("blocks.1" in attached.units) is (layout != "one unit")
-    attached_losses, attached_sums = train(model, once=once)
-    assert attached_losses == pytest.approx(losses, rel=1e-6)
-    assert attached_sums == pytest.approx(sums, rel=1e-5, abs=1e-5)
-    sent = attached.expected_traffic(2, reduces_once=once)
-    assert attached.traffic.take() == {key: STEPS * each for key, each in sent.items()}
-
-
-@pytest.mark.parametrize(
-    ("layout", "config"), [*product(LAYOUTS, [STEPPED]), ("torchtitan", ZEROPP)]
-)
-@ranks(4)
-def test_with_all_of_zeropp_it_learns_the_same_and_sends_less(layout: str, config: dict) -> None:
+def test_with_all_of_zeropp_it_learns_the_same_and_sends_less(layout: str) -> None:
     expected = last_loss(sharded_experts(layout, mp_policy=BF16))
     model = sharded_experts(layout, mp_policy=BF16)
-    attached = zeropp.attach(model, config)
+    attached = zeropp.attach(model, STEPPED)
     assert last_loss(model) == pytest.approx(expected, rel=3e-3)
     across = sum(n for (_, hop), n in attached.traffic.take().items() if hop == "across_nodes")
     plain = attached.plain_traffic(2).items()
@@ -120,7 +84,7 @@ def test_detached_it_is_what_it_was(layout: str) -> None:
             unit.unshard()
             other.get_submodule(name).unshard()
         for own, its in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(local(own), local(its))
+            assert torch.equal(local_part(own), local_part(its))
     attached.detach()
     assert before == [*map(fsdp.collectives_of, fsdp.named_units(model).values())]
     assert train(model) == train(sharded_experts(layout))

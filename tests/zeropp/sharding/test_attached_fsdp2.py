@@ -60,19 +60,6 @@ def gradients(model: nn.Module) -> Iterator[Tensor | None]:
         yield gradient.to_local().clone() if isinstance(gradient, DTensor) else gradient
 
 
-def frozen(prepare: Prepare) -> Iterator[Any]:
-    """Whole units and parts of units, which change between steps."""
-    model = small_model()
-    model.blocks[0].requires_grad_(False)
-    model.blocks[1].up.weight.requires_grad_(False)
-    sharded(model, prepare)
-    for number in range(3):
-        model(tokens(number)).square().sum().backward()
-        yield from gradients(model)
-        model.zero_grad()
-        model.blocks[number % 2].down.requires_grad_(number == 0)
-
-
 def mixed_precision(prepare: Prepare, *, policy: MixedPrecisionPolicy) -> Iterator[Any]:
     model, mesh = small_model(), init_device_mesh("cpu", (2,))
     for block in model.blocks:
@@ -84,15 +71,6 @@ def mixed_precision(prepare: Prepare, *, policy: MixedPrecisionPolicy) -> Iterat
         output.square().sum().backward()
         yield from gradients(model)
         model.zero_grad()
-
-
-def clipped(prepare: Prepare) -> Iterator[Any]:
-    model = sharded(small_model(), prepare)
-    for norm_type in (1.0, 2.0, float("inf")):
-        model(tokens(1)).square().sum().backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3, norm_type)
-        yield norm.full_tensor()
-        yield from gradients(model)
 
 
 def scaled(prepare: Prepare) -> Iterator[Any]:
@@ -322,7 +300,7 @@ POLICIES = {
 }
 SUBJECTS = {
     subject.__name__: subject
-    for subject in (frozen, clipped, scaled, states, autograd, nested, alone, extended, ignored)
+    for subject in (scaled, states, autograd, nested, alone, extended, ignored)
 } | {name: partial(mixed_precision, policy=policy) for name, policy in POLICIES.items()}
 SUBJECTS |= {"adapters": adapters, "pipelined": pipelined}
 

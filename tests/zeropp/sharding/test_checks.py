@@ -1,9 +1,6 @@
 """What `zeropp.shard` cannot do ends on every rank with an error that says what to change."""
 
-import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import ranks
+from tests.zeropp.deepspeed.small_engine import logged
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, Sharding, shard
@@ -36,21 +34,6 @@ def refused(message: str, zero: dict, ranks_per_node: int | None, model=None) ->
     assert all(
         parameter is current for parameter, current in zip(before, model.parameters(), strict=True)
     )
-
-
-@contextmanager
-def log_lines() -> Iterator[list[str]]:
-    """What the library logs inside the block."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("zeropp")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
 
 @ranks(4)
@@ -246,12 +229,15 @@ def test_the_description_of_a_copy_larger_than_a_node():
     weights = described(shard(small_model(), data_mesh(), zero_config(zero, 1)))["weights"]
     assert "then 32 bit among 2 across nodes\nkept" in weights
     larger = zero_config(ALL_THREE | {"zero_hpz_partition_size": 4}, 2)
-    with log_lines() as lines:
+    with logged() as lines:
         whole = described(shard(small_model(), data_mesh(), larger))["weights"]
     assert "INT8 among 4 ranks in and across nodes" in whole
     assert len(lines) == 1 and "zero_hpz_partition_size = 4 covers all ranks" in lines[0]
-    with log_lines() as lines:
+    with logged() as lines:
         one_node = shard(small_model(), data_mesh(), zero_config(ALL_THREE | TUTORIAL, 4))
+    with logged() as of_two_nodes:
+        halves = shard(small_model(), data_mesh(), zero_config(ALL_THREE | TUTORIAL, 2))
+    assert halves.plan.units[-1].axis.weights.inner == 2 and len(of_two_nodes) == 1
     assert one_node.roots[0].copies is None and "INT8 among 4" in described(one_node)["weights"]
     assert len(lines) == 1 and "using the 4 ranks of one node; a copy sharded" in lines[0]
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.sharding.expert_model import VOCAB_SIZE, ExpertModel, expert_mesh
+from tests.zeropp.small_model import whole
 from zeropp import InputError, Sharding, ZeroConfig, optimizer_step, shard
 
-WORLD, EXPERTS, STEPS = 4, 8, 3
+WORLD, EXPERTS, STEPS = 4, 8, 2
 
 
 def tokens_of(step: int, num_micro_batches: int) -> list[list[torch.Tensor]]:
@@ -63,10 +63,6 @@ def train_alone(num_micro_batches: int) -> tuple[list[float], ExpertModel]:
         optimizer.step()
         optimizer.zero_grad()
     return norms, model
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.parametrize(

@@ -13,43 +13,10 @@ from tests.zeropp.sharded_training import (
     QWZ,
     evaluate,
     load_random_weights,
-    random_like,
     shard_on_nodes,
     step,
 )
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
-
-
-class StepOfFrozen(torch.optim.SGD):
-    """Its step also moves weights that have no gradients, as a target network's."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        super().step()
-        self.param_groups[0]["params"][0].mul_(0.5)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, StepOfFrozen])
-@ranks(4)
-def test_frozen_weights_that_an_optimizer_steps_are_seen(kind):
-    """By gradients that are written, as in evolution strategies, or without any."""
-
-    def losses(zero: dict) -> list[float]:
-        model = small_model().requires_grad_(False)
-        sharding = shard_on_nodes(zero, model)
-        weights = [*model.parameters()]
-        optimizer = kind(weights, lr=0.5)
-        values = [evaluate(sharding)]
-        for _ in range(2):
-            if kind is torch.optim.SGD:
-                weights[0].grad = random_like(weights[0], 3)
-            optimizer.step()
-            values.append(evaluate(sharding))
-        return values
-
-    expected = losses(QWZ)
-    assert len({*expected}) == 3
-    assert losses(BOTH) == expected
 
 
 @pytest.mark.parametrize("zero", [BOTH, {"stage": 2}])

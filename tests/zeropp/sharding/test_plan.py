@@ -32,13 +32,12 @@ def held(units: tuple[fsdp.FSDPModule, ...]) -> list[Counter]:
     return [Counter(fsdp.own_specs(unit)) for unit in units]
 
 
-@pytest.mark.parametrize("dtype", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @ranks(3)
-def test_units_of_random_models_hold_what_was_planned(dtype: dict) -> None:
+def test_units_of_random_models_hold_what_was_planned() -> None:
     mesh = data_mesh()
-    for seed in range(6):
-        for zero in (*SETTINGS, STORED):
-            config = zero_config(zero, **dtype)
+    for seed in range(8):
+        for zero in (*SETTINGS, STORED)[seed % 2 :: 2]:
+            config = zero_config(zero, bf16={"enabled": seed % 4 < 2})
             build = frozen_but_for_biases if zero is STORED else RandomModel
             model, twin = build(seed), build(seed)
             axis = DataAxis.of(config, Nodes(num_ranks=3, ranks_per_node=3))

@@ -1,6 +1,8 @@
-"""Random calls on random models: attached, they compute what they do under plain FSDP2.
+"""Random calls on random models: what is kept of weights changes no digit.
 
-Set RANDOM_ATTACH to draw more sequences than the suite does.
+Attached, models compute what they do under plain FSDP2. Sharded or attached, they compute the same
+with hpZ's copies as without them, whether writes are told or not, and whether what an evaluation
+has gathered is released. Set RANDOM_ATTACH to draw more sequences than the suite does.
 """
 
 import os
@@ -16,12 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 import zeropp
 from tests.ranks import ranks
+from tests.zeropp.prescribed_gradients import data_mesh, zero_config
+from tests.zeropp.sharded_training import random_like
 from tests.zeropp.sharding.foreign_experts import HAS_GROUPS, LAYOUTS, sharded_experts
 from tests.zeropp.small_model import SmallModel, loss_of, tokens_of
 
 SEQUENCES = int(os.environ.get("RANDOM_ATTACH", "2"))
 PLAIN = {"stage": 3}
 QWZ = PLAIN | {"zero_quantized_weights": True}
+HPZ = {"zero_hpz_partition_size": 2}
+BOTH = QWZ | HPZ
 CALLS = (
     "train", "train", "train", "evaluate", "step", "step", "skip", "load", "unshard", "write",
     "write", "notify", "interrupt", "clip", "freeze",
@@ -82,11 +88,25 @@ class Drawn:
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshards)
 
     def run(self, count: int) -> list[float]:
+        self.send_what_is_told()
         for number in range(count):
             getattr(self, self.draw.choice(CALLS))(number)
         self.step(count)
         self.evaluate(count)
         return self.losses
+
+    def send_what_is_told(self) -> None:
+        """A step of some micro-batches, which reduces in each of them or once."""
+        count, once = self.draw.randint(1, 3), self.draw.random() < 0.5
+        for index in range(count):
+            self.model.set_requires_gradient_sync(not once or index == count - 1)
+            loss = self.loss(tokens_of(300 + index).chunk(4)[dist.get_rank()]) / count
+            loss.backward()
+            self.losses.append(loss.item())
+        if self.attached is not None:
+            expected = self.attached.expected_traffic(count, reduces_once=once)
+            assert self.attached.traffic.take() == expected
+        self.step(0)
 
     def train(self, number: int) -> None:
         syncs = self.draw.random() < 0.6
@@ -191,6 +211,97 @@ class DrawnExperts(Drawn):
 KINDS = [Drawn, DrawnExperts] if HAS_GROUPS else [Drawn]
 
 
+class Halving(torch.optim.Optimizer):
+    """A user's optimizer, whose writes do not change tensor versions."""
+
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.to_local().data.mul_(0.9)
+
+
+class DrawnShard(Drawn):
+    """A model that `zeropp.shard` has sharded; some blocks may be left out of a pass, or repeated.
+
+    With `told`, writes are told; with `releases`, an evaluation leaves nothing gathered.
+    """
+
+    def __init__(
+        self, seed: int, zero: dict, *, told: bool = False, releases: bool = False, **zeropp: object
+    ) -> None:
+        self.zero, self.told, self.releases, self.zeropp = zero, told, releases, zeropp
+        super().__init__(seed, None)
+        kind = self.draw.choice(["fused", "foreach", "own"])
+        if kind == "own":
+            self.optimizer = Halving(self.weights, {})
+        self.swarm = torch.optim.SGD(self.weights, lr=0.5)
+
+    def sharded_model(self, draw: random.Random) -> FSDPModule:
+        model = SmallModel(draw.randint(2, 4))
+        for block in model.blocks:
+            if draw.random() < 0.3:
+                block.forward = recomputed(block)
+        config = zero_config(self.zero, 2, zeropp=self.zeropp)
+        self.sharding = zeropp.shard(model, data_mesh(), config)
+        return model
+
+    def run(self, count: int) -> list[float]:
+        for number in range(count):
+            getattr(self, self.draw.choice([*CALLS, "evolve", "leave_out", "leave_out"]))(number)
+        self.step(count)
+        self.evaluate(count)
+        return self.losses
+
+    def train(self, number: int) -> None:
+        with self.sharding.micro_step(last=self.draw.random() < 0.6):
+            loss = self.loss(tokens_of(100 + number).chunk(4)[dist.get_rank()])
+            loss.backward()
+        self.losses.append(loss.item())
+
+    def evaluate(self, number: int) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.losses.append(self.loss(tokens_of(number)).item())
+        self.model.train()
+        if self.draw.random() < 0.5 or self.releases:
+            self.sharding.release()
+
+    def leave_out(self, number: int) -> None:
+        """What was gathered ahead for a block that is not used may be older than the next pass."""
+        indices = range(len(self.model.blocks))
+        self.model.order = tuple(self.draw.choices(indices, k=self.draw.randint(1, 4)))
+        self.evaluate(number)
+        self.model.order = None
+
+    def freeze(self, number: int) -> None:
+        """Also where there are gradients, with which a weight is stepped."""
+        weight = self.draw.choice(self.weights)
+        weight.requires_grad_(not weight.requires_grad)
+
+    def evolve(self, number: int) -> None:
+        """Step weights, frozen ones too, by gradients that are written."""
+        self.optimizer.zero_grad()
+        for weight in self.draw.sample(self.weights, 2):
+            weight.grad = random_like(weight, number)
+        self.swarm.step()
+        self.swarm.zero_grad()
+
+    def skip(self, number: int) -> None:
+        self.sharding.discard_gradients()
+
+    def unshard(self, number: int) -> None:
+        self.sharding.release()
+
+    def write(self, number: int) -> None:
+        super().write(number)
+        if self.told:
+            self.sharding.weights_changed()
+
+    def notify(self, number: int) -> None:
+        super().notify(number)
+        self.sharding.weights_changed()
+
+
 def recomputed(block: nn.Module):
     forward = type(block).forward.__get__(block)
     return lambda x: checkpoint(forward, x, use_reentrant=False)
@@ -209,5 +320,23 @@ def test_nothing_quantized_computes_the_same(seed, kind):
 @ranks(4, timeout=120)
 def test_copies_change_no_bit(seed, kind):
     expected = kind(seed, QWZ).run(10)
-    drawn = kind(seed, QWZ | {"zero_hpz_partition_size": 2})
+    drawn = kind(seed, BOTH)
     assert drawn.run(10) == expected
+
+
+@pytest.mark.parametrize(
+    ("zero", "others", "common"),
+    [
+        (QWZ, {"zero": BOTH}, {}),
+        (PLAIN, {"zero": PLAIN | HPZ}, {}),
+        (BOTH, {"code_messages": True}, {"weight_steps": True, "code_messages": False}),
+        ({"stage": 2}, {"told": True, "releases": True}, {}),
+        ({"stage": 0}, {"told": True, "releases": True}, {}),
+    ],
+    ids=["qwZ, copies", "copies", "steps of codes, coded", "stage 2, told", "stage 0, told"],
+)
+@pytest.mark.parametrize("seed", range(SEQUENCES + 1))
+@ranks(4, timeout=120)
+def test_sharded_what_is_kept_changes_no_bit(seed, zero, others, common):
+    expected = DrawnShard(seed, zero, **common).run(12)
+    assert DrawnShard(seed, **{"zero": zero} | common | others).run(12) == expected

@@ -1,4 +1,4 @@
-"""Activation checkpointing, in each way a model may use it, changes no loss and no traffic."""
+"""Activation checkpointing and compilation, in each way a model may use them, change nothing."""
 
 from itertools import product
 
@@ -56,11 +56,27 @@ def checkpoint_by_wrapper(reentrant: bool) -> SmallModel:
     return model
 
 
+def compile_blocks(_: bool) -> SmallModel:
+    model = small_model()
+    model.blocks = nn.ModuleList(
+        [torch.compile(block, backend="eager", fullgraph=True) for block in model.blocks]
+    )
+    return model
+
+
+def compile_in_place(_: bool) -> SmallModel:
+    model = small_model()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return model
+
+
 WAYS = {
     "inside": checkpoint_inside_blocks,
     "outside": checkpoint_around_blocks,
     "wrapper": checkpoint_by_wrapper,
 }
+COMPILED = {"wrapped": compile_blocks, "in place": compile_in_place}
 
 
 def train_and_evaluate(model: SmallModel, zero: dict) -> tuple[list[float], dict[str, int]]:
@@ -85,14 +101,16 @@ def norms(model: nn.Module) -> list[float]:
         (ALL_THREE, list(product(WAYS, (False, True)))),
         ({"stage": 3}, [("outside", True)]),
         ({"stage": 2, "zero_quantized_gradients": True}, [("inside", True), ("outside", False)]),
+        (ALL_THREE, [("wrapped", False)]),
+        ({"stage": 2, "zero_quantized_gradients": True}, [("in place", False)]),
     ],
 )
-@ranks(4)
-def test_recomputation_changes_no_bit_and_no_byte(zero, ways):
+@ranks(4, timeout=180)
+def test_recomputation_and_compilation_change_no_bit_and_no_byte(zero, ways):
     """DeepSpeed issues #4784; FSDP2: the wrapping goes inside `fully_shard`."""
     expected, sent = train_and_evaluate(small_model(), zero)
     for way, reentrant in ways:
-        values, sent_again = train_and_evaluate(WAYS[way](reentrant), zero)
+        values, sent_again = train_and_evaluate((WAYS | COMPILED)[way](reentrant), zero)
         assert values == expected, (way, reentrant)
         if zero.get("zero_hpz_partition_size"):
             across = [key for key in sent if key[1] == "across_nodes"]

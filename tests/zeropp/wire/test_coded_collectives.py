@@ -1,6 +1,6 @@
 """Copies that steps bring up to date: equal on all nodes, near the weights, and few bytes."""
 
-import logging.handlers
+import logging
 import os
 import random
 
@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import ranks
+from tests.zeropp.deepspeed.small_engine import logged
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import (
     BOTH,
-    HPZ,
-    QWZ,
     evaluate,
     load_random_weights,
     restore_codes,
@@ -21,7 +20,7 @@ from tests.zeropp.sharded_training import (
     step,
 )
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
-from zeropp import InputError, Sharding, ZeroConfig, fsdp_adapter, shard
+from zeropp import Sharding, fsdp_adapter, shard
 from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.quant.ops import dequantize
 from zeropp.quant.packing import RAW
@@ -128,19 +127,6 @@ def test_bytes_are_those_foretold_and_coded_ones_fewer():
     assert rested[1] < 0.5 * rested[0]  # where no code has changed: headers of messages
 
 
-@ranks(4, timeout=180)
-def test_copies_are_equal_and_near_the_weights_after_every_message():
-    """Also where the learning rate is 100 times as high for three steps: nothing is held back."""
-    sharding = shard_with_steps()
-    normal, high = adamw(sharding), adamw(sharding, lr=1e-1)
-    for number in range(11):
-        step(sharding, high if number in (4, 5, 6) else normal, number)
-        if number > 2:
-            evaluate(sharding)
-            require_equal_copies(sharding)
-            require_close_to_the_weights(sharding)
-
-
 @ranks(4)
 def test_losses_stay_close_to_those_of_whole_codes():
     results = []
@@ -173,7 +159,7 @@ def test_evaluations_change_no_training():
 def test_random_calls_leave_equal_copies(seed):
     generator = random.Random(seed)
     sharding = shard_with_steps(generator.random() < 0.8, **generator.choice(PRECISIONS))
-    optimizers = [adamw(sharding), adamw(sharding, 1e-2)]
+    optimizers = [adamw(sharding), adamw(sharding, 1e-1)]
     blocks, saved = list(sharding.model.blocks), {}
     for number in range(40):
         call = generator.choice(CALLS)
@@ -195,6 +181,7 @@ def test_random_calls_leave_equal_copies(seed):
             blocks, saved = list(sharding.model.blocks), {}
         elif call == "evaluate":
             evaluate(sharding)
+            require_close_to_the_weights(sharding)
         elif call == "load":
             load_random_weights(sharding, number)
         elif call == "changed":
@@ -277,42 +264,22 @@ def test_copies_that_differ_are_found_and_sent_again():
     unit = sharding.units[0]
     if dist.get_rank() == 2:
         rows_of(sharding)[0][1, 100] += 1
-    warnings = logging.handlers.BufferingHandler(capacity=100)
-    warnings.setLevel(logging.WARNING)
-    logging.getLogger("zeropp").addHandler(warnings)
-    step(sharding, optimizer, 3)  # the third message: the first gather sent whole codes
-    messages = [record.getMessage() for record in warnings.buffer]
-    warnings.flush()
+    with logged(logging.WARNING) as messages:
+        step(sharding, optimizer, 3)  # the third message: the first gather sent whole codes
     name = fsdp_adapter.name_of(unit)
     text = f"the copies of {name} differ between nodes: whole codes are sent again"
     assert messages == ([text] if dist.get_rank() % 2 == 0 else [])  # those that share the row
     require_equal_copies(sharding)
-    for number in range(4, 7):
-        step(sharding, optimizer, number)
-    assert not warnings.buffer
-    logging.getLogger("zeropp").removeHandler(warnings)
+    with logged(logging.WARNING) as messages:
+        for number in range(4, 7):
+            step(sharding, optimizer, number)
+    assert not messages
 
 
 @ranks(2)
 def test_one_node_keeps_no_copy_and_sends_no_steps():
     sharding = shard_on_nodes(BOTH, zeropp={"weight_steps": True})
     assert sharding.roots[0].copies is None
-
-
-@pytest.mark.parametrize(
-    ("zero", "settings", "message"),
-    [
-        (HPZ, {}, "weight_steps = true and zero_optimization.zero_quantized_weights = false: incr"),
-        (QWZ, {}, "zero_hpz_partition_size = 1: incremental updates change the copies"),
-        (BOTH, {"weight_bits": 4}, "zeropp.weight_bits = 4: incremental updates change INT8 codes"),
-        (BOTH, {"code_messages": 2}, "code_messages = 2: expected true or false or null"),
-    ],
-)
-def test_bad_settings_are_named(zero, settings, message):
-    with pytest.raises(InputError, match=message):
-        ZeroConfig.from_json(
-            {"zero_optimization": zero, "zeropp": {"weight_steps": True} | settings}
-        )
 
 
 @pytest.mark.parametrize(

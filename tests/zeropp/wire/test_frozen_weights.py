@@ -9,9 +9,7 @@ import zeropp
 from tests.ranks import ranks
 from tests.zeropp.lora_model import (
     add_adapters,
-    engine_losses,
     expected_losses,
-    local_tensor,
     lora_model,
     with_quantized_weights,
 )
@@ -238,34 +236,6 @@ def test_whole_weights_can_be_read_and_written():
             weight.data.fill_(0.5)
     assert torch.allclose(weight.full_tensor(), torch.full_like(whole, 0.5), rtol=2**-7)
     assert is_quantized(weight)
-
-
-@pytest.mark.parametrize(
-    ("when", "settings"),
-    [("before", {}), ("before", {"bf16": {"enabled": True}}), ("after", {}),
-     ("after", {"fp16": {"enabled": True, "initial_scale_power": 8}})],
-    ids=["before-fp32", "before-bf16", "after-fp32", "after-fp16"],
-)  # fmt: skip
-@ranks(2)
-def test_an_engine_of_a_model_that_is_frozen_before_or_after(when, settings):
-    """As MixZ++'s tutorial: initialize the base model, convert it to LoRA, make one call."""
-    config = {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": MIXZ,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
-    } | settings
-    if when == "before":
-        engine, *_ = zeropp.initialize(model=lora_model(), config=config)
-    else:
-        engine, *_ = zeropp.initialize(model=small_model(), config=config)
-        add_adapters(engine.module)
-        engine.optimizer.quantize_nontrainable_params()
-    losses = engine_losses(engine, STEPS)
-    expected = expected_losses(with_quantized_weights(lora_model(), 2), STEPS, 2, 2)
-    assert losses == pytest.approx(expected, rel=1e-2 if settings else 1e-5)
-    held = [p for group in engine.optimizer.param_groups for p in group["params"]]
-    assert all(p.requires_grad and not isinstance(local_tensor(p), QuantizedShard) for p in held)
 
 
 @ranks(2)

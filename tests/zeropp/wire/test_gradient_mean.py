@@ -113,13 +113,18 @@ def test_mean_in_every_dtype_and_stage(settings, stage):
     check(table, [700 * 51, *sizes], as_they_are=False)
 
 
-@pytest.mark.parametrize(
-    "bits", [[8, 8], [4, 4], [4, 8], [16, 4], [8, 16], [16, 16], [8, 3], [16, 3], [4, 3]]
-)
+PAIRS = ([8, 8], [4, 4], [4, 8], [16, 4], [8, 16], [16, 16], [8, 3], [16, 3], [4, 3])
+ONE_HOP = ((1, [8, 4]), (4, [8, 4]), (1, [8, 3]))  # in a node, or across nodes
+
+
+@pytest.mark.parametrize(("ranks_per_node", "bits"), [*((2, pair) for pair in PAIRS), *ONE_HOP])
+@pytest.mark.parametrize("stage", [1, 3])
 @ranks(4)
-def test_every_pair_of_widths_keeps_the_gain(bits):
-    zero = {"stage": 3, "zero_quantized_gradients": True}
-    config = zero_config(zero, 2, zeropp={"gradient_bits": bits})
+def test_every_pair_of_widths_keeps_the_gain(stage, ranks_per_node, bits):
+    """DeepSpeed 0.19.8: qgZ on one node is silently ignored; here it is INT8, or INT4."""
+    zero = {"stage": stage, "zero_quantized_gradients": True}
+    config = zero_config(zero, ranks_per_node, zeropp={"gradient_bits": bits})
+    bits = {1: bits[1:], 2: bits, 4: bits[:1]}[ranks_per_node]
     row = 64 if {3, 4} & set(bits) else 51  # rows of 51 would get 8 bits for both
     table = moments([[(700, row), (64,)]], torch.float32, config)
     product, square, own_square = table[0].tolist()
@@ -128,7 +133,7 @@ def test_every_pair_of_widths_keeps_the_gain(bits):
     # most once per hop.
     # The inner hop's errors of R ranks add up as their gradients do, so they count once.
     worst = math.hypot(*({16: 1e-6, 8: 0.0075, 4: 0.12, 3: 0.22}[bit] for bit in bits))
-    assert 0.5 * worst < error < 1.1 * worst or bits == [16, 16] and error < 1e-6
+    assert 0.5 * worst < error < 1.1 * worst or {*bits} == {16} and error < 1e-6
     assert product / square == pytest.approx(1, abs=0.005)
     exact = table[1]  # one dim: travels as it is
     assert exact[0] == pytest.approx(exact[1].item(), rel=1e-6)
@@ -216,17 +221,3 @@ def test_weights_of_4_bits_are_not_rotated():
     specs = [ShardSpec(elements=7 * row, row=row, ndim=2, trainable=True) for row in (64, 3)]
     route = Route(nodes=Nodes(num_ranks=4, ranks_per_node=2), inner=2, bits=(4, 4))
     assert weight_layout(specs, route, torch.bfloat16).bits == (4, 4)
-
-
-@pytest.mark.parametrize("zero", [{"stage": 3}, ALL_THREE, {"stage": 1}])
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@ranks(4)
-def test_overflow_of_one_rank_in_any_parameter_is_seen(bad, zero):
-    shapes = [[(7, 5), (9,)], [(130, 3)]]
-    for index in range(3):
-        mine = [torch.ones(shape) for unit in shapes for shape in unit]
-        if dist.get_rank() == 3:
-            mine[index].view(-1)[-1] = bad
-        means = averaged(shapes, mine, zero_config(zero, 2, fp16={"enabled": True}))
-        finite = [torch.isfinite(mean.full_tensor()).all().item() for mean in means]
-        assert finite == [other != index for other in range(3)]

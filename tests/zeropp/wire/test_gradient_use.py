@@ -74,16 +74,6 @@ def require_equal(sharding: Sharding, expected: dict, tolerance: float) -> None:
         assert error <= tolerance * expected[name].abs().max(), (name, error)
 
 
-@pytest.mark.parametrize(  # all pairs of two of them
-    ("stage", "precision", "micro_batches"),
-    [(0, "fp32", 1), (0, "bf16", 2), (1, "fp32", 2), (1, "bf16", 1),
-     (2, "fp32", 1), (2, "bf16", 2), (3, "fp32", 2), (3, "bf16", 1)],
-)  # fmt: skip
-@ranks(4)
-def test_each_rank_has_its_experts(stage: int, precision: str, micro_batches: int):
-    require_own_experts(stage, precision, micro_batches)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @ranks(1)
 def test_one_rank_may_use_a_parameter_in_a_later_micro_batch_only(stage: int):

@@ -1,7 +1,7 @@
 """Weights that were gathered before a change are not used after it, at any stage."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,92 +9,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-import zeropp
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.sharded_training import (
     BOTH,
-    HPZ,
     QWZ,
     evaluate,
-    freeze,
-    load_random_weights,
     random_like,
     shard_on_nodes,
     step,
 )
-from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
-from zeropp import Sharding
-
-
-def load_submodule(sharding: Sharding, seed: int) -> None:
-    for part in (sharding.model.blocks[1].up, sharding.model.embedding):
-        part.load_state_dict(
-            {name: random_like(tensor, seed) for name, tensor in part.state_dict().items()}
-        )
-
-
-def write_data(sharding: Sharding, seed: int) -> None:
-    for weight in sharding.model.parameters():
-        weight.to_local().data.copy_(random_like(weight, seed).to_local())
-    sharding.weights_changed()
-
-
-WRITERS = {"load": load_random_weights, "submodule": load_submodule, "data": write_data}
-
-
-@pytest.mark.parametrize("writer", list(WRITERS))
-@ranks(4)
-def test_written_weights_are_seen_by_the_next_pass(writer):
-    def losses(zero: dict) -> list[float]:
-        sharding = shard_on_nodes(zero, small_model())
-        values = []
-        for seed in range(2):
-            WRITERS[writer](sharding, seed)
-            values += [evaluate(sharding), evaluate(sharding)]
-            with sharding.micro_step(last=True):
-                loss = loss_of(sharding.model, tokens_of(1))
-                loss.backward()
-            values.append(loss.item())
-        return values
-
-    assert losses(BOTH) == losses(QWZ)
-    assert losses(HPZ) == losses({"stage": 3})
-
-
-@pytest.mark.parametrize("zero", [BOTH, HPZ])
-@ranks(4)
-def test_weights_frozen_after_their_backward_are_stepped_and_seen(zero):
-    def losses(zero: dict) -> list[float]:
-        sharding = shard_on_nodes(zero)
-        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
-        loss_of(sharding.model, tokens_of(0)).backward()
-        freeze(sharding.model.blocks[0])  # its gradients are there, so it is stepped
-        optimizer.step()
-        optimizer.zero_grad()
-        return [evaluate(sharding), *step(sharding, optimizer, 1), evaluate(sharding)]
-
-    assert losses(zero) == losses({**zero, "zero_hpz_partition_size": 1})
-
-
-@ranks(4)
-def test_weights_trained_after_they_were_frozen_are_seen():
-    def losses(zero: dict) -> list[float]:
-        model = small_model()
-        freeze(model.blocks[0])
-        sharding = shard_on_nodes(zero, model)
-        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
-        values = []
-        for number, trained in enumerate((False, True, False, True)):
-            for parameter in model.blocks[0].parameters():
-                parameter.requires_grad_(trained)
-            values += step(sharding, optimizer, number, micro_batches=2) + [evaluate(sharding)]
-        return values
-
-    assert losses(BOTH) == losses(QWZ)
+from tests.zeropp.small_model import loss_of, small_model, tokens_of
 
 
 @ranks(4)
@@ -155,25 +81,6 @@ def test_one_model_steps_between_the_other_s_forward_and_backward(stage):
     assert stage < 3 or losses(BOTH) == quantized
 
 
-@ranks(4)
-def test_an_optimizer_s_step_between_evaluation_and_forward_is_seen_at_every_stage():
-    """Weights that an evaluation left gathered, without `release`, are not used after a step."""
-    for stage in (0, 1, 2, 3):
-        evaluations = []
-        for released in (True, False):
-            sharding = shard_on_nodes({"stage": stage}, small_model())
-            optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
-            loss_of(sharding.model, tokens_of(0)).backward()
-            with torch.no_grad():
-                loss_of(sharding.model, tokens_of(1))
-            if released:
-                sharding.release()
-            optimizer.step()
-            optimizer.zero_grad()
-            evaluations.append(evaluate(sharding))
-        assert evaluations[0] == evaluations[1], stage
-
-
 @pytest.mark.parametrize("zero", [ALL_THREE, {"stage": 3}, {"stage": 2}])
 @ranks(4)
 def test_a_step_for_each_gradient_within_the_backward_pass(zero):
@@ -208,65 +115,6 @@ def test_a_step_for_each_gradient_within_the_backward_pass(zero):
     assert sent == usual or zero == ALL_THREE  # whose copies the first step of a pass ends
 
 
-class Skipping(SmallModel):
-    """A small model that may skip its last blocks, or run its first block again."""
-
-    order = (0, 1, 2)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for index in self.order:
-            x = self.blocks[index](x)
-        return nn.functional.linear(x, self.embedding.weight)
-
-
-@pytest.mark.parametrize(
-    ("zero", "order", "released"),
-    [({"stage": 3}, (0,), False), ({"stage": 3}, (2, 1, 0), False), ({"stage": 2}, (0,), False),
-     (BOTH, (0, 1, 0), False), (BOTH, (0, 1, 0), True), ({"stage": 3}, (0,), True)],
-)  # fmt: skip
-@ranks(4)
-def test_a_gather_begun_for_a_block_that_was_not_used_is_not_used_later(zero, order, released):
-    """What was gathered ahead for a skipped block is older than the weights loaded after it.
-
-    Without `release` it is still under way then, and hpZ must not keep what arrives.
-    """
-    torch.manual_seed(5)
-    sharding = shard_on_nodes(zero, Skipping(3))
-    load_random_weights(sharding, 1)
-    sharding.model.order = order
-    with torch.no_grad():
-        loss_of(sharding.model, tokens_of(5))
-    if released:
-        sharding.release()
-    load_random_weights(sharding, 2)
-    sharding.model.order = (0, 1, 2)
-    loss = evaluate(sharding)
-    other = shard_on_nodes(zero, small_model(3))
-    load_random_weights(other, 2)
-    assert loss == evaluate(other)
-
-
-@ranks(4)
-def test_a_gather_under_way_when_the_optimizer_steps_is_not_kept():
-    def loss_after_step(*, released: bool) -> float:
-        torch.manual_seed(5)
-        sharding = shard_on_nodes(BOTH, Skipping(3))
-        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
-        loss_of(sharding.model, tokens_of(0)).backward()
-        optimizer.step()  # no copies now
-        sharding.model.order = (0, 1, 0)
-        with torch.no_grad():
-            loss_of(sharding.model, tokens_of(1))  # begins to gather the block that it leaves out
-        if released:
-            sharding.release()
-        optimizer.step()
-        sharding.model.order = (0, 1, 2)
-        return evaluate(sharding)
-
-    assert loss_after_step(released=False) == loss_after_step(released=True)
-
-
 def halve(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path) -> None:
     for weight in weights:
         weight.mul_(0.5)
@@ -294,50 +142,30 @@ def write_state(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path)
         tensor.to_local().mul_(0.9)
 
 
+def load_submodules(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path) -> None:
+    for part in (model.blocks[1].up, model.embedding):
+        part.load_state_dict({name: random_like(t, 6) for name, t in part.state_dict().items()})
+
+
 def load_in_place(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path) -> None:
     """As a program that keeps the best weights does."""
     dcp.load(model.state_dict(), checkpoint_id=folder)
 
 
 IN_PLACE = (halve, approach, write_shards, write_on_one_rank, write_state, load_in_place)
-
-
-def sharded_by_us(zero: dict, **settings: object) -> tuple[nn.Module, Callable[[], None]]:
-    sharding = shard_on_nodes(zero, small_model(), **settings)
-    return sharding.model, sharding.weights_changed
-
-
-def attached(zero: dict, **settings: object) -> tuple[nn.Module, Callable[[], None]]:
-    model, mesh = small_model(), init_device_mesh("cpu", (4,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    zeropp_json = {"ranks_per_node": 2, **settings.get("zeropp", {})}
-    config = {"zero_optimization": zero, "zeropp": zeropp_json}
-    return model, zeropp.attach(model, config).weights_changed
-
-
-STEPS = {"zeropp": {"weight_steps": True}}
+IN_PLACE += (load_submodules,)
 
 
 @pytest.mark.parametrize(
-    ("kind", "zero", "settings", "writes"),
-    [
-        (sharded_by_us, BOTH, {}, IN_PLACE),
-        (sharded_by_us, BOTH, STEPS, IN_PLACE[1::2]),
-        (sharded_by_us, {"stage": 3}, {}, IN_PLACE[::2]),
-        (sharded_by_us, {"stage": 2}, {}, IN_PLACE[1::2]),
-        (sharded_by_us, {"stage": 0}, {}, IN_PLACE[::2]),
-        (attached, HPZ, {}, IN_PLACE[1::2]),
-        (attached, {"stage": 3}, {}, IN_PLACE[1::2]),
-    ],
+    ("weight_steps", "writes"), [(False, IN_PLACE), (True, [*IN_PLACE[:3], load_in_place])]
 )
 @ranks(4)
-def test_weights_written_in_place_without_notice_are_seen(kind, zero, settings, writes, tmp_path):
+def test_weights_written_in_place_without_notice_are_seen(weight_steps, writes, tmp_path):
     """By evaluations, by the other micro-batches of a step, and over an optimizer's step."""
 
     def losses(*, notifies: bool) -> Iterator[float]:
-        model, notify = kind(zero, **settings)
+        sharding = shard_on_nodes(BOTH, small_model(), zeropp={"weight_steps": weight_steps})
+        model = sharding.model
         weights = [*model.parameters()]
         dcp.save(model.state_dict(), checkpoint_id=tmp_path)
         optimizer = torch.optim.AdamW(weights, lr=1e-2, fused=True)  # raises no version
@@ -348,7 +176,7 @@ def test_weights_written_in_place_without_notice_are_seen(kind, zero, settings, 
             with torch.no_grad():
                 write(model, weights, tmp_path)
             if notifies:
-                notify()
+                sharding.weights_changed()
             if number == len(writes) // 2:  # one that comes after a backward pass
                 optimizer.step()
             yield forward_only(model)

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import ranks
+from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import (
     BOTH,
-    HPZ,
     QWZ,
     evaluate,
     freeze,
@@ -17,75 +15,9 @@ from tests.zeropp.sharded_training import (
     shard_on_nodes,
     step,
 )
-from tests.zeropp.small_model import SmallModel, small_model
-from zeropp import Sharding
+from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
+from zeropp import Sharding, shard
 from zeropp.wire.collectives import weight_layout
-
-
-class Recomputed(SmallModel):
-    """A small model whose blocks recompute their activations in backward."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        for block in self.blocks:
-            block.wrapped = block.forward
-            block.forward = lambda x, block=block: checkpoint(block.wrapped, x, use_reentrant=False)
-
-
-class Halving(torch.optim.Optimizer):
-    """A user's optimizer, whose writes do not change tensor versions."""
-
-    def __init__(self, parameters) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.to_local().data.mul_(0.5)
-
-
-OPTIMIZERS = {
-    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
-    "own": Halving,
-}
-
-
-def train_and_evaluate(
-    zero: dict, optimizer: str, model: nn.Module, **settings: object
-) -> tuple[list, int]:
-    """Losses of training with accumulation and of evaluations in between; bytes across nodes."""
-    sharding = shard_on_nodes(zero, model, **settings)
-    stepper = OPTIMIZERS[optimizer](sharding.model.parameters())
-    losses = [evaluate(sharding)]
-    for number in range(2):
-        losses += step(sharding, stepper, number, micro_batches=2)
-        losses += [evaluate(sharding), evaluate(sharding)]
-    losses += [weight.full_tensor().double().sum().item() for weight in sharding.model.parameters()]
-    sent = sharding.traffic.sent.items()
-    across = torch.tensor([n for (_, hop), n in sent if hop == "across_nodes"])
-    dist.all_reduce(across)
-    return losses, across.sum().item()
-
-
-@pytest.mark.parametrize(
-    ("kind", "optimizer", "settings"),
-    [
-        (SmallModel, "own", {}),
-        (SmallModel, "fused", {"bf16": {"enabled": True}}),
-        (Recomputed, "sgd", {}),
-    ],
-)
-@ranks(4)
-def test_a_copy_changes_no_bit(kind, optimizer, settings):
-    """DeepSpeed issues #4851 #5059 #7606: a stale secondary; #4784: activation checkpointing."""
-    for without, with_copy in ((QWZ, BOTH), ({"stage": 3}, HPZ)):
-        torch.manual_seed(5)
-        expected, more = train_and_evaluate(without, optimizer, kind(2), **settings)
-        torch.manual_seed(5)
-        losses, fewer = train_and_evaluate(with_copy, optimizer, kind(2), **settings)
-        assert losses == expected
-        assert fewer < more
 
 
 @ranks(4)
@@ -167,3 +99,28 @@ def test_a_frozen_model_crosses_the_nodes_once():
     assert sharding.traffic.take()[across] == 0
     load_random_weights(sharding, 3)
     assert evaluate(sharding) != first
+
+
+@pytest.mark.parametrize(("sizes", "ranks_per_node"), [((1, 3, 6), 2), ((16, 2), 3), ((2,), 1)])
+@ranks(6)
+def test_any_size_gives_the_same_bits(sizes, ranks_per_node):
+    """D2: smaller than a node, larger, across nodes, the world, more than the world."""
+
+    def losses(zero: dict) -> list[float]:
+        sharding = shard(small_model(), data_mesh(), zero_config(zero, ranks_per_node))
+        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
+        values = []
+        for number in range(2):
+            loss = loss_of(sharding.model, tokens_of(number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        sent = sharding.traffic.sent
+        assert sent == {key: 2 * n for key, n in sharding.expected_traffic().items()}
+        return values
+
+    for zero in ({"stage": 3}, QWZ):
+        expected = losses(zero)
+        for size in sizes:
+            assert losses(zero | {"zero_hpz_partition_size": size}) == expected, (size, zero)

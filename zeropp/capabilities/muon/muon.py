@@ -147,8 +147,8 @@ class Muon(MuonGroups):
 
     Args:
         params: A model, or groups with `use_muon`, true or false. Of a model, matrices inside
-            `nn.ModuleList`s are Muon's, except those of embeddings. A parameter [E, m, n], as of
-            experts, is a stack of matrices.
+            `nn.ModuleList`s are Muon's, except those of embeddings. A parameter [E, m, n]
+            is a stack of matrices.
         lr: Learning rate of both.
         weight_decay: Decoupled weight decay of both.
         momentum: Decay of the momentum.

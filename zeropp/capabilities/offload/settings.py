@@ -115,7 +115,7 @@ RULES = (
     Rule(
         ("zeropp.delayed_param_update", "zeropp.sync_every"),
         lambda delayed, interval: delayed and interval != 1,
-        "{} and {}: nodes that step alone exchange weights after an update, and a delayed one is "
+        "{} and {}: replicas synchronize their weights after an update, and a delayed one is "
         "not done then: leave one out",
     ),
     Rule(

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zeropp.capabilities.experts.exchange import combine, dispatch
+from zeropp.capabilities.experts.rows import RowsOfPairs, RowsOfTokens
 from zeropp.wire.rank_group import RankGroup
-from zeropp.wire.tokens.exchange import combine, dispatch
-from zeropp.wire.tokens.rows import RowsOfPairs, RowsOfTokens
 
 
 class ExpertRanks:

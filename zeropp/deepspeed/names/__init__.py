@@ -6,7 +6,7 @@ uses them runs; whoever uses one gets an error with the reason.
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -46,13 +46,23 @@ def attribute_of(module: str) -> Callable[[str], Any]:
 
 
 def add_modules() -> None:
-    """Let the modules that are only in the table be imported."""
-    folder = Path(__file__).parents[1]
-    for dotted in MODULES:
-        name, file = f"{ROOT}.{dotted}", folder.joinpath(*dotted.split("."))
-        if not file.is_dir() and not file.with_suffix(".py").exists():
+    """Let the modules that are only in the table, and the packages around them, be imported."""
+    for dotted in {package for module in MODULES for package in _with_parents(module)}:
+        if not _has_file(dotted):
+            name = f"{ROOT}.{dotted}"
             module = sys.modules[name] = ModuleType(name, f"DeepSpeed's {dotted}, by its names.")
             module.__path__, module.__getattr__ = [], attribute_of(name)
+
+
+def _with_parents(dotted: str) -> Iterator[str]:
+    while dotted:
+        yield dotted
+        dotted = dotted.rpartition(".")[0]
+
+
+def _has_file(dotted: str) -> bool:
+    path = Path(__file__).parents[1].joinpath(*dotted.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
 @functools.cache
@@ -68,8 +78,8 @@ def _find(module: str, name: str) -> Any:
             return getattr(import_module(place), their_names[name] or name)
         if "*" in names and not name.startswith("__") and hasattr(import_module(place), name):
             return getattr(import_module(place), name)
-    if f"{ROOT}.{dotted}" in sys.modules:
-        return sys.modules[f"{ROOT}.{dotted}"]
+    if f"{ROOT}.{dotted}" in sys.modules or _has_file(dotted):
+        return import_module(f"{ROOT}.{dotted}")
     reason = REFUSED.get(dotted) or REFUSED.get(module)
     if reason is None or name.startswith("_"):
         raise AttributeError(f"module {f'deepspeed.{module}'.rstrip('.')!r} has no {name!r}")

@@ -13,8 +13,8 @@ from zeropp.optim import adam, cpu_adam
 class FusedAdam(adam.FusedAdam):
     """Adam, or by default AdamW, with DeepSpeed's arguments; without weight decay by default.
 
-    Parameters may be in 16 bit: they are updated in fp32, and rounded. Raises InputError for
-    `amsgrad`, and as `zeropp.FusedAdam` does.
+    `options` are those of `zeropp.FusedAdam`, by name. Parameters may be in 16 bit: they are
+    updated in fp32, and rounded. Raises InputError for `amsgrad`, and as `zeropp.FusedAdam` does.
     """
 
     parameter_dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,26 +24,21 @@ class FusedAdam(adam.FusedAdam):
         params: Iterable[Any],
         lr: float = 1e-3,
         *,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         set_grad_none: bool = True,
+        **options: Any,
     ) -> None:
         _refuse_amsgrad(amsgrad)
-        super().__init__(
-            params, lr, betas, eps, weight_decay, adam_w_mode, bias_correction=bias_correction
-        )
+        super().__init__(params, lr, weight_decay=weight_decay, **options)
 
 
 class DeepSpeedCPUAdam(cpu_adam.CPUAdam):
     """Adam, or by default AdamW, on the CPU, with DeepSpeed's arguments.
 
-    `zeropp.initialize` moves the update to the CPU if the JSON says so; give it the model before it
-    is moved to a GPU. Raises InputError for `amsgrad`, and as
-    `zeropp.optim.CPUAdam` does.
+    `options` are those of `zeropp.optim.CPUAdam`, by name. `zeropp.initialize` moves the update to
+    the CPU if the JSON says so; give it the model before it is moved to a GPU. Raises InputError
+    for `amsgrad`, and as `zeropp.optim.CPUAdam` does.
     """
 
     def __init__(
@@ -51,25 +46,12 @@ class DeepSpeedCPUAdam(cpu_adam.CPUAdam):
         model_params: Iterable[Any],
         lr: float = 1e-3,
         *,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
+        **options: Any,
     ) -> None:
         _refuse_amsgrad(amsgrad)
-        super().__init__(
-            model_params,
-            lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            adamw_mode=adamw_mode,
-            fp32_optimizer_states=fp32_optimizer_states,
-        )
+        super().__init__(model_params, lr, weight_decay=weight_decay, **options)
 
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
         """Step the parameter that has a gradient, with the state that has the id for its key."""

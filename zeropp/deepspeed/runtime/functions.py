@@ -1,8 +1,12 @@
 """Small functions and constants of DeepSpeed's that public programs import."""
 
-from collections.abc import Callable, Iterator, Mapping
+import gc
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -12,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.deepspeed.zero import GatheredParameters
-from zeropp.errors import Unavailable
+from zeropp.ranks.host_memory import free_bytes
 
+SHARD_BYTES, COMPUTE_BYTES, GB = 16, 2, 2**30
 torch_info = MappingProxyType(
     {
         "version": torch.__version__,
@@ -68,16 +73,6 @@ def is_zero_param(parameter: Any) -> bool:
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Mapping[str, Any] | list | tuple, max_group_size: float | None = None
-) -> list[Mapping[str, Any]]:
-    """Return the groups as a list. Raises InputError for parameters of DeepSpeed's own experts."""
-    groups = [param_groups] if isinstance(param_groups, Mapping) else [*param_groups]
-    if not all(getattr(each, "allreduce", True) for group in groups for each in group["params"]):
-        raise Unavailable("experts of DeepSpeed's class MoE are not available here: see AutoEP")
-    return groups
-
-
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
     """Return what is at a dotted name in a model."""
     return attrgetter(module_name)(model)
@@ -85,8 +80,7 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
 
 def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
     """Put a module at a dotted name in a model."""
-    owner, _, name = module_name.rpartition(".")
-    (recursive_getattr(model, owner) if owner else model).register_module(name, module)
+    model.set_submodule(module_name, module)
 
 
 def world() -> dist.ProcessGroup:
@@ -94,6 +88,107 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def identity(function: Callable) -> Callable:
-    """Return a function as it is, as one that is not marked for a profiler."""
+def identity(function: Callable, *_: object) -> Callable:
+    """Return a function as it is.
+
+    DeepSpeed marks functions for a profiler. Its `zero.Init` changes the dtype of what tensor
+    constructors return, and transformers exempts `torch.arange` by replacing their wrapper.
+    """
     return function
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config` to the parser, and return it.
+
+    `zeropp.initialize(args=...)` reads the path that `--deepspeed_config` gives. `--deepspeed` is
+    for the program: nothing here reads it.
+
+    Args:
+        parser: The program's parser.
+
+    Returns:
+        The same parser.
+
+    Example:
+        ```python
+        parser = deepspeed.add_config_arguments(ArgumentParser())
+        args = parser.parse_args(["--deepspeed_config", "ds_config.json"])
+        ```
+    """
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="use DeepSpeed's interface")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the configuration, a JSON file")
+    return parser
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Any:
+    """Clip gradients as `torch.nn.utils.clip_grad_norm_` does; return their norm."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Return a call as Python spells it."""
+    given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    return f"{base}({', '.join(given)})"
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print a message and the memory in use, on rank 0; nothing unless `force` is set.
+
+    MA and CA are what PyTorch has allocated and reserved on the GPU, Max_MA and Max_CA the most of
+    it since the last call. On a machine without a GPU only the host's memory is printed.
+    """
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    gc.collect()
+    lines = [message]
+    if torch.cuda.is_available():
+        numbers = {
+            "MA": torch.cuda.memory_allocated(),
+            "Max_MA": torch.cuda.max_memory_allocated(),
+            "CA": torch.cuda.memory_reserved(),
+            "Max_CA": torch.cuda.max_memory_reserved(),
+        }
+        lines.append(" ".join(f"{name} {value / GB:.2f} GB" for name, value in numbers.items()))
+        torch.cuda.reset_peak_memory_stats()
+    if (free := free_bytes()) is not None:
+        lines.append(f"CPU memory that is free: {free / GB:.2f} GB")
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what a GPU needs, and a node's CPU with offload: the shards, times a factor.
+
+    For each weight the ranks have 16 bytes: of an fp32 weight, its gradient and two moments.
+    Computing takes 2 for each weight that is gathered: all at stage 2, the largest layer's at 3.
+    """
+    of_node = SHARD_BYTES * total_params / num_nodes
+    compute = COMPUTE_BYTES * largest_layer_params
+    sys.stdout.write(
+        f"{total_params / 1e6:.0f}M weights on {num_nodes} x {num_gpus_per_node} GPUs, of each\n"
+        f"{(compute + of_node / num_gpus_per_node) / GB:.2f} GB; with offload_optimizer "
+        f"{compute / GB:.2f} GB, and {of_node * additional_buffer_factor / GB:.2f} GB of each CPU\n"
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(total_params: int, *more: int, **k: int) -> None:
+    """Print the same at stage 2, for numbers of GPUs per node and nodes."""
+    estimate_zero3_model_states_mem_needs_all_cold(total_params, total_params, *more, **k)
+
+
+def _all_live(model: nn.Module, *more: int, stage: int, **k: int) -> None:
+    total = sum(each.numel() for each in model.parameters())
+    layers = ([*module.parameters(recurse=False)] for module in model.modules())
+    largest = total if stage == 2 else max(sum(each.numel() for each in own) for own in layers)
+    estimate_zero3_model_states_mem_needs_all_cold(total, largest, *more, **k)
+
+
+estimate_zero2_model_states_mem_needs_all_live = partial(_all_live, stage=2)
+estimate_zero3_model_states_mem_needs_all_live = partial(_all_live, stage=3)

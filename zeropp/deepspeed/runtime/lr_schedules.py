@@ -1,71 +1,36 @@
-"""`deepspeed.runtime.lr_schedules`: the schedules that the JSON may name, its keys and flags."""
+"""`deepspeed.runtime.lr_schedules`: the flags of the schedules that the JSON may name.
+
+The names of their parameters are constants, in capitals: WARMUP_MIN_LR is "warmup_min_lr".
+"""
 
 import argparse
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zeropp.optim.lr_schedule import (
-    LRRangeTest,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
+from zeropp.deepspeed.names import attribute_of
 from zeropp.settings.sections import SCHEDULES
-
-__all__ = [
-    "VALID_LR_SCHEDULES",
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "add_tuning_arguments",
-    "get_config_from_args",
-    "get_lr_from_config",
-    "override_1cycle_params",
-    "override_lr_range_test_params",
-]
 
 VALID_LR_SCHEDULES = [*SCHEDULES]
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
-WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS, WARMUP_TYPE, TOTAL_NUM_STEPS = SCHEDULES[
-    WARMUP_DECAY_LR
-]
-WARMUP_MIN_RATIO, _, _, COS_MIN_RATIO, _ = SCHEDULES[WARMUP_COSINE_LR]
-(
-    LR_RANGE_TEST_MIN_LR,
-    LR_RANGE_TEST_STEP_SIZE,
-    LR_RANGE_TEST_STEP_RATE,
-    LR_RANGE_TEST_STAIRCASE,
-) = SCHEDULES[LR_RANGE_TEST]
-(
-    CYCLE_MIN_LR,
-    CYCLE_MAX_LR,
-    DECAY_LR_RATE,
-    CYCLE_FIRST_STEP_SIZE,
-    CYCLE_SECOND_STEP_SIZE,
-    CYCLE_FIRST_STAIR_COUNT,
-    CYCLE_SECOND_STAIR_COUNT,
-    DECAY_STEP_SIZE,
-    CYCLE_MOMENTUM,
-    CYCLE_MIN_MOM,
-    CYCLE_MAX_MOM,
-    DECAY_MOM_RATE,
-) = SCHEDULES[ONE_CYCLE]
-
+_PARAMETERS = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name in names))
+_SWITCHES = ("lr_range_test_staircase", "cycle_momentum")
 _HIGHEST = MappingProxyType(  # or only rate of a schedule; a cosine takes the optimizer's
     {
-        LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR,
-        ONE_CYCLE: CYCLE_MAX_LR,
-        WARMUP_LR: WARMUP_MAX_LR,
-        WARMUP_DECAY_LR: WARMUP_MAX_LR,
+        LR_RANGE_TEST: "lr_range_test_min_lr",
+        ONE_CYCLE: "cycle_max_lr",
+        WARMUP_LR: "warmup_max_lr",
+        WARMUP_DECAY_LR: "warmup_max_lr",
     }
 )
 _DEFAULTS = MappingProxyType(  # of flags; where there is none, the schedule has its own
-    {LR_RANGE_TEST_MIN_LR: 1e-3, CYCLE_MIN_LR: 0.01, CYCLE_MAX_LR: 0.1, WARMUP_MAX_LR: 1e-3}
+    {
+        "lr_range_test_min_lr": 1e-3,
+        "cycle_min_lr": 0.01,
+        "cycle_max_lr": 0.1,
+        "warmup_max_lr": 1e-3,
+    }
 )
 
 
@@ -73,8 +38,8 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Add `--lr_schedule` and a flag for each parameter of a schedule; return the parser."""
     group = parser.add_argument_group("learning-rate schedules of the JSON")
     group.add_argument("--lr_schedule", help=f"one of {', '.join(VALID_LR_SCHEDULES)}")
-    for name in dict.fromkeys(name for names in SCHEDULES.values() for name in names):
-        if name in (LR_RANGE_TEST_STAIRCASE, CYCLE_MOMENTUM):
+    for name in _PARAMETERS:
+        if name in _SWITCHES:
             group.add_argument(f"--{name}", action="store_true")
         else:
             group.add_argument(f"--{name}", type=_kind(name), default=_DEFAULTS.get(name))
@@ -113,6 +78,12 @@ def _given(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def _kind(name: str) -> type:
-    if name == WARMUP_TYPE:
+    if name == "warmup_type":
         return str
     return int if name.endswith(("_steps", "_size", "_count")) else float
+
+
+def __getattr__(name: str) -> Any:
+    if name.isupper() and name.lower() in _PARAMETERS:
+        return name.lower()
+    return attribute_of(__name__)(name)

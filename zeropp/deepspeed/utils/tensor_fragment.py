@@ -10,6 +10,7 @@ tensor that is no engine's, inside `GatheredParameters`, and for a value of anot
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,76 +19,57 @@ from zeropp.deepspeed.parameter_values import ParameterValues, values_of
 from zeropp.errors import InputError
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+def safe_get_full_fp32_param(param: nn.Parameter, *, whole: bool = True) -> torch.Tensor | None:
     """Return the whole fp32 weight."""
-    return (values := values_of(param)) and values.read(values.weight, whole=True)
+    return (values := values_of(param)) and values.read(values.weight, whole=whole)
 
 
-def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+def safe_get_full_grad(param: nn.Parameter, *, whole: bool = True) -> torch.Tensor | None:
     """Return the whole gradient."""
-    return (values := values_of(param)) and values.read(values.gradient, whole=True)
+    return (values := values_of(param)) and values.read(values.gradient, whole=whole)
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+def safe_get_full_optimizer_state(
+    param: nn.Parameter, optim_state_key: str, *, whole: bool = True
+) -> torch.Tensor | None:
     """Return a whole state of the optimizer, such as Adam's `exp_avg`."""
-    return (values := values_of(param)) and values.read(values.state(optim_state_key), whole=True)
+    return (values := values_of(param)) and values.read(values.state(optim_state_key), whole=whole)
 
 
-def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_full_fp32_param(
+    param: nn.Parameter, value: torch.Tensor, *, whole: bool = True
+) -> None:
     """Set the fp32 weight, and with it the rounded one that the model computes with."""
     if (values := values_of(param)) is not None:
-        values.write_weight(value, whole=True)
+        values.write_weight(value, whole=whole)
 
 
-def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor, *, whole: bool = True) -> None:
     """Set the gradient that the next step uses. Raises InputError if there is none."""
     if (values := values_of(param)) is not None:
-        values.write(_gradient(values), value, whole=True)
+        values.write(_gradient(values), value, whole=whole)
 
 
 def safe_set_full_optimizer_state(
-    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
+    param: nn.Parameter, value: torch.Tensor, optim_state_key: str, *, whole: bool = True
 ) -> None:
     """Set a state of the optimizer. Raises InputError if there is none of that name."""
     if (values := values_of(param)) is not None:
-        values.write(_state(values, optim_state_key), value, whole=True)
+        values.write(_state(values, optim_state_key), value, whole=whole)
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's rows of the fp32 weight."""
-    return (values := values_of(param)) and values.read(values.weight, whole=False)
-
-
-def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's rows of the gradient, or its whole one before it was averaged."""
-    return (values := values_of(param)) and values.read(values.gradient, whole=False)
-
-
-def safe_get_local_optimizer_state(
-    param: nn.Parameter, optim_state_key: str
-) -> torch.Tensor | None:
-    """Return this rank's rows of a state of the optimizer."""
-    return (values := values_of(param)) and values.read(values.state(optim_state_key), whole=False)
-
-
-def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's rows of the weight; all ranks call it, each for its own."""
-    if (values := values_of(param)) is not None:
-        values.write_weight(value, whole=False)
-
-
-def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's rows of the gradient. Raises InputError if there is none."""
-    if (values := values_of(param)) is not None:
-        values.write(_gradient(values), value, whole=False)
-
-
-def safe_set_local_optimizer_state(
-    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
-) -> None:
-    """Set this rank's rows of a state of the optimizer. Raises InputError if there is none."""
-    if (values := values_of(param)) is not None:
-        values.write(_state(values, optim_state_key), value, whole=False)
+safe_get_local_fp32_param = partial(safe_get_full_fp32_param, whole=False)
+"""Return this rank's rows of the fp32 weight."""
+safe_get_local_grad = partial(safe_get_full_grad, whole=False)
+"""Return this rank's rows of the gradient, or its whole one before it was averaged."""
+safe_get_local_optimizer_state = partial(safe_get_full_optimizer_state, whole=False)
+"""Return this rank's rows of a state of the optimizer."""
+safe_set_local_fp32_param = partial(safe_set_full_fp32_param, whole=False)
+"""Set this rank's rows of the weight; all ranks call it, each for its own."""
+safe_set_local_grad = partial(safe_set_full_grad, whole=False)
+"""Set this rank's rows of the gradient. Raises InputError if there is none."""
+safe_set_local_optimizer_state = partial(safe_set_full_optimizer_state, whole=False)
+"""Set this rank's rows of a state of the optimizer. Raises InputError if there is none."""
 
 
 def safe_update_full_grad_vectorized(

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint.engine_checkpoint import find, read_state
+from zeropp.checkpoint.gathered_weights import write_weights
 from zeropp.checkpoint.rank_values import without_rank
 from zeropp.checkpoint.shard_files import OneByOneReader, os_errors_as_input_errors, saved_tensors
 from zeropp.checkpoint.state_tensors import MODEL
@@ -113,7 +113,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             of = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
             path = output / f"{stem}{of}.{suffix}"
             files |= dict.fromkeys(part, path.name)
-            _write(path, _read(part))
+            write_weights(path, _read(part))
         if len(parts) > 1:
             total = sum(weight.nbytes for weight in _once(weights).values())
             index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -220,11 +220,3 @@ def _num_bytes(size: int | str | None) -> int:
     if not match or not int(match[1]):
         raise InputError(f'max_shard_size = {size!r}: expected a size such as "5GB" or "500MB"')
     return int(match[1]) * UNITS[match[2]]
-
-
-def _write(path: Path, values: dict[str, Tensor]) -> None:
-    if path.suffix == ".safetensors":
-        content = safetensors.torch.save(values, metadata={"format": "pt"})
-        write_atomically(path, lambda file: file.write(content))
-    else:
-        write_atomically(path, lambda file: torch.save(values, file))

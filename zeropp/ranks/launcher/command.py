@@ -32,9 +32,7 @@ from zeropp.ranks.topology import (
 USAGE_ERROR = 2  # exit code of a rank that no restart would help
 GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")  # devices of CUDA, ROCm and Windows' Linux
 HOST_PROGRAM = "zeropp.ranks.launcher.host_main"
-VARIABLES_FILE = (
-    ".deepspeed_env"  # in the home folder and in the current one, which takes precedence
-)
+VARIABLES_FILE = ".deepspeed_env"  # in the home folder and in this one, which takes precedence
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         if options.keep_store is not None:
             require_port("keep_store", options.keep_store, first=0)
-            keep_store = import_module("zeropp.ranks.nodes.sync_store").keep_store
+            keep_store = import_module("zeropp.capabilities.local_sgd.sync_store").keep_store
             keep_store(options.keep_store, say=lambda text: print(f"zeropp: {text}", flush=True))
             return 0
         hosts = _hosts(options)
@@ -56,11 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not is_job:
             share_cores(num_ranks)  # before libraries start threads, which no fork has
         needs = _check_script(options, hosts, num_ranks)
-        if is_job:
-            attempt = _job(options, hosts)
-        else:
-            attempt = _local(options, hosts, num_ranks, needs.imports)
-        return _run(attempt, options.max_restarts)
+        local = (options, hosts, num_ranks, needs.imports)
+        return _run(_job(options, hosts) if is_job else _local(*local), options.max_restarts)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.instructions.instruction_dataset import build_instructions
-from megatron_zpp.data.instructions.packed_rows import pack
+from megatron_zpp.data.instructions.instruction_dataset import build_instructions, pack
 from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.model.gpt import GPT

@@ -15,9 +15,13 @@ import pytest
 
 from megatron_zpp.commands.__main__ import main
 from megatron_zpp.monitor.report import report
-from megatron_zpp.monitor.report.at_end import report_after_failure, report_rows
 from megatron_zpp.monitor.report.drawing import HEIGHT
-from megatron_zpp.monitor.report.report import duration, write_report
+from megatron_zpp.monitor.report.report import (
+    duration,
+    report_after_failure,
+    report_rows,
+    write_report,
+)
 from megatron_zpp.settings.config import LogConfig
 from tests.megatron_zpp.monitor.report.recorded import LENGTH, MIB, interval, record, usual
 from zeropp.errors import InputError

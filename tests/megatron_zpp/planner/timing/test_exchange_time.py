@@ -7,7 +7,7 @@ import torch
 
 from megatron_zpp.planner.timing.exchange_time import Exchange
 from megatron_zpp.planner.timing.hardware import TYPICAL, Description, find_cluster, hardware_table
-from zeropp.settings.sync_schedule import SyncSchedule
+from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
 
 RATES = find_cluster(Description(cluster="dgx-a100", num_nodes=2, link="1gbit")).at(
     TYPICAL, torch.bfloat16

@@ -4,9 +4,10 @@ import logging
 
 import pytest
 
+from megatron_zpp.capabilities.experts.model_settings import MoeConfig
 from megatron_zpp.checkpoint.training_state import architecture
 from megatron_zpp.settings.config import ModelConfig
-from megatron_zpp.settings.gpt.experts import OF_TRAINING, MoeConfig
+from megatron_zpp.settings.gpt.model import OF_TRAINING
 from tests.megatron_zpp.settings.command_lines import config_of
 from zeropp.settings.schema import settings_of
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import engine_of
 from tests.zeropp.deepspeed.small_engine import run as train_engine
-from tests.zeropp.prescribed_gradients import data_mesh, zero_config
+from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.sharded_training import shard_on_nodes, step
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, Sharding, ZeroConfig, optimizer_step, shard
@@ -254,12 +254,7 @@ def test_values_out_of_range_are_named():
 @ranks(4)
 def test_nothing_more_crosses_nodes_than_with_adamw():
     """In nodes, the ledger is the forecast, to the byte; a rank owns at most half of the work."""
-    zero = {
-        "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
-        "zero_quantized_gradients": True,
-    }  # fmt: skip
-    settings = {"ranks_per_node": 2, "code_messages": False}
-    config = ZeroConfig.from_json({"zero_optimization": zero, "zeropp": settings})
+    config = zero_config(ALL_THREE, 2, zeropp={"code_messages": False})
     ledgers = []
     for kind in (torch.optim.AdamW, Muon):
         sharding = shard(small_model(), data_mesh(), config)

@@ -4,6 +4,7 @@ Sums of fp32 in another order differ by 1e-7 or so of themselves; an Adam step i
 learning rate, 1e-2, times the relative error of its gradient.
 """
 
+from datetime import timedelta
 from pathlib import Path
 
 import peft
@@ -25,17 +26,30 @@ from tests.zeropp.deepspeed.expert_parallel.mixtures import (
     run_alone,
 )
 from zeropp import InputError
+from zeropp.deepspeed import whole_state_dicts
 from zeropp.deepspeed.utils import safe_get_full_fp32_param
 from zeropp.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 ALL_THREE = {**QUANTIZED, "zero_hpz_partition_size": 2}
+BF16 = {"enabled": True}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
-def check_equal(family: str, size: int, stage: int, micro_batches: int, num_experts: int) -> None:
+# With 2 experts, 2 ranks share one, whose second dim is cut.
+@pytest.mark.parametrize(
+    "family, stage, size, num_experts",
+    [
+        ("qwen3_moe", 0, 2, 2), ("qwen3_moe", 1, 2, 4), ("qwen3_moe", 2, 4, 4),
+        ("qwen3_moe", 3, 2, 2), ("mixtral", 0, 4, 4), ("mixtral", 1, 2, 2), ("mixtral", 2, 2, 4),
+        ("mixtral", 3, 4, 4),
+    ],
+)  # fmt: skip
+@ranks(4)
+def test_it_equals_one_process(family: str, stage: int, size: int, num_experts: int) -> None:
+    micro_batches = 1 + stage % 2
     engine = engine_of(mixture(family, num_experts), size, stage=stage, micro_batches=micro_batches)
-    results, weights = expected(family, dist.get_world_size(), micro_batches, num_experts)
+    results, weights = expected(family, 4, micro_batches, num_experts)
     assert_close(run(engine), results)
     state = engine.module_state_dict()
     assert state.keys() == weights.keys()
@@ -43,36 +57,19 @@ def check_equal(family: str, size: int, stage: int, micro_batches: int, num_expe
         torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-@ranks(2)
-def test_two_ranks_equal_one_process(family: str, stage: int) -> None:
-    check_equal(family, 2, stage, micro_batches=2, num_experts=4)
-
-
-# With 2 experts, 2 ranks share one, whose second dim is cut.
-@pytest.mark.parametrize("size, num_experts", [(2, 4), (4, 4), (2, 2)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-@ranks(4)
-def test_four_ranks_equal_one_process(family: str, stage: int, size: int, num_experts: int) -> None:
-    check_equal(family, size, stage, micro_batches=1 + stage % 2, num_experts=num_experts)
-
-
 @pytest.mark.parametrize(
-    "settings",
+    "size, settings",
     [
-        {"zero": ALL_THREE},
-        {"zero": ALL_THREE, "bf16": {"enabled": True}},
-        {"zero": ALL_THREE, "bf16": {"enabled": True}, "zeropp": {"weight_steps": True}},
-        {"zero": QUANTIZED, "fp16": {"enabled": True}},
-        {"zero": QUANTIZED, "stage": 1},
-        {"bf16": {"enabled": True}, "stage": 0},
-        {"zero": {**QUANTIZED, **OFFLOADED}, "optimizer": {"type": "AdamW", "params": {"lr": LR}}},
+        (2, {"zero": ALL_THREE}),
+        (4, {"zero": ALL_THREE, "bf16": BF16}),
+        (2, {"zero": ALL_THREE, "bf16": BF16, "zeropp": {"weight_steps": True}}),
+        (4, {"zero": ALL_THREE, "bf16": BF16, "zeropp": {"weight_steps": True}}),
+        (4, {"zero": QUANTIZED, "fp16": BF16}),
+        (4, {"zero": QUANTIZED, "stage": 1}),
+        (2, {"bf16": BF16, "stage": 0}),
+        (2, {"zero": QUANTIZED | OFFLOADED, "optimizer": {"type": "AdamW", "params": {"lr": LR}}}),
     ],
-    ids=lambda settings: "+".join(settings),
 )
-@pytest.mark.parametrize("size", [2, 4])
 @ranks(4)
 def test_quantized_and_16_bit_losses_are_near(size: int, settings: dict) -> None:
     engine = engine_of(mixture("qwen3_moe"), size, micro_batches=2, **settings)
@@ -142,6 +139,18 @@ def test_tokens_stay_in_their_node_unless_more_ranks_split_experts() -> None:
         sent = engine.token_traffic.take()
         assert sent["expert", "in_node"] > 0
         assert (sent["expert", "across_nodes"] > 0) == (size == 4)
+
+
+@ranks(2)
+def test_a_rank_that_alone_asks_for_split_experts_gets_an_error() -> None:
+    engine = engine_of(mixture("mixtral"), 2, stage=1)  # other weights are whole
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_state_dicts, "LIMIT", timedelta(seconds=1))
+        if dist.get_rank() == 0:
+            with pytest.raises(InputError, match=r"the ranks \[1\] of 2 did not call it"):
+                engine.module.state_dict()
+    dist.barrier()
+    assert engine.module.state_dict().keys() == mixture("mixtral").state_dict().keys()
 
 
 @ranks(4)

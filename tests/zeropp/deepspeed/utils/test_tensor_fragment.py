@@ -4,8 +4,6 @@ Against one process: a plain loop gets the same random writes and takes the same
 the ranks are taken in another order, as in test_engine: 1e-5.
 """
 
-import random
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,7 @@ from torch import nn
 
 import zeropp
 from tests.ranks import ranks
-from tests.zeropp.deepspeed.small_engine import CLIP, SAMPLES, adamw, engine_of, run
+from tests.zeropp.deepspeed.small_engine import engine_of, run
 from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError
@@ -41,109 +39,8 @@ SETTINGS = {
 }
 
 
-class Both:
-    """An engine and a plain loop in this process, which are told the same."""
-
-    def __init__(self, seed: int, stage: int, micro_batches: int) -> None:
-        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.engine = engine_of(stage=stage, micro_batches=micro_batches)
-        self.plain = small_model()
-        self.optimizer = adamw(self.plain.parameters())
-        self.steps = 0
-
-    def pair(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """A parameter of both, picked at random; of the engine as its module shows it now."""
-        name = self.random.choice([name for name, _ in self.plain.named_parameters()])
-        return self.engine.module.get_parameter(name), self.plain.get_parameter(name)
-
-    def values_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        return 0.1 * torch.rand(tensor.shape, generator=self.generator)
-
-    def step(self) -> None:
-        """Take a step; between backward and update, maybe write a gradient."""
-        tokens = tokens_of(self.steps, SAMPLES)
-        loss_of(self.plain, tokens).backward()
-        mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
-        count = self.engine.gradient_accumulation_steps()
-        for number, part in enumerate(mine.chunk(count)):
-            self.engine.backward(loss_of(self.engine, part))
-            if number < count - 1:
-                self.engine.step()
-        for _ in range(self.random.randrange(3)):
-            sharded, whole = self.pair()
-            assert_same(utils.safe_get_full_grad(sharded), whole.grad)
-            new = self.values_like(whole)
-            utils.safe_set_full_grad(sharded, new)
-            whole.grad.copy_(new)
-            assert torch.equal(utils.safe_get_full_grad(sharded), new)
-        self.engine.step()
-        nn.utils.clip_grad_norm_(self.plain.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.steps += 1
-
-    def write_weight(self) -> None:
-        sharded, whole = self.pair()
-        new = self.values_like(whole)
-        utils.safe_set_full_fp32_param(sharded, new)
-        with torch.no_grad():
-            whole.copy_(new)
-
-    def write_state(self) -> None:
-        sharded, whole = self.pair()
-        key = self.random.choice(STATES)
-        if not self.steps:
-            assert utils.safe_get_full_optimizer_state(sharded, key) is None
-            with pytest.raises(InputError, match=f"the optimizer has no state '{key}'"):
-                utils.safe_set_full_optimizer_state(sharded, whole, key)
-            return
-        new = self.values_like(whole)
-        utils.safe_set_full_optimizer_state(sharded, new, key)
-        self.optimizer.state[whole][key].copy_(new)
-
-    def write_rows(self) -> None:
-        """As `write_weight`, each rank its own rows."""
-        sharded, whole = self.pair()
-        new = self.values_like(whole)
-        rows = utils.safe_get_local_fp32_param(sharded)
-        if rows.shape != whole.shape:
-            first = -(-len(whole) // dist.get_world_size()) * dist.get_rank()
-            rows = new[first : first + len(rows)]
-        else:
-            rows = new
-        utils.safe_set_local_fp32_param(sharded, rows)
-        with torch.no_grad():
-            whole.copy_(new)
-
-    def evaluate(self) -> None:
-        with torch.no_grad():
-            ours, theirs = (loss_of(each, tokens_of(9)) for each in (self.engine, self.plain))
-        torch.testing.assert_close(ours, theirs, **SAME)
-
-    def compare(self) -> None:
-        sharded, whole = self.pair()
-        assert_same(utils.safe_get_full_fp32_param(sharded), whole.detach())
-        for key in STATES if self.steps else ():
-            held = utils.safe_get_full_optimizer_state(sharded, key)
-            assert_same(held, self.optimizer.state[whole][key])
-        assert utils.safe_get_full_grad(sharded) is None
-
-
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, **SAME)
-
-
-@pytest.mark.parametrize("stage", range(4))
-@ranks(2, timeout=180)
-def test_random_calls_do_what_they_do_in_one_process(stage):
-    for seed in range(2):
-        both = Both(seed + 10 * stage, stage, micro_batches=1 + seed)
-        calls = (both.step, both.write_weight, both.write_state, both.write_rows, both.evaluate)
-        for _ in range(14):
-            both.random.choice(calls)()
-            both.compare()
-        both.step()
-        both.evaluate()
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,0 +1,331 @@
+"""Mixtures of experts: their sizes, how tokens choose them, and how the load is balanced.
+
+The names are Megatron-LM's flags; further names of a flag are Megatron-DeepSpeed's. A model whose
+`--num-experts` is 0 or 1 is dense.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
+from megatron_zpp.settings.gpt.layer_pattern import QUOTED, marks_of
+from megatron_zpp.settings.gpt.sizes import model_flag
+from zeropp.errors import InputError
+from zeropp.settings.schema import Rule, at_most, requires
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+NO_LOSS = "none"
+AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+_BALANCE = "use aux_loss, seq_aux_loss or global_aux_loss with --moe-aux-loss-coeff"
+_NOT_BALANCED_SO = MappingProxyType(
+    {
+        "sinkhorn": f"experts are not assigned by Sinkhorn's iteration: {_BALANCE}",
+        "quantile_balancing": (
+            f"there are no thresholds by quantiles: {_BALANCE}, or --moe-router-enable-expert-bias"
+        ),
+    }
+)
+_NEEDS_CAPACITY = needs(
+    "--moe-expert-capacity-factor", lambda c: c.model.moe_expert_capacity_factor is not None
+)
+
+
+_NO_PADDING = NoEffect("experts take any number of rows, and padding would not change them")
+
+
+def _needs(flags: str, condition: Any) -> NoEffect:
+    """The reason of a flag that needs other `flags` of a model which no checkpoint describes."""
+    return needs(flags, lambda c: _is_elsewhere(c) or condition(c.model))
+
+
+def _is_elsewhere(config: Any) -> bool:
+    return bool(config.pretrained_checkpoint or config.checkpoint.use_checkpoint_args)
+
+
+NEEDS_EXPERTS = _needs("--num-experts above 1", lambda model: model.has_experts)
+_DENSE = NoEffect("the model is dense", when=NEEDS_EXPERTS.when)
+_NEEDS_SHARED = _needs(
+    "--moe-shared-expert-intermediate-size",
+    lambda model: model.moe_shared_expert_intermediate_size,
+)
+_NEEDS_BIAS = _needs(
+    "--moe-router-enable-expert-bias", lambda model: model.moe_router_enable_expert_bias
+)
+_NEEDS_GROUPS = _needs("--moe-router-num-groups", lambda model: model.moe_router_num_groups)
+_NEEDS_SOFTMAX = _needs(
+    "--moe-router-score-function softmax",
+    lambda model: model.moe_router_score_function == "softmax",
+)
+
+
+def _flag_of_experts(
+    kind: Callable[..., Any], *declared: Any, no_effect: tuple[NoEffect, ...] = (), **facts: Any
+) -> Any:
+    return kind(*declared, no_effect=(NEEDS_EXPERTS, *no_effect), **facts)
+
+
+_layer_flag = partial(_flag_of_experts, model_flag)  # which a checkpoint knows
+_training_flag = partial(_flag_of_experts, flag)  # which no checkpoint decides
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig(Section):
+    """Mixtures of experts: sizes, the router, losses that balance the load (of ModelConfig)"""
+
+    num_experts: int | None = model_flag(
+        None,
+        "experts of a layer; 0 or 1: the model is dense (default)",
+        minimum=0,
+        no_effect=(_DENSE,),
+    )
+    moe_layer_freq: str = _layer_flag(
+        "1", "layers with experts: 0, N, 2N and so on, or a list with a 1 for each, as [0]+[1]*23"
+    )
+    moe_ffn_hidden_size: int | None = _layer_flag(
+        None, "width inside an expert (default: --ffn-hidden-size)", minimum=1
+    )
+    moe_shared_expert_intermediate_size: int | None = _layer_flag(
+        None, "width of the MLP beside the experts that all tokens pass (default: none)", minimum=1
+    )
+    moe_shared_expert_gate: bool = _layer_flag(
+        False,
+        "multiply the shared MLP's result by a sigmoid gate of each token",
+        no_effect=(_NEEDS_SHARED,),
+    )
+    moe_router_topk: int = _layer_flag(
+        2, "experts that compute a token", minimum=1, aliases=("topk",)
+    )
+    moe_router_topk_scaling_factor: float | None = _layer_flag(
+        None, "multiply the weights of a token's experts by this, last of all", above=0
+    )
+    moe_router_score_function: str = _layer_flag(
+        "softmax", "from logits to scores of experts", choices=SCORE_FUNCTIONS
+    )
+    moe_router_pre_softmax: bool = _layer_flag(
+        False,
+        "take the softmax over all experts before the best are chosen, and leave it so",
+        no_effect=(_NEEDS_SOFTMAX,),
+    )
+    moe_router_num_groups: int | None = _layer_flag(
+        None, "groups of experts, of which a token chooses some first", minimum=1
+    )
+    moe_router_group_topk: int | None = _layer_flag(
+        None, "groups that a token chooses its experts from", minimum=1
+    )
+    moe_router_group_best: int | None = _layer_flag(
+        None,
+        "a group's score is the sum of this many best scores in it (default: --moe-router-topk / "
+        "--moe-router-group-topk)",
+        minimum=1,
+        no_effect=(_NEEDS_GROUPS,),
+    )
+    moe_router_enable_expert_bias: bool = _layer_flag(
+        False, "a bias of each expert, only for choosing, which balances the load without a loss"
+    )
+    moe_router_bias_update_rate: float = _training_flag(
+        1e-3, "how far a step moves an expert's bias", minimum=0, no_effect=(_NEEDS_BIAS,)
+    )
+    moe_router_dtype: str | None = _layer_flag(
+        None,
+        "format of the router's product and weights (default: that of the computation)",
+        choices=("fp32", "fp64"),
+    )
+    moe_router_load_balancing_type: tuple[str, ...] = _training_flag(
+        ("aux_loss",),
+        "what balances the load: losses of micro-batches, of samples, of steps, or none",
+        choices=(*AUXILIARY_LOSSES, NO_LOSS),
+        refused=_NOT_BALANCED_SO,
+    )
+    moe_router_force_load_balancing: bool = _training_flag(
+        False, "choose experts at random, to measure speed only"
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = _training_flag(
+        (0.0,),
+        "coefficients of the losses of --moe-router-load-balancing-type",
+        minimum=0,
+        aliases=("moe-loss-coeff",),
+    )
+    moe_z_loss_coeff: float | None = _training_flag(
+        None, "coefficient of the loss that keeps the router's logits small", minimum=0
+    )
+    moe_input_jitter_eps: float | None = _training_flag(
+        None, "multiply the router's input by noise from 1 - this to 1 + this", minimum=0, maximum=1
+    )
+    moe_expert_capacity_factor: float | None = _training_flag(
+        None,
+        "an expert takes at most this times its even share of a rank's tokens; below 0: all",
+        aliases=("moe-train-capacity-factor",),
+    )
+    moe_eval_capacity_factor: float | None = _training_flag(
+        None,
+        "the same in evaluation (default: as in training)",
+        no_effect=(_NEEDS_CAPACITY,),
+    )
+    moe_min_capacity: int = _training_flag(
+        0, "tokens that an expert takes in any case", minimum=0, no_effect=(_NEEDS_CAPACITY,)
+    )
+    moe_token_drop_policy: str = _training_flag(
+        "probs",
+        "which tokens a full expert takes: those of the largest weights, or the first",
+        choices=("probs", "position"),
+        no_effect=(_NEEDS_CAPACITY,),
+    )
+    moe_pad_expert_input_to_capacity: bool = _training_flag(
+        False,
+        "give experts as many rows as they may take",
+        no_effect=(_NO_PADDING,),
+    )
+    disable_moe_token_dropping: bool = _training_flag(
+        False, "experts take all tokens, whatever the capacity", no_effect=(_NEEDS_CAPACITY,)
+    )
+    moe_per_layer_logging: bool = _training_flag(
+        False, "write the losses of each layer to TensorBoard"
+    )
+
+    rules = (
+        Rule(
+            ("moe_router_topk", "num_experts"),
+            lambda k, experts: (experts or 0) > 1 and k > experts,
+            "{} is more than {}: a token cannot pass more experts than there are; lower the first",
+        ),
+        Rule(
+            ("num_experts", "moe_router_num_groups"),
+            lambda experts, groups: groups and experts and experts % groups,
+            "{} is not divisible by {}: groups have equally many experts",
+        ),
+        requires(
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "{} needs --moe-router-group-topk: say how many of them a token chooses",
+        ),
+        requires(
+            "moe_router_group_topk",
+            "moe_router_num_groups",
+            "{} chooses groups: say how many there are, --moe-router-num-groups",
+        ),
+        at_most("moe_router_group_topk", "moe_router_num_groups", "{} is more than {}: lower it"),
+        Rule(
+            ("moe_router_enable_expert_bias", "moe_router_score_function"),
+            lambda bias, score: bias and score == "softmax",
+            "{} needs --moe-router-score-function sigmoid or sqrtsoftplus, not softmax, whose "
+            "scores depend on each other",
+        ),
+        Rule(
+            ("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+            lambda k, score, pre: k == 1 and score == "softmax" and not pre,
+            "{0} with softmax needs --moe-router-pre-softmax: the softmax of one score is always "
+            "1, and the router would learn nothing",
+        ),
+        *(
+            Rule(
+                (name, "moe_min_capacity", "disable_moe_token_dropping"),
+                lambda factor, least, is_off: factor == 0 and not least and not is_off,
+                "{0} lets experts take no token at all: give a factor above 0, or -1 for all "
+                "tokens, or --moe-min-capacity",
+            )
+            for name in ("moe_expert_capacity_factor", "moe_eval_capacity_factor")
+        ),
+        requires(
+            "moe_pad_expert_input_to_capacity",
+            "moe_expert_capacity_factor",
+            "{} needs a capacity: give --moe-expert-capacity-factor, or leave it out",
+        ),
+        Rule(
+            ("num_experts", "xielu"),
+            lambda experts, xielu: (experts or 0) > 1 and xielu,
+            "{}, {}: experts have an activation without learned numbers: give another one",
+        ),
+    )
+
+    @staticmethod
+    def is_in(model: Any) -> bool:
+        """Whether these settings say anything of a model."""
+        return model.has_experts
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether there are experts to choose from."""
+        return (self.num_experts or 0) > 1
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has experts."""
+        text = self.moe_layer_freq.strip(QUOTED)
+        if not self.has_experts:
+            return (False,) * self.num_layers
+        if text.isdecimal() and int(text) > 0:
+            return tuple(layer % int(text) == 0 for layer in range(self.num_layers))
+        return marks_of(text, self.num_layers, "--moe-layer-freq")
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width inside an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def group_best(self) -> int:
+        """How many of the best scores in a group are summed to rank it."""
+        chosen = self.moe_router_group_topk or 1
+        return self.moe_router_group_best or max(self.moe_router_topk // chosen, 1)
+
+    @property
+    def auxiliary_losses(self) -> dict[str, float]:
+        """The coefficients of the losses that balance the load, those above 0, by their types."""
+        types, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        named = zip(types, coefficients, strict=False)
+        return {kind: each for kind, each in named if kind != NO_LOSS and each > 0}
+
+    def capacity_factor(self, *, training: bool) -> float | None:
+        """What an expert's even share of tokens is multiplied by to limit it; None: no limit."""
+        factor = self.moe_expert_capacity_factor
+        if not training and factor is not None and self.moe_eval_capacity_factor is not None:
+            factor = self.moe_eval_capacity_factor
+        if factor is None or factor < 0 or self.disable_moe_token_dropping:
+            return None
+        return factor
+
+    def check(self) -> None:
+        """Raise InputError for settings that do not fit each other."""
+        super().check()
+        if not self.has_experts:
+            return
+        if not any(self.moe_layers):
+            raise InputError(
+                f"--num-experts {self.num_experts} and --moe-layer-freq {self.moe_layer_freq}: no "
+                f"layer of the {self.num_layers} has experts; change the second, or leave the "
+                "first out"
+            )
+        self._check_groups()
+        self._check_losses()
+
+    def _check_groups(self) -> None:
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups is None:
+            return
+        size = self.num_experts // groups
+        if self.moe_router_topk > chosen * size:
+            raise InputError(
+                f"--moe-router-topk {self.moe_router_topk} is more than the {chosen * size} "
+                f"experts of --moe-router-group-topk {chosen} groups of {size}: lower the first or "
+                "raise the second"
+            )
+        if self.group_best > size:
+            raise InputError(
+                f"--moe-router-group-best: the sum of the best {self.group_best} scores is to rank "
+                f"a group, but a group has {size} experts: give at most {size}"
+            )
+
+    def _check_losses(self) -> None:
+        types, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        shown = f"--moe-router-load-balancing-type {' '.join(types)}"
+        if len(set(types)) < len(types) or (NO_LOSS in types and len(types) > 1):
+            raise InputError(f"{shown}: give each type once, and none only by itself")
+        is_default = coefficients == (0.0,)
+        if len(types) != len(coefficients) and not is_default:
+            raise InputError(
+                f"{shown} and --moe-aux-loss-coeff {' '.join(f'{c:g}' for c in coefficients)}: "
+                f"{len(types)} types need as many coefficients, in their order"
+            )

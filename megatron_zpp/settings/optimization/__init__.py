@@ -1,1 +1,0 @@
-"""How weights are updated: number formats, optimizers, schedules, and what is computed twice."""

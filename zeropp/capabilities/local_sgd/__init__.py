@@ -1,0 +1,1 @@
+"""Local SGD (DiLoCo): replicas train independently and synchronize every n steps."""

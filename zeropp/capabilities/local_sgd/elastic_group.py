@@ -1,0 +1,221 @@
+"""The ranks with one place in nodes that come and go: an `OuterGroup` of those who take part.
+
+round n:  who takes part  ->  connections, if others than before  ->  work  ->  for all or none
+"""
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from zeropp.capabilities.local_sgd.entry import Entering, Entry, Saved
+from zeropp.capabilities.local_sgd.member import Members
+from zeropp.capabilities.local_sgd.outer_group import PURPOSE, OuterError, OuterGroup
+from zeropp.capabilities.local_sgd.pulse import ReplicaPulse, liveness
+from zeropp.capabilities.local_sgd.rounds import Rounds
+from zeropp.capabilities.local_sgd.sync_store import open_sync_store, reported_store
+from zeropp.errors import InputError
+from zeropp.ranks.coordination import broadcast_object
+from zeropp.ranks.topology import Environment
+from zeropp.wire.traffic import Traffic
+
+CONNECT_LIMIT = timedelta(seconds=15)  # all members are there when they connect
+WAITING_SHARE = 0.9  # of the time limit, as the other ranks of a node wait in a collective
+MOST_FAILURES = 3  # of exchanges in a row, with all members alive
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticOptions:
+    """Where nodes meet, and with how many a run begins.
+
+    settings: what must be alike on all of them, texts by their names; `advice` is for those who
+    have others. saved_by: what the checkpoint of the node with a number is of.
+    """
+
+    address: str
+    num_nodes: int
+    settings: Mapping[str, str]
+    advice: str
+    saved_by: Callable[[int], Saved]
+
+
+def join_elastic_group(
+    options: ElasticOptions, environment: Environment, timeout: timedelta
+) -> "ElasticGroup":
+    """Let this world begin a run with the other nodes, or wait to join them.
+
+    All ranks call it. Raises InputError on all of them for other settings than the others have,
+    NetworkError if there is no store or the other nodes do not come.
+    """
+    limit = timeout.total_seconds()
+    entry = pulse = None
+    if environment.rank == 0:
+        try:
+            store = open_sync_store(options.address, timeout)
+            name = uuid.uuid4().hex
+            pulse = ReplicaPulse(store, name)
+            with reported_store():
+                entry = _enter(options, store, name, limit * WAITING_SHARE)
+        except InputError as error:
+            entry = error
+    entry = broadcast_object(entry)
+    if isinstance(entry, InputError):
+        raise entry
+    if environment.rank:
+        store = open_sync_store(options.address, timeout)
+    lives = liveness(store)
+    store = dist.PrefixStore(str(entry.epoch), store)
+    rounds = Rounds(store, entry.own, environment.rank, environment.world_size, lives, limit)
+    if not entry.joins:
+        rounds.begin(entry.members)
+    return ElasticGroup(
+        store.clone(), rounds, options.num_nodes, timeout, pulse, entry.iteration, entry.launch
+    )
+
+
+def _enter(options: ElasticOptions, store: dist.Store, name: str, limit: float) -> Entry:
+    return Entering(
+        store=store,
+        name=name,
+        liveness=liveness(store),
+        num_nodes=options.num_nodes,
+        settings=options.settings,
+        advice=options.advice,
+        saved_by=options.saved_by,
+        limit=limit,
+    ).enter()
+
+
+@dataclass(frozen=True)
+class Round:
+    """Nodes that exchange something; `group` are their ranks of this one's place."""
+
+    members: Members
+    group: OuterGroup
+
+
+class ElasticGroup:
+    """This rank's connections to the nodes that take part.
+
+    `planned`: with how many nodes a run begins. `iteration`: of this node's checkpoint that it goes
+    on from; 0 without one. `launch`: as in `OuterGroup`. All ranks of all members call `hold` in
+    the same order.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rounds: Rounds,
+        planned: int,
+        timeout: timedelta,
+        pulse: ReplicaPulse | None = None,
+        iteration: int = 0,
+        launch: str = "",
+    ) -> None:
+        self.rounds, self.planned, self.iteration = rounds, planned, iteration
+        self.launch = launch
+        self.traffic = Traffic((PURPOSE,))
+        self.members = rounds.members  # of the last round that all have done
+        self._store, self._timeout, self._pulse = store, timeout, pulse
+        self._round: Round | None = None  # whose connections hold
+        self._broken: list[OuterGroup] = []  # gloo would wait for their messages to delete them
+
+    @property
+    def number(self) -> int:
+        """What names this node's folders; its place may change, and this stays."""
+        return self.rounds.own.number
+
+    @property
+    def joins(self) -> bool:
+        """Whether this node has yet to get the others' weights."""
+        return self.place is None
+
+    @property
+    def place(self) -> int | None:
+        """The place of this node among those who take part."""
+        return self.members.place(self.rounds.own.name)
+
+    @property
+    def node(self) -> int:
+        """As in `OuterGroup`; a node that has yet to join is like the second of two."""
+        return 1 if self.place is None else self.place
+
+    @property
+    def size(self) -> int:
+        """As in `OuterGroup`."""
+        return 2 if self.place is None else len(self.members.nodes)
+
+    def join(self) -> None:
+        """Wait until this node may take part in a round, which the caller then holds.
+
+        All its ranks call it when they are ready to. Raises NobodyLeftError.
+        """
+        with reported_store():
+            if self.rounds.rank == 0:
+                self.rounds.announce()
+            self.rounds.wait_for_admission()
+
+    def hold(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
+        """Return the result of `work` with all who take part, when all of them have theirs.
+
+        It is repeated with those who are left if one ends, and so must change nothing. With
+        `admits`, other nodes may join. Raises ExcludedError; OuterError if it fails again and again
+        with all nodes alive.
+        """
+        failures, last = 0, self.members
+        while True:
+            error = result = None
+            with reported_store():
+                members = self.rounds.arrive(admits=admits)
+            try:
+                result = work(self._connected(members))
+            except OuterError as reason:
+                error = reason
+            with reported_store():
+                is_done = self.rounds.conclude(succeeded=error is None)
+            if is_done:
+                self.members = members.settled
+                return result
+            self._disconnect()
+            failures = failures + 1 if members == last else 1
+            last = members
+            if failures == MOST_FAILURES:
+                raise error or OuterError(f"an exchange of {members} has failed {failures} times")
+
+    def close(self) -> None:
+        """Say that this node leaves."""
+        if self._pulse is not None:
+            self._pulse.close()
+
+    def _connected(self, members: Members) -> Round:
+        known = self._round
+        if known is None or known.members.names != members.names:
+            self._disconnect()
+            number, place = self.rounds.number, members.place(self.rounds.own.name)
+            store = dist.PrefixStore(f"connections/{number}/{self.rounds.rank}", self._store)
+            try:
+                group = OuterGroup(
+                    store,
+                    place,
+                    len(members.nodes),
+                    CONNECT_LIMIT,
+                    traffic=self.traffic,
+                    watch=self.rounds.wait,
+                )
+            except RuntimeError as error:
+                raise OuterError(f"cannot connect to {members}: {error}") from error
+            group.set_time_limit(self._timeout)
+            known = Round(members, group)
+        self._round = Round(members, known.group)
+        return self._round
+
+    def _disconnect(self) -> None:
+        old, self._round = self._round, None
+        groups = self._broken if old is None else [*self._broken, old.group]
+        self._broken = [group for group in groups if not group.is_idle]

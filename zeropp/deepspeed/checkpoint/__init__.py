@@ -1,5 +1,0 @@
-"""`deepspeed.checkpoint`: helpers for state dicts."""
-
-from zeropp.deepspeed.names import attribute_of
-
-__getattr__ = attribute_of(__name__)

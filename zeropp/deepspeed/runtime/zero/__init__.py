@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.zero`."""
-
-from zeropp.deepspeed.names import attribute_of
-
-__getattr__ = attribute_of(__name__)

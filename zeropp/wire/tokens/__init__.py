@@ -1,1 +1,0 @@
-"""What ranks that share layers send each other: the rows of tokens, and other activations."""
