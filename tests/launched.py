@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.endurance.killable_launch import LAUNCH, ROOT, descendants, kill_all, start
+from benchmarks.shared.processes import LAUNCH, ROOT, descendants, kill_all, start
 
 CALL = """
 import pickle, sys

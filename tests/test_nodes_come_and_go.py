@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.endurance.killable_launch import signal_all
 from benchmarks.endurance.launched_nodes import LaunchedNode, LaunchedNodes, wait_for
+from benchmarks.shared.processes import signal_all
 
 INTERVAL = 4  # of exchanges; checkpoints are saved after every second one
 

@@ -19,7 +19,6 @@ weights (LoRA's) and hpZ they are all that sends whole weights.
 bytes. The namespaces are removed when the benchmark ends, however it ends.
 """
 
-import argparse
 import sys
 from collections import Counter
 
@@ -32,7 +31,7 @@ from benchmarks.cluster.configurations import FSDP2, LORA, NAMES, OURS, axes_of
 from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved, warm_up
 from benchmarks.cluster.network import emulation
 from benchmarks.cluster.rank_processes import exit_on_signals, started_cluster
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from zeropp.errors import InputError
 
 DEFAULT_NAMES = (FSDP2, "zero3", "zeropp")
@@ -40,7 +39,7 @@ OUR_NAMES = (*NAMES, *LORA)
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "seq": 256, "vocab": 512, "micro_batches": 1}
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Measure at each rate."""
     exit_on_signals()
     result |= {
@@ -87,7 +86,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
             result["runs"].append({"rate": rate, "link": link, "dropped": dropped, "rows": rows})
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Complete the options; raises InputError for what is impossible."""
     options.configurations = names_of(options)
     if options.nodes < 2 and not options.one_host:
@@ -99,18 +98,14 @@ def check(options: argparse.Namespace) -> None:
         raise InputError(f"{flag} sets the links between nodes, and --one-host has none")
     if options.round_trip and options.nodes != 2:
         raise InputError(f"--round-trip joins two nodes, and --nodes is {options.nodes}")
-    if options.one_host:
-        options.rate = [None]
-    else:
-        options.rate = list(dict.fromkeys(options.rate or (emulation.UNLIMITED,)))
-        for rate in options.rate:
-            emulation.bits_per_second(rate)
-        emulation.require_namespaces()
+    options.rate = (
+        [None] if options.one_host else emulation.checked_rates(options.rate, emulation.UNLIMITED)
+    )
     if options.products == "auto":
         options.products = "fp32" if bf16_is_slow() else "bf16"
 
 
-def names_of(options: argparse.Namespace) -> tuple[str, ...]:
+def names_of(options: Options) -> tuple[str, ...]:
     """The configurations asked for, the second of a name as `zeropp 2`.
 
     Raises InputError for an unknown name.

@@ -35,7 +35,7 @@ from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from zeropp import Sharding, ZeroConfig, attach
 from zeropp.optim.step_or_skip import local_part
-from zeropp.wire.frozen_weights import stored_bytes
+from zeropp.wire.quantized_shard import stored_bytes
 
 OURS = (
     "zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once", "code-steps",

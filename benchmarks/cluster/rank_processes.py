@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.cluster.network import emulation
+from benchmarks.shared.processes import start
 from benchmarks.shared.rank_launch import RanksFailed
-from benchmarks.shared.result import ROOT
 from zeropp.errors import InputError
 
 RANK_MODULE = "benchmarks.cluster.cluster_rank"
@@ -47,20 +47,11 @@ class RankProcess:
     def start(
         cls, rank: int, prefix: Sequence[str], variables: Mapping[str, str], output: Path
     ) -> "RankProcess":
-        """Start a rank in a session of its own, which Ctrl-C does not reach."""
+        """Start a rank."""
         ours, theirs = Pipe()
-        common = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-        with output.open("wb") as file:
-            popen = subprocess.Popen(
-                [*prefix, sys.executable, "-m", RANK_MODULE, str(theirs.fileno())],
-                cwd=ROOT,
-                env={**os.environ, **common, **variables},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+        command = [*prefix, sys.executable, "-m", RANK_MODULE, str(theirs.fileno())]
+        variables = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", **variables}
+        popen = start(command, output, variables=variables, pass_fds=[theirs.fileno()])
         theirs.close()
         return cls(rank=rank, popen=popen, connection=ours, output=output)
 

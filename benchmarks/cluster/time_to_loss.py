@@ -10,7 +10,6 @@ taken goes on meanwhile, and what of it crosses then is not read. The time to a 
 first evaluation which is not above it; without --target that is the highest of all final losses.
 """
 
-import argparse
 import statistics
 import sys
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from benchmarks.cluster.rank_processes import (
     started_cluster,
 )
 from benchmarks.convergence.variants import FLAGS, RATES, VARIANTS, Recipe
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.charts import chart
 from benchmarks.shared.table import Column, table
 from zeropp.errors import InputError
@@ -42,7 +41,7 @@ COLUMNS = (
 )
 
 
-def recipe_of(options: argparse.Namespace, variant: str) -> Recipe:
+def recipe_of(options: Options, variant: str) -> Recipe:
     """The recipe of a variant; only the number of ranks in a node is its own."""
     is_alone = VARIANTS[variant].steps_alone
     ranks_per_node = options.ranks_alone if is_alone else options.ranks_per_node
@@ -60,12 +59,9 @@ def recipe_of(options: argparse.Namespace, variant: str) -> Recipe:
     )
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Raise InputError for what would fail only after a while."""
-    emulation.require_namespaces()
-    options.rate = list(dict.fromkeys(options.rate or ("20mbit", "100mbit")))
-    for rate in options.rate:
-        emulation.bits_per_second(rate)
+    options.rate = emulation.checked_rates(options.rate, "20mbit", "100mbit")
     for variant in options.variants:
         recipe_of(options, variant).config(variant, options.seed)
     if options.steps % options.eval_interval:
@@ -75,7 +71,7 @@ def check(options: argparse.Namespace) -> None:
         )
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Train each variant at each rate."""
     exit_on_signals()
     rows = []

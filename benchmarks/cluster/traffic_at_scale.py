@@ -8,7 +8,6 @@ those of plain FSDP2. All numbers are in M, the bytes of the model in 16 bit, pe
 of a node.
 """
 
-import argparse
 import sys
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ import torch
 
 from benchmarks.cluster.configurations import zero_config
 from benchmarks.cluster.fake_ranks import counted_step, fake_rank
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.table import Column, table
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.arguments import parse
@@ -36,7 +35,7 @@ PURPOSES = {
 }
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Count every configuration."""
     result["shape"] = {name: getattr(options, name) for name in SHAPE}
     started = time.monotonic()
@@ -45,7 +44,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
     result["seconds"] = round(time.monotonic() - started, 1)
 
 
-def count(name: str, options: argparse.Namespace) -> dict:
+def count(name: str, options: Options) -> dict:
     """The row of one configuration: bytes a node sends by (purpose, hop), in units of M."""
     flags = (
         f"--num-layers {options.layers} --hidden-size {options.hidden} "

@@ -11,7 +11,6 @@ relative L2 over all matrices together. Gain: the factor of the least-squares fi
 the input. Beside: of the elements in the other columns.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from benchmarks.codes.block_codes import (
 )
 from benchmarks.codes.small_gpt import SmallGPT
 from benchmarks.convergence.variants import FLAGS
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.table import Column, table
 from zeropp.quant.packing import ROTATED_4
@@ -45,7 +44,7 @@ ZEROPP: Mapping[str, int] = {"INT4, blocks of 128": 4, "rotated INT4": ROTATED_4
 GAIN_OF_ALL, GAIN_BESIDE = 0.005, 0.02  # how far from 1 they may be
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Train, verify, measure."""
     torch.set_num_threads(1)
     matrices, losses = gradients(options.steps)

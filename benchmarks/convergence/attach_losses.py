@@ -7,7 +7,6 @@ and for a step, beside the formula for plain FSDP2. benchmarks.cluster.cluster c
 interfaces of an emulated cluster.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.byte_text import ByteText
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
@@ -30,7 +29,7 @@ RANKS, RANKS_PER_NODE = 4, 2
 NAMES = ("FSDP2", "transformers", "TRL", "Lightning", "torchtitan")
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Compare all trainers."""
     result |= {"steps": options.steps, "rows": []}
     for name in options.trainers:
@@ -39,7 +38,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         result["rows"].append(row)
 
 
-def compare(options: argparse.Namespace) -> dict:
+def compare(options: Options) -> dict:
     """Train with one trainer, plainly and attached, as one of the ranks."""
     from benchmarks.convergence.attached_trainers import LENGTH, SAMPLES, TRAINERS
 

@@ -9,7 +9,6 @@ With --flags the ranks may split the model too, as in `--flags "--tensor-model-p
 The variant `int8-tokens` needs a mixture whose experts are split over both nodes.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -40,7 +39,7 @@ from benchmarks.convergence.variants import (
     VARIANTS,
     Recipe,
 )
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
 from benchmarks.shared.result import environment_report, write_text
 from benchmarks.shared.table import markdown_table
@@ -54,7 +53,7 @@ LATER_FIELDS = {
 }
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Train the missing runs and compare all."""
     recipe = recipe_of(options)
     path = Path(options.folder) / FINISHED_RUNS
@@ -67,7 +66,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
     }
 
 
-def recipe_of(options: argparse.Namespace) -> Recipe:
+def recipe_of(options: Options) -> Recipe:
     """What all runs share."""
     given = {field.name: getattr(options, field.name) for field in fields(Recipe)}
     return Recipe(**given | {"flags": f"{FLAGS} {options.flags}".strip()})
@@ -80,7 +79,7 @@ def faster_dtype() -> str:
     return "bf16" if faster else "fp32"
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Raise InputError for what would fail, or have no effect, only after hours."""
     options.dtype = options.dtype or faster_dtype()
     recipe = recipe_of(options)
@@ -210,7 +209,7 @@ def seed_table(result: dict) -> str:
     return markdown_table(["", *(f"seed {seed}" for seed in seeds)], rows)
 
 
-def on_rank(options: argparse.Namespace) -> dict:
+def on_rank(options: Options) -> dict:
     """Train one variant of one seed, as `train` orders."""
     order = json.loads(options.order)
     recipe = Recipe(**order["recipe"])

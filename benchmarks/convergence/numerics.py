@@ -6,7 +6,6 @@ same numbers as its ops. Error: relative L2 over all tensors together. Gain: the
 least-squares fit of the result to the input. docs/numerics.md discusses both.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from benchmarks.codes.block_codes import CODES, SCALES, BlockCode, gain_of, zeropp_round_trip
 from benchmarks.codes.small_gpt import SmallGPT
 from benchmarks.convergence.variants import FLAGS
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.charts import chart
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.table import Column, table
@@ -48,7 +47,7 @@ SECTIONS: tuple[tuple[str, Callable[[dict], bool]], ...] = (
 Tensors = Sequence[Tensor]  # each flat, fp32
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Train, verify, measure."""
     torch.set_num_threads(1)
     loss, weights, gradients = train(options.steps)

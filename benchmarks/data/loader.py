@@ -5,7 +5,6 @@ FLAGs after `--`. One model is trained; in turn its batches come from memory and
 each number of workers. All must yield equal batches, or nothing is timed.
 """
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -14,7 +13,7 @@ from contextlib import ExitStack
 
 import torch
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement, interleaved, median_of, ratio_summary
 from benchmarks.shared.pretrain_run import run_step, silent_run, training_batches
 from benchmarks.shared.table import RATIOS, Column, table
@@ -47,7 +46,7 @@ class InMemory:
         return batch
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Build the run, verify, time."""
     config = parse([*SILENT_FLAGS.split(), *options.flags], 1)
     run = silent_run(config, join_ranks(Environment.read(), config.parallel))

@@ -8,7 +8,6 @@ their start, and of the bare library including its vocabulary. Memory is the pea
 process. The datasets must be equal.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.result import ROOT
 from benchmarks.shared.table import Column, table
@@ -49,7 +48,7 @@ print(json.dumps({"cpu": time.process_time(), "tokens": tokens}))
 """
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Collect the text, time everything in turn."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         source = Path(folder) / "text.jsonl"
@@ -79,7 +78,7 @@ def collect(target: Path, folder: str | None, limit: int) -> tuple[int, int]:
     return num_bytes, len(seen)
 
 
-def time_round(options: argparse.Namespace, source: Path) -> dict:
+def time_round(options: Options, source: Path) -> dict:
     """Time everything once; raises Disagreement unless all datasets are equal."""
     times, digests = {}, set()
     for library in options.libraries:
@@ -100,7 +99,7 @@ def time_round(options: argparse.Namespace, source: Path) -> dict:
     return times
 
 
-def timed(options: argparse.Namespace, source: Path, library: str, workers: int) -> dict:
+def timed(options: Options, source: Path, library: str, workers: int) -> dict:
     """Seconds, CPU-seconds and peak bytes of memory of one run of the program."""
     command = [
         sys.executable, str(TOOL), "--input", str(source), "--append-eod",

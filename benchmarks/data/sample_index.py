@@ -7,7 +7,6 @@ the compiled helpers_cpp of an installed megatron-core, which shuffles with NumP
 CPU-seconds of this process.
 """
 
-import argparse
 import importlib.util
 import statistics
 import sys
@@ -19,7 +18,7 @@ from types import ModuleType
 
 import numpy as np
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement, time_interleaved
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.timers import CpuTimer
@@ -64,13 +63,13 @@ class Task:
         return np.arange(self.samples, dtype=np.uint32)
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Raise InputError where there is nothing to time."""
     if native_index() is None:
         raise InputError("csrc/ is not built; make setup builds it where there is a compiler")
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Draw the documents' lengths with a fixed seed, verify, time."""
     lengths = np.random.RandomState(0).randint(1, 2 * MEAN_TOKENS, options.documents)
     lengths = lengths.astype(np.int32)

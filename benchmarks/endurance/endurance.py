@@ -9,7 +9,6 @@ pass that point. Then an undisturbed job runs to the same iteration, and its los
 the last digit. Needs root, and the commands ip, tc and mount.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from benchmarks.cluster.rank_processes import exit_on_signals
 from benchmarks.endurance.disturbances import KINDS
 from benchmarks.endurance.job import Job, started_job
 from benchmarks.endurance.resources import Recorder
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.table import Column, table
 
@@ -38,7 +37,7 @@ COLUMNS = (
 )
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Run the campaign, then the undisturbed job, and compare."""
     exit_on_signals()
     emulation.require_namespaces()
@@ -52,7 +51,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
 class Campaign:
     """A job, and what is recorded of its processes."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: Options) -> None:
         self._options, self._random = options, random.Random(options.seed)
         self._recorder, self._started = Recorder(), time.monotonic()
         self._flags = ["--save-interval", str(options.save_interval)]

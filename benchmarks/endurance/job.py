@@ -19,7 +19,8 @@ from pathlib import Path
 
 from benchmarks.cluster.network import emulation
 from benchmarks.endurance.resources import GrowingFile
-from benchmarks.shared.result import ROOT, write_text
+from benchmarks.shared.processes import start
+from benchmarks.shared.result import write_text
 from megatron_zpp.commands.pretrain import main
 from zeropp.errors import InputError
 from zeropp.ranks.exit import exit_process
@@ -150,7 +151,7 @@ class Job:
         return self._events
 
     def _start_agent(self, node: Node) -> None:
-        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        variables = {"CUDA_VISIBLE_DEVICES": "", **emulation.VARIABLES}
         command = [
             *(*emulation.prefix(node.number), sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(NODES), "--nproc-per-node", str(RANKS_PER_NODE)),
@@ -159,16 +160,7 @@ class Job:
             *f"{AGENT},is_host={node.number == 0}".split(),
             *("-m", __name__, str(self.folder), *self._flags),
         ]
-        with node.log.open("ab") as log:
-            node.agent = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **variables, **emulation.VARIABLES},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        node.agent = start(command, node.log, variables=variables)
         node.agents_started += 1
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.endurance.killable_launch import LAUNCH, ROOT, kill_all, start
+from benchmarks.shared.processes import LAUNCH, ROOT, kill_all, start
 from zeropp.checkpoint.state_tensors import MODEL as WEIGHTS
 
 POLL_SECONDS = 0.05

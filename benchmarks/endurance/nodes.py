@@ -8,7 +8,6 @@ reached within 30 s, that no node counts a step twice, and that nodes that have 
 iteration have the same weights, to the bit.
 """
 
-import argparse
 import contextlib
 import random
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from benchmarks.cluster.network import emulation
 from benchmarks.cluster.rank_processes import exit_on_signals
 from benchmarks.endurance.launched_nodes import LaunchedNode, LaunchedNodes, wait_for
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.table import Column, table
 
@@ -79,7 +78,7 @@ class Cluster:
         return {"killed": name, "goes_on": goes_on, "joined": time.monotonic() - killed}
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Kill nodes and start others; raise Disagreement where the run does not go on by itself."""
     exit_on_signals()
     draw, rows = random.Random(options.seed), []
@@ -109,7 +108,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
                 raise Disagreement(f"a node has taken a step twice:\n{end_of(node)}")
 
 
-def emulated_hosts(options: argparse.Namespace, stack: contextlib.ExitStack) -> dict:
+def emulated_hosts(options: Options, stack: contextlib.ExitStack) -> dict:
     """Create a namespace for each node and for the store; nothing without a rate."""
     if options.rate is None:
         return {}
@@ -121,11 +120,10 @@ def emulated_hosts(options: argparse.Namespace, stack: contextlib.ExitStack) -> 
     return {"hosts": hosts, "store_address": emulation.address(store)}
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Raise InputError if the cluster cannot be emulated."""
     if options.rate is not None:
-        emulation.bits_per_second(options.rate)
-        emulation.require_namespaces()
+        emulation.checked_rates([options.rate])
 
 
 def compare(run: LaunchedNodes) -> int:

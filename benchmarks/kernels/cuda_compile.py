@@ -7,7 +7,6 @@ nothing runs. Warps are those that the registers let a multiprocessor hold, in b
 (128 for steps of codes).
 """
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.shared.benchmark import Benchmark
+from benchmarks.shared.benchmark import Benchmark, Options
 from benchmarks.shared.result import ROOT
 from benchmarks.shared.table import Column, table
 from setup import CUDA_FLAGS, find_nvcc
@@ -54,7 +53,7 @@ class Compiled:
         return min(WARPS, REGISTERS // (each * self.threads) * (self.threads // 32))
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Compile everything; raises InputError without a compiler."""
     nvcc = find_nvcc()
     if nvcc is None:

@@ -10,7 +10,6 @@ before each run; smaller data stays cached. On the CPU with one thread the copy 
 are the processor time of that thread; with --threads they are times by the clock.
 """
 
-import argparse
 import ctypes
 import itertools
 import statistics
@@ -23,7 +22,7 @@ import torch
 from benchmarks.kernels.adam_kernel import Peer, adam_cases, adam_peers
 from benchmarks.kernels.instruction_sets import use_isa
 from benchmarks.kernels.timed_cases import ROWS, Case, cases, requantize_cases
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import interleaved, ratio_summary
 from benchmarks.shared.table import RATIOS, Column, table
 from benchmarks.shared.timers import THREAD_CLOCK, WALL_CLOCK, CpuTimer, GpuTimer, Timer
@@ -59,7 +58,7 @@ class Place:
         return lambda: copy(target.data_ptr(), source.data_ptr(), size)
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Raise InputError for what cannot be timed."""
     if any(count % (256 * ROWS) for count in options.elements or ()):
         raise InputError(f"--elements: give multiples of {256 * ROWS}")
@@ -67,7 +66,7 @@ def check(options: argparse.Namespace) -> None:
         raise InputError("--isa and --threads are for the CPU: give --device cpu too")
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Verify and time."""
     on_cuda = options.device == "cuda"
     place = on_gpu() if on_cuda else on_cpu(options.isa, options.threads)

@@ -5,11 +5,10 @@ tensors of a rank besides weights and tokens: those that wait for backward after
 and the most at any time. The losses must be the same on any number of ranks.
 """
 
-import argparse
 import sys
 import time
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.pretrain_run import (
     cpu_ranks,
@@ -33,7 +32,7 @@ KINDS = {"a2a": "", "allgather": "--cp-comm-type allgather"}
 TOLERANCE = 1e-5  # relative: fp32 sums in another order
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Measure on each number of ranks; raises Disagreement where the losses differ."""
     result["seq_length"], result["rows"] = options.seq_length, []
     for num_ranks in options.ranks:
@@ -46,7 +45,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         raise Disagreement(f"the losses differ: {losses}")
 
 
-def on_rank(options: argparse.Namespace) -> dict:
+def on_rank(options: Options) -> dict:
     """Run one pass over a sequence; return the bytes of the rank with most."""
     environment = join_cpu_ranks()
     size = environment.world_size

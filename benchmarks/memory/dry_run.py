@@ -3,14 +3,13 @@
 The bytes of all live tensors are measured after every op, on the rank that has most.
 """
 
-import argparse
 import json
 import sys
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.pretrain_run import cpu_ranks, join_cpu_ranks
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
@@ -129,12 +128,12 @@ def _train(config: Config, ranks: Ranks) -> None:
         optimizer_step(optimizer, sharding, clip_grad=1.0)
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Run all cases on the ranks."""
     result["rows"] = run_on_ranks(__spec__.name, options.ranks, sys.argv[1:])
 
 
-def on_rank(options: argparse.Namespace) -> list[dict]:
+def on_rank(options: Options) -> list[dict]:
     """A row for each of `CASES`."""
     rows = []
     join_cpu_ranks()

@@ -5,7 +5,6 @@ then these converted to INT8. Resident memory and its peak are what the system c
 process. All numbers are those of rank 0, without what the process held before.
 """
 
-import argparse
 import ctypes
 import gc
 import os
@@ -15,18 +14,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp import Sharding, ZeroConfig, shard
 from zeropp import fsdp_adapter as fsdp
+from zeropp.capabilities.mixz.storage import store
 from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.materialize import allocate_meta_tensors
-from zeropp.sharding.shard import allocate_parameters, store_frozen
-from zeropp.wire.frozen_weights import stored_bytes
+from zeropp.sharding.shard import allocate_parameters
+from zeropp.wire.quantized_shard import stored_bytes
 
 CONFIG = ZeroConfig.from_json(
     {
@@ -37,7 +37,7 @@ CONFIG = ZeroConfig.from_json(
 RESET_PEAK = "5"  # resets the peak of resident memory: proc(5), clear_refs
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Measure on ranks, and what share of bf16's bytes there is."""
     result |= run_on_ranks(__spec__.name, options.ranks, sys.argv[1:])
     result["share"] = result["bytes_int8"] / result["bytes_bf16"]
@@ -45,13 +45,13 @@ def measure(options: argparse.Namespace, result: dict) -> None:
     result["loading_share"] = result["loading_peak"] / result["resident_bf16"]
 
 
-def on_rank(options: argparse.Namespace) -> dict:
+def on_rank(options: Options) -> dict:
     """Measure both ways to INT8 weights."""
     ranks = join_ranks(Environment.read(), ParallelConfig())
     return {"ranks": ranks.num_ranks, **load(options, ranks), **quantize(options, ranks)}
 
 
-def load(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
+def load(options: Options, ranks: Ranks) -> dict[str, int]:
     """The peak of memory while matrices are loaded one by one into INT8."""
     sharding = sharded(options, ranks)
     before = resident()
@@ -63,7 +63,7 @@ def load(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
     return {"loading_peak": peak() - before}
 
 
-def quantize(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
+def quantize(options: Options, ranks: Ranks) -> dict[str, int]:
     """What bf16 shards take, and what they take once they are stored as INT8."""
     sharding = sharded(options, ranks)
     before = resident()
@@ -75,7 +75,7 @@ def quantize(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
     bytes_bf16 = sum(matrix.nbytes for matrix in shards)
     del matrix, shards
     resident_bf16 = resident() - before
-    store_frozen(sharding, CONFIG)
+    store(sharding, CONFIG)
     return {
         "bytes_bf16": bytes_bf16,
         "resident_bf16": resident_bf16,
@@ -84,7 +84,7 @@ def quantize(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
     }
 
 
-def sharded(options: argparse.Namespace, ranks: Ranks) -> Sharding:
+def sharded(options: Options, ranks: Ranks) -> Sharding:
     """Frozen bf16 matrices on the meta device, sharded."""
     with torch.device("meta"):
         shape = options.hidden, options.hidden

@@ -25,9 +25,9 @@ from benchmarks.plan.cells import (
 )
 from benchmarks.plan.cpu_steps import Blocking, Host
 from benchmarks.shared.zero_json import zero_json
+from megatron_zpp.planner.loads import Loads, unit_loads
 from megatron_zpp.planner.parts.planned_run import PlannedRun, plan_run
-from megatron_zpp.planner.timing.links import HopTime, Load
-from megatron_zpp.planner.timing.messages import UnitMessages, unit_messages
+from megatron_zpp.planner.timing.links import HopTime
 from megatron_zpp.planner.timing.timeline import Collective, UnitWork, step_seconds
 from megatron_zpp.settings.arguments import parse
 from zeropp.settings.zero_config import ZeroConfig
@@ -69,41 +69,37 @@ class ProcessorCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The units of a configuration with what they send."""
+    """What the units of a configuration send."""
 
     run: PlannedRun
-    messages: tuple[UnitMessages, ...]
+    units: tuple[dict[str, Loads], ...]
     blocks: bool  # its collectives block
 
     def seconds(self, cell: Cell, computing: float, cost: ProcessorCost) -> float:
         """Return the seconds of a step."""
         num_micro_batches = int(cell["micro_batches"])
-        forward = computing / num_micro_batches / PASSES / (len(self.messages) - 1)
+        forward = computing / num_micro_batches / PASSES / (len(self.units) - 1)
         reduces = GLOO_REDUCE_SCATTER if self.blocks else 1
         rate = float(cell["rate_mbit"]) * MBIT if cell["rate_mbit"] else None  # bytes per second
 
-        def collective(hops: Sequence[Load], factor: int = 1) -> Collective:
-            return self._collective(hops, factor, rate, cost)
-
         works = [
             UnitWork(
-                forward=0.0 if is_root else forward,
-                backward=0.0 if is_root else (PASSES - 1) * forward,
-                first_gather=collective(unit.first_gather),
-                later_gather=collective(unit.later_gather),
-                backward_gather=collective(unit.backward_gather),
-                reduction=collective(unit.reduction, reduces),
-                early_reduction=collective(unit.early_reduction, reduces),
+                forward=each,
+                backward=(PASSES - 1) * each,
+                **{
+                    name: self._collective(loads, reduces if "reduction" in name else 1, rate, cost)
+                    for name, loads in unit.items()
+                },
             )
-            for unit, is_root in zip(
-                self.messages, [False] * (len(self.messages) - 1) + [True], strict=True
+            for unit, each in zip(
+                self.units, [forward] * (len(self.units) - 1) + [0.0], strict=True
             )
         ]
         kind = Blocking if self.blocks else Host
-        return step_seconds(kind, works[:-1], works[-1], num_micro_batches)
+        return step_seconds(lambda: kind(works[:-1], works[-1]), num_micro_batches)
 
     def _collective(
-        self, hops: Sequence[Load], factor: int, rate: float | None, cost: ProcessorCost
+        self, hops: Loads, factor: int, rate: float | None, cost: ProcessorCost
     ) -> Collective:
         """Return a collective of `factor` times the bytes of `hops`.
 
@@ -126,15 +122,15 @@ class Work:
         more = int(cell["micro_batches"]) - 1
         return NODES * sum(
             times * hop.far_bytes
-            for unit in self.messages
-            for times, hops in (
-                (1, unit.first_gather),
-                (more, unit.later_gather),
-                (more + 1, unit.backward_gather),
-                (GLOO_REDUCE_SCATTER, unit.reduction),
-                (GLOO_REDUCE_SCATTER * more, unit.early_reduction),
+            for unit in self.units
+            for name, times in (
+                ("first_gather", 1),
+                ("later_gather", more),
+                ("backward_gather", more + 1),
+                ("reduction", GLOO_REDUCE_SCATTER),
+                ("early_reduction", GLOO_REDUCE_SCATTER * more),
             )
-            for hop in hops
+            for hop in unit[name]
         )
 
 
@@ -241,5 +237,5 @@ def _work(name: str, seq: int, micro_batches: int) -> Work:
     run = plan_run(replace(config, zero=zero), VOCABULARY, nodes, is_cpu=True)
     plan = run.plan.plain() if name == FSDP2 else run.plan
     edges = [0, *accumulate(len(unit.parts) for unit in run.units)]
-    messages = tuple(unit_messages(plan, plan.units[first:last]) for first, last in pairwise(edges))
-    return Work(run=run, messages=messages, blocks=name == FSDP2)
+    units = tuple(unit_loads(plan, plan.units[first:last]) for first, last in pairwise(edges))
+    return Work(run=run, units=units, blocks=name == FSDP2)

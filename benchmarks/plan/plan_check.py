@@ -6,14 +6,13 @@ constant has physical limits, and the table says which are at one. Nothing is tr
 needed.
 """
 
-import argparse
 import logging
 import sys
 from pathlib import Path
 
 from benchmarks.plan import emulated_cluster, published_runs, sdp4bit, zeropp_figures
 from benchmarks.plan.cells import CheckedSet, Prediction, summary_rows
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.charts import chart
 from benchmarks.shared.table import Column, markdown_table, table
 
@@ -28,7 +27,7 @@ COLOURS = ("#4c8bf5", "#e8710a", "#34a853", "#a142f4", "#d93025", "#5f6368", "#0
 BAND = 0.15  # dotted lines of the chart
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Predict every cell."""
     logging.basicConfig(level=logging.ERROR)
     checked = [each for name in options.only for each in SETS[name]()]

@@ -17,7 +17,7 @@ from benchmarks.plan.cells import Cell, CheckedSet, Prediction, read_cells
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.search import Search
-from megatron_zpp.planner.timing.hardware import TERA, Cluster, Description, find_cluster
+from megatron_zpp.planner.timing.hardware import TERA, Cluster, find_cluster
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 
@@ -94,13 +94,11 @@ def _fsdp_run(cell: Cell) -> Prediction:
     vocabulary = int(shape["vocabulary"])
     gpu = GPUS[cell["gpu"]]
     cluster = find_cluster(
-        Description(
-            gpu=gpu,
-            num_nodes=gpus // int(cell["gpus_per_node"]),
-            gpus_per_node=int(cell["gpus_per_node"]),
-            link=STATED_LINKS.get(cell["link"], DGX_LINKS[gpu]),
-            gpu_bandwidth=SLOW_MEMORY if "hbm2e" in cell["gpu"] else None,
-        )
+        gpu=gpu,
+        num_nodes=gpus // int(cell["gpus_per_node"]),
+        gpus_per_node=int(cell["gpus_per_node"]),
+        link=STATED_LINKS.get(cell["link"], DGX_LINKS[gpu]),
+        gpu_bandwidth=SLOW_MEMORY if "hbm2e" in cell["gpu"] else None,
     )
     micro_batch, tensor_size = int(cell["micro_batch"]), int(cell["tp"] or 1)
     samples = micro_batch * gpus // tensor_size
@@ -188,7 +186,7 @@ def _predict(
         f"--zero-stage 1 {' '.join(flags)}"
     )
     nodes = num_gpus // int(cell["gpus_per_node"])
-    cluster = find_cluster(Description(cluster=cluster_name, num_nodes=nodes))
+    cluster = find_cluster(cluster=cluster_name, num_nodes=nodes)
     return step_seconds(sizes, num_gpus, vocabulary, cluster)
 
 

@@ -24,7 +24,6 @@ from megatron_zpp.planner.timing.hardware import (
     TERA,
     TYPICAL,
     Cluster,
-    Description,
     Rates,
     find_cluster,
     hardware_table,
@@ -56,7 +55,7 @@ class System:
     def cluster(self) -> Cluster:
         link = f"{self.link_gbit}gbit"
         sizes = {"num_nodes": self.num_nodes, "gpus_per_node": self.per_node}
-        return find_cluster(Description(gpu=self.table_gpu, link=link, **sizes))
+        return find_cluster(gpu=self.table_gpu, link=link, **sizes)
 
     @property
     def bounds(self) -> tuple[Bounds, ...]:

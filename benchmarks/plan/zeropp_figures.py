@@ -24,7 +24,6 @@ from benchmarks.plan.deepspeed_fetches import fetches
 from megatron_zpp.planner.timing.hardware import (
     TERA,
     TYPICAL,
-    Description,
     Rates,
     find_cluster,
     hardware_table,
@@ -73,7 +72,7 @@ class Step:
     def tflops(self, products: float, share: float) -> float:
         """Return the reached TFLOP/s of a GPU."""
         link = f"{self.cell['link_gbps']}gbit"
-        cluster = find_cached_cluster(Description(cluster="dgx-2", num_nodes=self.nodes, link=link))
+        cluster = find_cached_cluster(cluster="dgx-2", num_nodes=self.nodes, link=link)
         rates = replace(cluster.at(TYPICAL, torch.float16), far=cluster.link_rate * share)
         quantized = self.cell["setting"] == "all"
         sending = self._zeropp(rates) if quantized else self._zero3(rates)

@@ -35,6 +35,7 @@ SHAPE = {
     "micro-batches": (2, "forward passes of one step"),
 }
 FAILED, USAGE_ERROR = 1, 2
+Options = argparse.Namespace  # the values of flags, by name
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Flag:
             settings["action"] = "append"
         parser.add_argument(self.name, default=self.default, help=" ".join(told), **settings)
 
-    def check(self, options: argparse.Namespace) -> None:
+    def check(self, options: Options) -> None:
         """Raise InputError for a number that is too small."""
         value = getattr(options, self.field)
         if self.least is not None and value is not None and value < self.least:
@@ -100,14 +101,14 @@ class Benchmark:
 
     spec: ModuleSpec
     question: str
-    measure: Callable[[argparse.Namespace, dict], None]
+    measure: Callable[[Options, dict], None]
     show: Callable[[dict], str]
     flags: tuple[Flag, ...] = ()
     _: KW_ONLY
-    check: Callable[[argparse.Namespace], None] | None = None
+    check: Callable[[Options], None] | None = None
     shape: Mapping[str, int] | None = None
     has_device: bool = False
-    on_rank: Callable[[argparse.Namespace], object] | None = None
+    on_rank: Callable[[Options], object] | None = None
     draw: Callable[[dict, Path], None] | None = None
     succeeded: Callable[[dict], bool] | None = None
 
@@ -132,7 +133,7 @@ class Benchmark:
         self._finish(options, result)
         return 0 if self.succeeded is None or self.succeeded(result) else FAILED
 
-    def parse(self) -> argparse.Namespace:
+    def parse(self) -> Options:
         """The command line."""
         parser = argparse.ArgumentParser(
             description=self.question, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -154,7 +155,7 @@ class Benchmark:
             options.shape = {name: getattr(options, name.replace("-", "_")) for name in SHAPE}
         return options
 
-    def checked(self, options: argparse.Namespace) -> None:
+    def checked(self, options: Options) -> None:
         """Complete the options; raises InputError for what is impossible."""
         for flag in self._all_flags():
             flag.check(options)
@@ -174,7 +175,7 @@ class Benchmark:
             for name, (default, meaning) in SHAPE.items()
         )
 
-    def _be_a_rank(self, options: argparse.Namespace) -> int:
+    def _be_a_rank(self, options: Options) -> int:
         """Answer as one of the ranks; what is wrong on all of them is said once.
 
         Returns the exit status.
@@ -191,7 +192,7 @@ class Benchmark:
             write_text(options.on_ranks, json.dumps(answer))
         return 0
 
-    def _finish(self, options: argparse.Namespace, result: dict) -> None:
+    def _finish(self, options: Options, result: dict) -> None:
         """Print the text and write the files asked for; with --json -, print only the JSON."""
         result["load"]["after"] = os.getloadavg()[0]
         text = self.show(result)
@@ -223,7 +224,7 @@ def _refuse(problem: Exception, status: int) -> int:
     return status
 
 
-def _choose_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _choose_device(parser: argparse.ArgumentParser, options: Options) -> None:
     """Make `device` "cpu" or "cuda"; hide the GPUs where it is the CPU, exit where one lacks."""
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

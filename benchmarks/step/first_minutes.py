@@ -5,7 +5,6 @@ Wall and processor seconds are medians. `--clones` also times `make pretrain` in
 both, from the first command to the first loss of training.
 """
 
-import argparse
 import os
 import resource
 import signal
@@ -16,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.result import ROOT
 from benchmarks.shared.table import Column, table
@@ -42,7 +41,7 @@ CLONES = "git clone, make pretrain, first loss"
 FIRST_LOSS = ("iteration 1: loss", "lm loss: ")  # as it is printed now, and as it was
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Time each command in turn; raises Disagreement where it does not do what it should."""
     folders = {"here": ROOT, **({"against": options.against} if options.against else {})}
     times: dict[str, dict[str, list]] = {}  # by command and folder
@@ -76,7 +75,7 @@ def show(result: dict) -> str:
     return table(result["rows"], *columns)
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Raise InputError for a clone without `.venv`."""
     if options.against is None:
         return

@@ -6,7 +6,6 @@ early, in turn. All must generate the same tokens, or nothing is timed. The time
 whole text, including its prompt.
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement, median_of, time_interleaved
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.timers import WALL_CLOCK, CpuTimer
@@ -32,13 +31,13 @@ CACHED, UNCACHED, TRANSFORMERS = "with the cache", "without it", "transformers"
 Generator = Callable[[torch.Tensor], list[list[int]]]  # of prompts [rows, tokens]: new tokens
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Raise InputError without the peer."""
     if find_spec("transformers") is None:
         raise InputError("transformers is needed: pip install transformers")
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Make or open the model, verify, time."""
     result["versions"]["transformers"] = version("transformers")
     with tempfile.TemporaryDirectory() as temporary:
@@ -60,7 +59,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         result["sizes"].append({"rows": rows, **compare(generators, prompts, options.rounds)})
 
 
-def save_random_llama(folder: Path, options: argparse.Namespace) -> Path:
+def save_random_llama(folder: Path, options: Options) -> Path:
     """Save a Llama with random weights and three query heads for each key head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -9,7 +9,6 @@ is model FLOP/s over the measured rate of square bf16 products, as with --log-th
 runs in a process of its own, so that one that fails does not end the others.
 """
 
-import argparse
 import gc
 import statistics
 import sys
@@ -22,7 +21,7 @@ from types import MappingProxyType
 
 import torch
 
-from benchmarks.shared.benchmark import SHAPE, Benchmark, Flag, shape_text
+from benchmarks.shared.benchmark import SHAPE, Benchmark, Flag, Options, shape_text
 from benchmarks.shared.interleaved import ratio_summary
 from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
 from benchmarks.shared.result import save
@@ -60,7 +59,7 @@ VERIFIED_STEPS = 2
 REPEATED_STEPS = 4  # steps whose batches a PyTorch loop repeats
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Run the sizes asked for; what is measured is saved after each."""
     until = time.monotonic() + 60 * options.minutes
     result |= {"device": options.device, "rounds": options.rounds, "steps": options.steps}
@@ -76,7 +75,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         save(result, options.json)
 
 
-def new_size(options: argparse.Namespace, name: str) -> dict:
+def new_size(options: Options, name: str) -> dict:
     """The result of a size before it runs."""
     overrides = {"micro-batch": options.micro_batch, "micro-batches": options.micro_batches}
     shape = dict(zip(SHAPE, SIZES[name], strict=True))
@@ -85,7 +84,7 @@ def new_size(options: argparse.Namespace, name: str) -> dict:
     return {"size": name, "shape": shape, "ours": None, **lists, "compiled": not options.no_compile}
 
 
-def on_rank(options: argparse.Namespace) -> dict:
+def on_rank(options: Options) -> dict:
     """The result of one size; no peer begins after --minutes."""
     until = time.monotonic() + 60 * options.minutes
     (name,) = options.sizes
@@ -154,9 +153,7 @@ class DeviceComparison:
         time_in_turn([self.ours], self.setup, self.rounds, self.steps)
 
 
-def compare_all(
-    size: dict, comparison: DeviceComparison, options: argparse.Namespace, until: float
-) -> None:
+def compare_all(size: dict, comparison: DeviceComparison, options: Options, until: float) -> None:
     """Compare ours with each peer that there is time for; without any, time it alone."""
     for kind in options.peers:
         title = DEVICE_LOOPS[kind]

@@ -8,7 +8,6 @@ turn. Beside the ratio of the times stands that of the operations: Newton-Schulz
 rank that has most, over those of the model for a rank's tokens.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.shared.benchmark import Benchmark, Flag, shape_text
+from benchmarks.shared.benchmark import Benchmark, Flag, Options, shape_text
 from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
@@ -47,7 +46,7 @@ NODES = 2
 FAR = 0.1
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Raise InputError for ranks that are not two nodes, and tokens that are no micro-batches."""
     if options.ranks % NODES:
         raise InputError(f"--ranks {options.ranks}: expected a multiple of {NODES}, the nodes")
@@ -58,7 +57,7 @@ def check(options: argparse.Namespace) -> None:
         )
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Compare the optimizers on ranks of this machine."""
     result["rounds"] = options.rounds
     result["comparisons"] = run_on_ranks(
@@ -66,7 +65,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
     )
 
 
-def on_rank(options: argparse.Namespace) -> list[dict]:
+def on_rank(options: Options) -> list[dict]:
     """This rank's part of the comparison at each number of tokens."""
     ranks, answers = joined_ranks(), []
     for tokens in options.tokens:

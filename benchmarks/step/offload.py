@@ -11,7 +11,6 @@ slowest rank's time should be the same, too. The numbers of ranks take turns, st
 time.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.shared.benchmark import Benchmark, Flag, shape_text
+from benchmarks.shared.benchmark import Benchmark, Flag, Options, shape_text
 from benchmarks.shared.interleaved import Disagreement, interleaved, median_of, quartiles
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import RATIOS, Column, table
@@ -42,7 +41,7 @@ UPDATE_BYTES = 34
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Run the parts asked for."""
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     result |= {
@@ -53,7 +52,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
     }
 
 
-def compare_steps(options: argparse.Namespace) -> list[dict]:
+def compare_steps(options: Options) -> list[dict]:
     """A row for each place of the optimizer."""
     ranks, shape = joined_ranks(), options.shape
     delayed = {
@@ -91,7 +90,7 @@ def compare_steps(options: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def compare_rank_counts(options: argparse.Namespace) -> list[dict]:
+def compare_rank_counts(options: Options) -> list[dict]:
     """A row for each number of ranks."""
     seconds: dict[int, list[float]] = {count: [] for count in options.ranks}
     hidden_gpus = {"CUDA_VISIBLE_DEVICES": ""}
@@ -117,12 +116,12 @@ def threads_per_rank(num_ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
-def matrices(options: argparse.Namespace) -> int:
+def matrices(options: Options) -> int:
     """The number of matrices that have as many parameters as asked for."""
     return max(1, round(options.parameters * 1e6 / MATRIX**2))
 
 
-def time_updates(options: argparse.Namespace) -> list[float]:
+def time_updates(options: Options) -> list[float]:
     """On each rank: the slowest rank's seconds, round by round."""
     ranks = joined_ranks()
     torch.set_num_threads(threads_per_rank(ranks.num_ranks))

@@ -6,7 +6,6 @@ turns. The stall is the time of the call that saves. While an asynchronous save 
 one training step is timed, and another one when it is complete.
 """
 
-import argparse
 import filecmp
 import shutil
 import sys
@@ -15,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks.shared.benchmark import Benchmark, Flag
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement, interleaved, median_of, ratio_summary
 from benchmarks.shared.table import RATIOS, Column, table
 from benchmarks.shared.timers import WALL_CLOCK, CpuTimer
@@ -33,7 +32,7 @@ STATE = TrainingState(
 )
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Build the state, verify, time."""
     loop = ours(TrainingSetup(shape=options.shape, ranks=joined_ranks()), "one rank")
     loop.step()()  # the moments are there after it

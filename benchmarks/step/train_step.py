@@ -7,14 +7,13 @@ with all of ZeRO++: `zeropp.attach` against `zeropp.shard`, and that against its
 per parameter at every stage, beside the formula of docs/memory.md.
 """
 
-import argparse
 import dataclasses
 import sys
 
 import torch
 
 from benchmarks.memory.model_state import count_stages
-from benchmarks.shared.benchmark import Benchmark, Flag, shape_text
+from benchmarks.shared.benchmark import Benchmark, Flag, Options, shape_text
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.training_setup import DTYPES, TrainingSetup, joined_ranks
@@ -32,7 +31,7 @@ PARTS = ("one-rank", "many-ranks", "attach", "memory")
 WARM_UP = 1  # steps of each loop after verification
 
 
-def measure(options: argparse.Namespace, result: dict) -> None:
+def measure(options: Options, result: dict) -> None:
     """Run the parts asked for, on as many ranks as each needs."""
     result |= {"rounds": options.rounds, "comparisons": [], "memory": []}
     needed = {
@@ -48,7 +47,7 @@ def measure(options: argparse.Namespace, result: dict) -> None:
         result["memory"] += answer["memory"]
 
 
-def on_rank(options: argparse.Namespace) -> dict:
+def on_rank(options: Options) -> dict:
     """This rank's part of everything that needs as many ranks as there are."""
     setup = TrainingSetup(shape=options.shape, ranks=joined_ranks())
     count, answer = setup.ranks.num_ranks, {"comparisons": [], "memory": []}

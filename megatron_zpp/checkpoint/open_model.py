@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.checkpoint.checkpoint_weights import CheckpointWeights, find_checkpoint
 from megatron_zpp.checkpoint.iteration_folders import candidates
-from megatron_zpp.checkpoint.training_state import (
-    STATE,
-    TrainingState,
-    read_state,
-    with_tuples,
-)
+from megatron_zpp.checkpoint.training_state import STATE, TrainingState, read_state, with_tuples
 from megatron_zpp.checkpoint.weight_source import WeightSource, fill_parameters
 from megatron_zpp.data.text_source import resolve_tokenizer
 from megatron_zpp.model.delta import is_of_delta

@@ -12,7 +12,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -23,8 +23,8 @@ from megatron_zpp.planner.advice import what_would_fit
 from megatron_zpp.planner.calibration import calibrate_by_log
 from megatron_zpp.planner.plan_chart import draw, require_matplotlib
 from megatron_zpp.planner.plan_table import plan_json, print_plan
-from megatron_zpp.planner.search import Plan, Search
-from megatron_zpp.planner.timing.hardware import Cluster, Description, find_cluster
+from megatron_zpp.planner.search import ClusterPlan, Search
+from megatron_zpp.planner.timing.hardware import BY_HAND, Cluster, find_cluster
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.command_line import (
@@ -52,6 +52,7 @@ between nodes and step time. The flags of the run are those of pretrain_gpt.py."
 ROUNDING = 0.05  # by how much --batch-tokens may be rounded
 ROWS_OF_A_LINE = 100  # where progress is no terminal's
 USAGE_ERROR, FITS_NOWHERE = 2, 1
+DESCRIBED = ("cluster", "gpus_per_node", "link", "gpu", *BY_HAND)  # flags of a cluster
 _COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9}
 
 
@@ -82,11 +83,6 @@ class PlanFlags(Section):
         None, "metrics.jsonl of runs with these flags on such hardware, on one node and on several"
     )
 
-    def describe(self) -> Description:
-        """Return the cluster as the user describes it."""
-        given = {each.name: getattr(self, each.name, None) for each in fields(Description)}
-        return Description(**{**given, "num_nodes": self.nodes})
-
 
 def main(argv: Sequence[str], program: str = "megatron-zpp plan") -> int:
     """Print the plan; return 0, 1 if the model fits nowhere, or 2 for a mistake in the flags."""
@@ -101,7 +97,9 @@ def main(argv: Sequence[str], program: str = "megatron-zpp plan") -> int:
     try:
         flags, run_argv = split(argv)
         require_outputs(flags)
-        cluster = find_cluster(flags.describe())
+        cluster = find_cluster(
+            num_nodes=flags.nodes, **{name: getattr(flags, name) for name in DESCRIBED}
+        )
         config, vocab_size = read_run(run_argv, flags, cluster, program)
         for path in flags.calibrate or ():
             cluster = calibrate_by_log(cluster, config, vocab_size, path)
@@ -238,7 +236,7 @@ def samples_per_replica(wanted: float) -> int:
     return max(near or {1}, key=lambda samples: (samples & -samples, -abs(samples - wanted)))
 
 
-def report(plan: Plan, flags: PlanFlags) -> None:
+def report(plan: ClusterPlan, flags: PlanFlags) -> None:
     """Print the plan, and write it as JSON if asked for."""
     if flags.json is None:
         print_plan(plan, flags.top)

@@ -157,14 +157,8 @@ def export_adapters(
                 "Face folder or the model's name on the Hub, or pass the model to "
                 "PeftModel.from_pretrained"
             )
-    return write_peft(
-        output,
-        opened.added,
-        table,
-        adapter_sizes(opened),
-        base_name,
-        DTYPES[dtype] if dtype else None,
-    )
+    sizes, number_format = adapter_sizes(opened), DTYPES[dtype] if dtype else None
+    return write_peft(output, opened.added, table, sizes, base_name, number_format)
 
 
 def training_flags(opened: OpenedModel, save: Path) -> list[str]:

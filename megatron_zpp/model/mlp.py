@@ -60,8 +60,8 @@ class FeedForward(nn.Module):
     """The second branch of a block, and what is asked of it: an MLP, or what takes its place.
 
     It is built with a configuration, the number of a layer, and a `Part`. is_split: tensor ranks
-    split it. A capability lists kinds of it as `FEED_FORWARDS` of its module `layer`, each with
-    `is_in(config, layer)`: whether it takes the place of a layer's MLP.
+    split it. A capability lists kinds of it as `FEED_FORWARDS` of its module `layer`, each by what
+    in a configuration marks its layers.
     """
 
     is_split: bool = True
@@ -75,7 +75,7 @@ class FeedForward(nn.Module):
 def feed_forward(config: ModelConfig, layer: int) -> type[FeedForward]:
     """Return the kind of the second branch of a layer."""
     kinds = declared("FEED_FORWARDS", CAPABILITIES, "layer")
-    return next((kind for kind in kinds if kind.is_in(config, layer)), MLP)
+    return next((kind for marks, kind in kinds if getattr(config, marks)[layer]), MLP)
 
 
 class MLP(FeedForward):
@@ -85,12 +85,7 @@ class MLP(FeedForward):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int = 0,
-        part: Part = WHOLE,
-        *,
-        width: int | None = None,
+        self, config: ModelConfig, layer: int = 0, part: Part = WHOLE, *, width: int | None = None
     ) -> None:
         super().__init__()
         hidden, ffn, bias = config.hidden_size, width or config.ffn_size, config.has_mlp_bias

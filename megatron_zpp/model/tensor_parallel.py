@@ -73,11 +73,7 @@ class ParallelLinear(TakesDelta, LocalLinear):
     dim: int
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        axis: TensorAxis | None = None,
+        self, in_features: int, out_features: int, bias: bool, axis: TensorAxis | None = None
     ) -> None:
         has_rows = axis is not None and axis.sequence_parallel
         partial = ("bias",) if has_rows and self.dim == 1 else ()

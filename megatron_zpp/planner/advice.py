@@ -4,15 +4,16 @@ from dataclasses import replace
 
 from megatron_zpp.planner.candidates import why_undivided
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing
-from megatron_zpp.planner.parts.balanced_stages import stage_flags
-from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
-from megatron_zpp.planner.search import MUCH_FASTER, TIE, Plan, Row, Search
+from megatron_zpp.planner.replicas import loss_change
+from megatron_zpp.planner.search import MUCH_FASTER, TIE, ClusterPlan, Row, Search
+from megatron_zpp.planner.timing.balanced_stages import stage_flags
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.wire.rank_group import Nodes
 
 MOST_RANKS = 8192
 MIB = 2**20
+ALONE = "Local steps: nodes exchange their weights after so many steps"
 
 
 def why_not(row: Row) -> str:
@@ -24,7 +25,7 @@ def why_not(row: Row) -> str:
     )
 
 
-def advice(plan: Plan) -> str:
+def advice(plan: ClusterPlan) -> str:
     """Return what to use, whether quantizing pays, and what should cross nodes for experts."""
     crossing = "" if plan.crossing is None else f" {_experts_or_tokens(plan.crossing)}"
     use = _what_to_use(plan) + crossing
@@ -33,13 +34,13 @@ def advice(plan: Plan) -> str:
     return f"{_local_steps(plan)} If the result must not change, use {use}"
 
 
-def about_flags(plan: Plan) -> str:
+def about_flags(plan: ClusterPlan) -> str:
     """Say that the configuration of the flags, which does not fit, is not among the others."""
     row = plan.row_of_flags
     return f"The flags as given do not fit and are not compared: {describe(row)}, {why_not(row)}."
 
 
-def not_compared(plan: Plan) -> list[str]:
+def not_compared(plan: ClusterPlan) -> list[str]:
     """Say why no configuration has tensor ranks, or pipelines, if the trainer refuses them."""
     ranks = plan.cluster.num_ranks
     nodes, said = Nodes.of(range(ranks), plan.cluster.gpus_per_node), []
@@ -50,7 +51,7 @@ def not_compared(plan: Plan) -> list[str]:
     return said
 
 
-def about_local_steps(plan: Plan) -> str:
+def about_alone(plan: ClusterPlan) -> str:
     """Return what local steps cost, or why they are not offered."""
     if not plan.alone:
         return "Local steps are not offered: in a node nothing divides the batch."
@@ -76,7 +77,7 @@ def loss_of(row: Row) -> str:
     return "unknown" if change is None else str(change)
 
 
-def _local_steps(plan: Plan) -> str:
+def _local_steps(plan: ClusterPlan) -> str:
     row, best = plan.advised, plan.best
     waits = best.time.across_nodes / best.time.typical
     return (
@@ -96,12 +97,12 @@ def _experts_or_tokens(crossing: ExpertCrossing) -> str:
             size = _size(crossing.first_copy)
             text += f": frozen weights do once in a run, {size} from each node"
         return f"{text}. If {across} split the experts, {rows} of tokens would."
-    should = "tokens" if crossing.tokens < crossing.threshold else "weights"
+    should = "tokens" if crossing.tokens < crossing.threshold_tokens else "weights"
     return (
         f"With {crossing.settings}, a node sends others {_size(crossing.weights)} of experts' "
         f"weights and gradients in a step, or {rows} of tokens if {across} split the experts: "
         f"with {crossing.tokens:,.0f} tokens of a node and step, {should} should cross (tokens "
-        f"below {crossing.threshold:,.0f})."
+        f"below {crossing.threshold_tokens:,.0f})."
     )
 
 
@@ -110,7 +111,7 @@ def _size(num_bytes: float) -> str:
     return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
-def _what_to_use(plan: Plan) -> str:
+def _what_to_use(plan: ClusterPlan) -> str:
     """Return which steps that all ranks take together to use, and whether quantizing pays."""
     best = plan.best
     if len(plan.rows) == 1:
@@ -138,7 +139,7 @@ def _what_to_use(plan: Plan) -> str:
     )
 
 
-def _if_whole(plan: Plan) -> str:
+def _if_whole(plan: ClusterPlan) -> str:
     """Return how fast it is not to split the model, if the best configuration does."""
     if not plan.best.candidate.is_divided:
         return ""
@@ -160,7 +161,7 @@ def _why_slower(row: Row, faster: Row) -> str:
     return f", which waits for the links {name} in {own / row.time.typical:.0%} of its step"
 
 
-def what_would_fit(search: Search, plan: Plan) -> str:
+def what_would_fit(search: Search, plan: ClusterPlan) -> str:
     """Return what a model that fits nowhere would need, as an error message."""
     if len(plan.rows) == 1:
         return (

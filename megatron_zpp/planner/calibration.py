@@ -15,9 +15,9 @@ from pathlib import Path
 
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.planner.candidates import given_candidate
+from megatron_zpp.planner.replicas import with_interval
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.hardware import TERA, Cluster, Range
-from megatron_zpp.planner.timing.step_time import typical_seconds
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
 
@@ -60,22 +60,23 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
     batch = replace(config.batch, global_batch_size=run.global_batch_size)
     config = replace(config, batch=batch)
     if run.num_ranks == per_node:  # one node has no others, from which it would step apart
-        zeropp = replace(config.zero.zeropp, sync_every=1)
-        config = replace(config, zero=replace(config.zero, zeropp=zeropp))
+        config = with_interval(config, 1)
     measured_on = replace(cluster, num_nodes=run.num_ranks // per_node, gpus_per_node=per_node)
 
     work = Search(config, vocab_size, measured_on).row(given_candidate(config)).work
 
-    def predict(with_value: Callable[[Cluster, Range], Cluster], value: float) -> float:
-        return typical_seconds(work, with_value(measured_on, Range(value, value, value)))
-
     is_one_node = measured_on.num_nodes == 1
-    with_value, limits = (
-        (_with_products, PRODUCT_LIMITS) if is_one_node else (_with_links, LINK_LIMITS)
-    )
-    fast, typical, slow = (
-        _solve(lambda value: predict(with_value, value), seconds, limits) for seconds in run.seconds
-    )
+
+    def with_constant(cluster: Cluster, constant: Range) -> Cluster:
+        if is_one_node:
+            return replace(cluster, gpu=replace(cluster.gpu, product_share=constant))
+        return replace(cluster, link_share=constant)
+
+    def predict(value: float) -> float:
+        return work.typical(with_constant(measured_on, Range(value, value, value)))
+
+    limits = PRODUCT_LIMITS if is_one_node else LINK_LIMITS
+    fast, typical, slow = (_solve(predict, seconds, limits) for seconds in run.seconds)
     constants = Range(
         min(slow, typical * (1 - LEAST_SPREAD)),
         typical,
@@ -90,7 +91,7 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
         basis = f"{cluster.basis}; {text}"
     elif is_one_node:
         basis += ", of one node; links from the table"
-    return replace(with_value(cluster, constants), basis=basis)
+    return replace(with_constant(cluster, constants), basis=basis)
 
 
 def read_log(path: str, seq_length: int) -> MeasuredRun:
@@ -137,14 +138,6 @@ def _require_same_model(run: MeasuredRun, config: Config, vocab_size: int) -> No
             f"operations for a token, and this model needs {planned / 1e9:.3g}: give the flags of "
             "the run that was measured, recomputation and --seq-length included"
         )
-
-
-def _with_products(cluster: Cluster, value: Range) -> Cluster:
-    return replace(cluster, gpu=replace(cluster.gpu, product_share=value))
-
-
-def _with_links(cluster: Cluster, value: Range) -> Cluster:
-    return replace(cluster, link_share=value)
 
 
 def _solve(predict: Callable[[float], float], seconds: float, limits: tuple[float, float]) -> float:

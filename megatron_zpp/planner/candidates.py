@@ -8,13 +8,13 @@ from math import gcd, prod
 from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.planner.parts.balanced_stages import BY_TYPE, LayerSeconds, balanced_stages
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.planner.replicas import INTERVAL, interval_of, with_interval
+from megatron_zpp.planner.timing.balanced_stages import BY_TYPE, LayerSeconds, balanced_stages
 from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, STAGES_PER_RANK
 from megatron_zpp.settings.scheduled_values import Schedules
-from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
 from zeropp.errors import InputError
 from zeropp.settings.json_keys import JsonSection
 from zeropp.settings.zero_config import ZeroConfig
@@ -29,7 +29,7 @@ NUMBERS_OF_STAGES = (1, 2)  # of a rank
 LONG_SEQUENCE = 16384  # tokens, of which context ranks have half or more each
 COMPARED = frozenset(
     "zero_quantized_weights zero_quantized_gradients zero_hpz_partition_size weight_steps "
-    "zero_quantized_nontrainable_weights code_messages weight_bits gradient_bits sync_every "
+    f"zero_quantized_nontrainable_weights code_messages weight_bits gradient_bits {INTERVAL} "
     "nontrainable_weight_bits reduce_gradients_once".split()
 )  # keys of the JSON
 RECOMPUTED = MappingProxyType({"none": None, "attention": "selective", "all": "full"})
@@ -49,7 +49,7 @@ class ZeroSettings:
 
     def every(self, interval: int) -> "ZeroSettings":
         """Return these settings in nodes that step alone, and exchange after so many steps."""
-        return replace(self, zeropp={**self.zeropp, "sync_every": interval})
+        return replace(self, zeropp={**self.zeropp, INTERVAL: interval})
 
     def to_json(self) -> dict[str, Any]:
         """Return the part of a DeepSpeed JSON that asks for these settings."""
@@ -86,15 +86,13 @@ class Candidate:
 
     def every(self, interval: int) -> "Candidate":
         """Return this configuration of nodes that step alone with another interval."""
-        zero = self.config.zero
-        zero = replace(zero, zeropp=replace(zero.zeropp, sync_every=interval))
-        config = replace(self.config, zero=zero)
+        config = with_interval(self.config, interval)
         return replace(self, settings=self.settings.every(interval), config=config)
 
     @property
     def interval(self) -> int:
         """The steps that nodes take alone between exchanges; 1: they take each step together."""
-        return SyncSchedule.of(self.config.zero.zeropp.sync_every).last_interval
+        return interval_of(self.config)
 
     @property
     def is_divided(self) -> bool:
@@ -297,7 +295,7 @@ def given_settings(zero: ZeroConfig) -> ZeroSettings:
     parts += ["qwZ"] * optimization.zero_quantized_weights
     parts += ["hpZ"] * (optimization.zero_hpz_partition_size > 1)
     parts += ["qgZ"] * optimization.zero_quantized_gradients
-    parts += ["MixZ++"] * zero.stores_frozen
+    parts += ["MixZ++"] * (zero.placement.frozen_bits is not None)
     inexactness = optimization.zero_quantized_weights + 2 * optimization.zero_quantized_gradients
     return ZeroSettings(name=", ".join(parts), inexactness=inexactness, zero={})
 

@@ -14,16 +14,14 @@ from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
-from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
+from megatron_zpp.planner.replicas import PlannedReplicas
 from megatron_zpp.settings.config import Config
-from zeropp.capabilities.local_sgd.outer_group import PURPOSE
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
-from zeropp.sharding.report import describe
+from zeropp.sharding.forecast import describe
 from zeropp.wire.rank_group import AXES, Nodes
 from zeropp.wire.traffic import PURPOSES
 
-OUTER = (PURPOSE, "across_nodes")
 DOES_NOT_FIT = 1  # exit status
 MIB, GIB = 2**20, 2**30
 SHARD_MORE = "more ranks or a higher --zero-stage make each rank's share of the state smaller"
@@ -80,18 +78,16 @@ def dry_run(
     gpu = find_gpu(environment)
     nodes, ranks_per_machine = _nodes(config, environment)
     vocab_size = resolve_vocab_size(config.data, config.tokenizer)
-    local_steps = PlannedLocalSteps.of(config, nodes)
-    if local_steps is not None:
-        config, nodes = local_steps.config, local_steps.nodes
-    memory_estimate = estimate(
-        config, vocab_size, nodes, is_cpu=gpu is None, local_steps=local_steps
-    )
+    replicas = PlannedReplicas.of(config, nodes)
+    if replicas is not None:
+        config, nodes = replicas.config, replicas.nodes
+    memory_estimate = estimate(config, vocab_size, nodes, is_cpu=gpu is None, replicas=replicas)
     memories = _memories(memory_estimate, gpu, ranks_per_machine)
     too_small = [memory for memory in memories if not memory.fits]
     rows = _rows(config, memory_estimate, vocab_size)
-    if local_steps is not None:
+    if replicas is not None:
         rows = [row for row in rows if row[0] != "nodes"]
-        rows.insert(-1, ("nodes", f"{local_steps}\nwhat is above is of one of them"))
+        rows.insert(-1, ("nodes", f"{replicas}\nwhat is above is of one of them"))
     verdict = "does not fit" if too_small else "fits"
     console.table("Dry run", [*rows, (verdict, "\n".join(map(str, memories)))])
     for memory in too_small:

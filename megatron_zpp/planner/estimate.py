@@ -1,10 +1,9 @@
 """Estimate the peak memory of a rank during a step, by kind, without running it.
 
 The step is simulated (`step_simulation.py`), with activations that are traced on the meta device
-(`activations.py`), and of experts with balanced routing.
+(`activations.py`), with balanced routing.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -13,12 +12,12 @@ from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.activations import Activations, ActivationTraces, MicroBatch
 from megatron_zpp.planner.node_traffic import mean_of_nodes
-from megatron_zpp.planner.parts.balanced_stages import layer_kinds
-from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, plan_places
+from megatron_zpp.planner.replicas import AGREED, EXCHANGE, OUTER_STATE, PlannedReplicas
 from megatron_zpp.planner.state_memory import (
     GRADIENTS,
     MOMENTS,
+    SAVED_COPY,
     WEIGHTS,
     host_bytes,
     saved_bytes,
@@ -31,12 +30,11 @@ from megatron_zpp.planner.step_simulation import (
     IN_FLIGHT,
     StepSimulation,
 )
+from megatron_zpp.planner.timing.balanced_stages import layer_kinds
 from megatron_zpp.settings.config import Config
 from zeropp.sharding.plan import Plan
 from zeropp.wire.rank_group import Nodes
 
-SAVED_COPY = "copy for --async-save"
-AGREED, OUTER_STATE, EXCHANGE = "agreed weights", "outer momentum", "buffers of an exchange"
 KINDS = (
     WEIGHTS, MOMENTS, AGREED, OUTER_STATE, GRADIENTS, GATHERED, COPIES, IN_FLIGHT, ACTIVATIONS,
     HEAD, EXCHANGE, SAVED_COPY,
@@ -78,50 +76,32 @@ def estimate(
     nodes: Nodes,
     *,
     is_cpu: bool,
-    local_steps: PlannedLocalSteps | None = None,
+    replicas: PlannedReplicas | None = None,
 ) -> Estimate:
     """Return the memory that `config` needs on ranks of `nodes`, on CPUs or on GPUs.
 
-    With `local_steps` these are the ranks of a world that steps alone. Raises InputError for ranks
+    With `replicas` these are the ranks of one of them. Raises InputError for ranks
     that the nodes cannot hold alike, and for an hpZ partition that does not divide them.
     """
     places = plan_places(config, vocab_size, nodes, is_cpu=is_cpu)
-    flops = [run.optimizer.flops for run, _ in places if run.optimizer.flops is not None]
+    flops = [run.optimizer.flops for run, _ in places if run.optimizer is not None]
     return replace(
-        estimate_places(places, ActivationTraces(), local_steps),
-        sent=mean_of_nodes(places, local_steps),
+        estimate_places(places, ActivationTraces(), replicas),
+        sent=mean_of_nodes(places, replicas),
         optimizer_flops=max(flops, default=None),
     )
 
 
 def estimate_places(
-    places: Places, traces: ActivationTraces, local_steps: PlannedLocalSteps | None = None
+    places: Places, traces: ActivationTraces, replicas: PlannedReplicas | None = None
 ) -> Estimate:
     """Return the memory of the rank that needs most; traces that are missing are added."""
     result = _fullest(places, traces)
-    return result if local_steps is None else _with_local_steps(result, local_steps)
-
-
-def _with_local_steps(result: Estimate, planned: PlannedLocalSteps) -> Estimate:
-    """Add what a rank keeps of nodes that step alone.
-
-    An exchange needs its buffers when gradients and activations are freed, and in steps if it runs
-    beside them: the peak is then, or in the step.
-    """
-    run = result.run
-    agreed, owned = planned.state_bytes(run)
-    device, host = Counter(result.device or result.host), Counter(result.host)
-    (host if planned.config.zero.zeropp.sync_on_host and result.device else device)[AGREED] = agreed
-    device[OUTER_STATE] = owned
-    kept = {kind: device[kind] for kind in (WEIGHTS, MOMENTS, AGREED, OUTER_STATE, SAVED_COPY)}
-    exchange = Counter({**kept, EXCHANGE: planned.buffer_bytes(run)})
-    device[EXCHANGE] = planned.buffers_beside_steps(run)
-    peak = max(device, exchange, key=Counter.total)
-    return replace(
-        result,
-        device=MappingProxyType(peak) if result.device else result.device,
-        host=MappingProxyType(host if result.device else peak),
-    )
+    if replicas is None:
+        return result
+    memory = replicas.with_state(result.run, result.device, result.host)
+    device, host = map(MappingProxyType, memory)
+    return replace(result, device=device, host=host)
 
 
 def _fullest(places: Places, traces: ActivationTraces) -> Estimate:

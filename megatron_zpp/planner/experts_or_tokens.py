@@ -17,6 +17,9 @@ from zeropp.sharding.forecast import first_bytes
 from zeropp.wire.rank_group import Nodes
 
 ACROSS = "across_nodes"
+IN_JSON = (
+    "settings in_node across weights_bytes rows_bytes tokens threshold_tokens first_copy_bytes"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +41,13 @@ class ExpertCrossing:
     first_copy: float
 
     @property
-    def threshold(self) -> float:
+    def threshold_tokens(self) -> float:
         """The tokens of a node and step below which it sends less if tokens cross."""
         return self.tokens * self.weights / self.rows
 
     def to_json(self) -> dict[str, float]:
         """Return the numbers, for programs."""
-        return {
-            "settings": self.settings,
-            "in_node": self.in_node,
-            "across": self.across,
-            "weights_bytes": self.weights,
-            "rows_bytes": self.rows,
-            "tokens": self.tokens,
-            "threshold_tokens": self.threshold,
-            "first_copy_bytes": self.first_copy,
-        }
+        return {name: getattr(self, name.removesuffix("_bytes")) for name in IN_JSON}
 
 
 def expert_crossing(

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
+from megatron_zpp.planner.replicas import PlannedReplicas
 from megatron_zpp.recipe.activation_forecast import Forecast
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from zeropp.optim.sharded_optimizer import OPTIMIZER
@@ -16,11 +16,11 @@ from zeropp.wire.traffic import HOPS, PURPOSES
 Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
 
 
-def mean_of_nodes(runs: Places, local_steps: PlannedLocalSteps | None = None) -> Sent:
+def mean_of_nodes(runs: Places, replicas: PlannedReplicas | None = None) -> Sent:
     """Return the mean over nodes of what they send; each run stands for so many places."""
     total: Counter[tuple[str, str]] = Counter()
     for run, count in runs:
-        outer = {} if local_steps is None else local_steps.sent_by_node(run)
+        outer = {} if replicas is None else replicas.sent_by_node(run)
         for key, sent in (node_of(run) | outer).items():
             total[key] += count * sent
     num_places = sum(count for _, count in runs)
@@ -42,7 +42,7 @@ def node_of(run: PlannedRun) -> Sent:
     for each in run.capabilities:
         for message in each.messages(run.num_micro_batches):
             _add(sent, run, message, 1)
-    if run.optimizer.sent_by_node:
+    if run.optimizer is not None:
         sent.update(run.optimizer.sent_by_node)
         names.insert(len(PURPOSES), OPTIMIZER)
     return {(name, hop): sent[name, hop] for name in names for hop in HOPS}

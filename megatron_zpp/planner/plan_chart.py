@@ -5,9 +5,8 @@ from importlib.util import find_spec
 from typing import BinaryIO
 
 from megatron_zpp.planner.plan_table import best_of_settings, subject
-from megatron_zpp.planner.search import TIE, Plan, Row, Search
+from megatron_zpp.planner.search import TIE, ClusterPlan, Row, Search
 from megatron_zpp.planner.timing.hardware import GBIT
-from megatron_zpp.planner.timing.step_time import typical_seconds
 from zeropp.errors import InputError
 
 PARTS = (  # attribute of StepTime, label, colour
@@ -28,7 +27,7 @@ def require_matplotlib() -> None:
         raise InputError("--plot needs matplotlib: pip install matplotlib (make setup has it)")
 
 
-def draw(plan: Plan, search: Search, file: BinaryIO) -> None:
+def draw(plan: ClusterPlan, search: Search, file: BinaryIO) -> None:
     """Write the picture of a plan of which something fits, as PNG."""
     import matplotlib  # noqa: PLC0415  (optional)
 
@@ -49,8 +48,8 @@ def draw(plan: Plan, search: Search, file: BinaryIO) -> None:
     pyplot.close(figure)
 
 
-def compared_rows(plan: Plan) -> list[Row]:
-    """Return the fastest configuration without quantization, the fastest with it, and local steps.
+def compared_rows(plan: ClusterPlan) -> list[Row]:
+    """Return the fastest configuration without quantization, the fastest with it, and replicas.
 
     These are the ones with the longest interval.
     """
@@ -93,7 +92,7 @@ def _draw_rates(axes, search: Search, rows: Sequence[Row]) -> None:
     curves = []
     alone = [row.candidate.interval > 1 for row in rows]
     for row, colour in zip(rows, COLOURS, strict=False):
-        seconds = [typical_seconds(row.work, search.cluster.with_link(rate)) for rate in rates]
+        seconds = [row.work.typical(search.cluster.with_link(rate)) for rate in rates]
         curves.append(seconds)
         axes.plot(rates, seconds, color=colour, label=_label(row))
     axes.axvline(

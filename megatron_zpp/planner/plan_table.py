@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,42 +12,23 @@ from rich.table import Table
 
 from megatron_zpp.monitor.expected_step import settings_key
 from megatron_zpp.planner.advice import (
+    ALONE,
+    about_alone,
     about_flags,
-    about_local_steps,
     advice,
     loss_of,
     not_compared,
     why_not,
 )
 from megatron_zpp.planner.candidates import RECOMPUTED
-from megatron_zpp.planner.parts.balanced_stages import stage_flags
-from megatron_zpp.planner.parts.loss_of_local_steps import loss_change
-from megatron_zpp.planner.search import Plan, Row
+from megatron_zpp.planner.replicas import loss_change
+from megatron_zpp.planner.search import ClusterPlan, Row
+from megatron_zpp.planner.timing.balanced_stages import stage_flags
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 
+Columns = Mapping[str, Callable[[Row], str]]  # the text of a cell, by the title of its column
 WIDTH = 100  # columns, where there is no terminal
-CONFIGURATION = (
-    "T P C E",
-    "micro-\nbatch",
-    "recom-\nputed",
-    "GiB a GPU\n(left)",
-    "across\nM",
-    "step\ns",
-    "tokens/s",
-    "MFU",
-)
-SHARES = (
-    "fastest\ns",
-    "slowest\ns",
-    "compute",
-    "bubble",
-    "across",
-    "node",
-    "kernels",
-    "in node\nM",
-    "HFU",
-)
 SECONDS = MappingProxyType(  # in JSON: parts of `StepTime`
     {
         "step": "typical",
@@ -56,7 +37,6 @@ SECONDS = MappingProxyType(  # in JSON: parts of `StepTime`
         "orthogonalizing": "optimizer",
     }
 )
-LOCAL_STEPS = (*CONFIGURATION[:-2], "times\nas fast", "loss")
 NOTES = (
     "places: configurations that differ by less than the error of a prediction share one, except "
     "those that leave 0.0 GiB; the advice is the most exact configuration of the first place",
@@ -68,24 +48,24 @@ NOTES = (
 )
 
 
-def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
+def print_plan(plan: ClusterPlan, top: int, console: Console | None = None) -> None:
     """Print the table of a plan, `top` configurations of it, and what it says."""
     console = console or _console()
     for name, text in subject(plan).items():
         console.print(f"{name:<11}{text}", soft_wrap=True)
-    rows = list(best_of_settings(plan))
-    console.print(_table(CONFIGURATION, [_configuration_cells(*row) for row in rows[:top]]))
+    rows = [(_place(place), row) for place, row in best_of_settings(plan)]
+    console.print(_table(CONFIGURATION, rows[:top]))
     if len(rows) > top:
         console.print(f"... {len(rows) - top} more: --top {len(rows)}")
     timed = [(place, row) for place, row in rows[:top] if row.time is not None]
     if timed:
         console.print("\nWhere the time of a step goes")
-        console.print(_table(SHARES, [_share_cells(*row) for row in timed]))
+        console.print(_table(SHARES, timed))
     for line in not_compared(plan):
         console.print(line, soft_wrap=True)
     if plan.fitting and plan.cluster.num_nodes > 1 and len(plan.rows) > 1:
-        _print_local_steps(plan, console)
-    if timed and plan.row_of_flags.work.run.optimizer.turns:
+        _print_alone(plan, console)
+    if timed and plan.row_of_flags.work.run.optimizer is not None:
         console.print(_optimizer_line(plan.config.optimizer.optimizer.title(), timed[0][1]))
     for note in NOTES:
         console.print(note)
@@ -101,19 +81,15 @@ def print_plan(plan: Plan, top: int, console: Console | None = None) -> None:
             console.print(f"JSON: {json.dumps(settings.to_json())}", soft_wrap=True)
 
 
-def _print_local_steps(plan: Plan, console: Console) -> None:
+def _print_alone(plan: ClusterPlan, console: Console) -> None:
     """Print what nodes that step alone take, or why they are not offered."""
-    console.print("\nLocal steps: nodes exchange their weights after so many steps")
-    timed = [row for row in plan.alone if row.time is not None]
+    console.print(f"\n{ALONE}")
+    timed = [(str(row.candidate.interval), row) for row in plan.alone if row.time is not None]
+    columns = {title: CONFIGURATION[title] for title in [*CONFIGURATION][:-2]}
+    columns["times\nas fast"] = lambda row: f"{plan.best.time.typical / row.time.typical:.2g}"
     if timed:
-        console.print(_table(LOCAL_STEPS, [_local_cells(row, plan.best) for row in timed]))
-    console.print(about_local_steps(plan))
-
-
-def _local_cells(row: Row, best: Row) -> list[str]:
-    times = best.time.typical / row.time.typical
-    _, *cells = _configuration_cells(None, row)
-    return [str(row.candidate.interval), *cells[:-2], f"{times:.2g}", loss_of(row)]
+        console.print(_table({**columns, "loss": loss_of}, timed))
+    console.print(about_alone(plan))
 
 
 def _optimizer_line(name: str, row: Row) -> str:
@@ -125,7 +101,7 @@ def _optimizer_line(name: str, row: Row) -> str:
     )
 
 
-def subject(plan: Plan) -> dict[str, str]:
+def subject(plan: ClusterPlan) -> dict[str, str]:
     """Return what is planned: the model, the batch, the cluster, and what its constants rest on."""
     model, cluster = plan.config.model, plan.cluster
     samples = Schedules.of(plan.config).batch_size.final
@@ -140,7 +116,7 @@ def subject(plan: Plan) -> dict[str, str]:
     }
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: ClusterPlan) -> dict[str, Any]:
     """Return everything that a plan found, for programs."""
     cluster, rows = plan.cluster, (*plan.rows, *plan.alone)
     return {
@@ -167,7 +143,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def best_of_settings(plan: Plan) -> Iterator[tuple[int | None, Row]]:
+def best_of_settings(plan: ClusterPlan) -> Iterator[tuple[int | None, Row]]:
     """Yield the place and the first row of each setting of ZeRO, and of all sizes of axes.
 
     The row that is advised is among them. The place is None for one that does not fit.
@@ -182,49 +158,66 @@ def best_of_settings(plan: Plan) -> Iterator[tuple[int | None, Row]]:
             yield (plan.places[index] if row.fits else None), row
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of which only the second column, the settings of ZeRO, is wrapped."""
+def _table(columns: Columns, rows: Sequence[tuple[str, Row]]) -> Table:
+    """A table of rows and their first cells; only the column of ZeRO's settings is wrapped.
+
+    Of what does not fit, the first `OF_ANY` columns are shown.
+    """
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("")
     table.add_column("ZeRO")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
+    for title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for first, row in rows:
+        name, cells = row.candidate.settings.name, [*columns.values()]
+        if row.time is None:
+            name, cells = f"{name}: {why_not(row)}", cells[:OF_ANY]
+        table.add_row(first, name, *(cell(row) for cell in cells))
     return table
 
 
-def _configuration_cells(place: int | None, row: Row) -> list[str]:
-    candidate, sent, time = row.candidate, row.sent_in_m, row.time
-    first = "-" if place is None else str(place)
-    sizes = [_sizes(row), str(candidate.micro_batch), candidate.recomputed]
-    if time is None:
-        return [first, f"{candidate.settings.name}: {why_not(row)}", *sizes]
-    left = (row.usable_bytes - row.memory_bytes) / GIB
-    return [
-        first,
-        candidate.settings.name,
-        *sizes,
-        f"{row.memory_bytes / GIB:.1f} ({left:.1f})",
-        f"{sent['across_nodes']:.2f}",
-        f"{time.typical:.3g}",
-        f"{row.tokens_per_second:,.0f}",
-        f"{row.mfu:.0%}",
-    ]
+def _place(place: int | None) -> str:
+    return "-" if place is None else str(place)
 
 
-def _share_cells(place: int | None, row: Row) -> list[str]:
-    time = row.time
-    parts = (time.computing, time.bubble, time.across_nodes, time.in_node, time.kernels)
-    return [
-        "-" if place is None else str(place),
-        row.candidate.settings.name,
-        f"{time.fastest:.3g}",
-        f"{time.slowest:.3g}",
-        *(f"{max(0.0, part) / time.typical:.0%}" for part in parts),
-        f"{row.sent_in_m['in_node']:.1f}",
-        f"{row.hfu:.0%}",
-    ]
+def _sizes(row: Row) -> str:
+    tensor, pipe, context, chunks = row.candidate.sizes
+    experts = row.candidate.expert_ranks or 1
+    return f"{tensor} {pipe}{f'x{chunks}' if chunks > 1 else ''} {context} {experts}"
+
+
+def _share(part: str) -> Callable[[Row], str]:
+    return lambda row: f"{max(0.0, getattr(row.time, part)) / row.time.typical:.0%}"
+
+
+CONFIGURATION: Columns = MappingProxyType(
+    {
+        "T P C E": _sizes,
+        "micro-\nbatch": lambda row: str(row.candidate.micro_batch),
+        "recom-\nputed": lambda row: row.candidate.recomputed,
+        "GiB a GPU\n(left)": lambda row: (
+            f"{row.memory_bytes / GIB:.1f} ({(row.usable_bytes - row.memory_bytes) / GIB:.1f})"
+        ),
+        "across\nM": lambda row: f"{row.sent_in_m['across_nodes']:.2f}",
+        "step\ns": lambda row: f"{row.time.typical:.3g}",
+        "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
+        "MFU": lambda row: f"{row.mfu:.0%}",
+    }
+)
+OF_ANY = 3  # of these columns, those of what does not fit
+SHARES: Columns = MappingProxyType(
+    {
+        "fastest\ns": lambda row: f"{row.time.fastest:.3g}",
+        "slowest\ns": lambda row: f"{row.time.slowest:.3g}",
+        "compute": _share("computing"),
+        "bubble": _share("bubble"),
+        "across": _share("across_nodes"),
+        "node": _share("in_node"),
+        "kernels": _share("kernels"),
+        "in node\nM": lambda row: f"{row.sent_in_m['in_node']:.1f}",
+        "HFU": lambda row: f"{row.hfu:.0%}",
+    }
+)
 
 
 def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
@@ -253,13 +246,10 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
 def _loss_json(row: Row) -> dict[str, Any]:
     interval = row.candidate.interval
     change = loss_change(row.candidate.config.optimizer.optimizer, interval)
-    if change is None:
-        return {"interval": interval, "loss_percent": None}
-    return {
-        "interval": interval,
-        "loss_percent": [change.lowest, change.highest],
-        "loss_source": change.source,
-    }
+    loss = {"loss_percent": None}
+    if change is not None:
+        loss = {"loss_percent": [change.lowest, change.highest], "loss_source": change.source}
+    return {"interval": interval, **loss}
 
 
 def _flags(row: Row) -> str:
@@ -282,12 +272,6 @@ def _flags(row: Row) -> str:
     if tensor > 1 and parallel.sequence_parallel:
         words.append("--sequence-parallel")
     return " ".join(words)
-
-
-def _sizes(row: Row) -> str:
-    tensor, pipe, context, chunks = row.candidate.sizes
-    experts = row.candidate.expert_ranks or 1
-    return f"{tensor} {pipe}{f'x{chunks}' if chunks > 1 else ''} {context} {experts}"
 
 
 def _console() -> Console:

@@ -20,15 +20,13 @@ from megatron_zpp.planner.candidates import (
 from megatron_zpp.planner.estimate import estimate_places
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
 from megatron_zpp.planner.node_traffic import mean_of_nodes
-from megatron_zpp.planner.parts.balanced_stages import LayerSeconds
-from megatron_zpp.planner.parts.loss_of_local_steps import compared_intervals
 from megatron_zpp.planner.parts.meta_model import MetaModel
-from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import plan_places
+from megatron_zpp.planner.replicas import PlannedReplicas, compared_intervals
+from megatron_zpp.planner.step_work import StepTime, StepWork
+from megatron_zpp.planner.timing.balanced_stages import LayerSeconds
 from megatron_zpp.planner.timing.computing import layer_seconds
 from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
-from megatron_zpp.planner.timing.step_time import StepTime, step_time, typical_seconds
-from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.recipe.capability import settled
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.scheduled_values import Schedules
@@ -59,7 +57,7 @@ class Row:
     @cached_property
     def memory(self) -> Mapping[str, int]:
         """The bytes of its fullest rank, by kind."""
-        return estimate_places(self.work.places, self.traces, self.work.local_steps).device
+        return estimate_places(self.work.places, self.traces, self.work.replicas).device
 
     @property
     def usable_bytes(self) -> int:
@@ -68,7 +66,7 @@ class Row:
 
     @cached_property
     def _sent(self) -> Mapping[tuple[str, str], float]:
-        return mean_of_nodes(self.work.places, self.work.local_steps)
+        return mean_of_nodes(self.work.places, self.work.replicas)
 
     @property
     def sent_in_m(self) -> dict[str, float]:
@@ -87,12 +85,12 @@ class Row:
     @cached_property
     def seconds(self) -> float:
         """The typical seconds of a step, whether it fits or not."""
-        return typical_seconds(self.work, self.cluster)
+        return self.work.typical(self.cluster)
 
     @cached_property
     def time(self) -> StepTime | None:
         """All times of a step, if it fits."""
-        return step_time(self.work, self.cluster) if self.fits else None
+        return self.work.time(self.cluster) if self.fits else None
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,7 +134,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ClusterPlan:
     """All configurations that were looked at, those that fit first, and fastest first.
 
     row_of_flags: the configuration of the flags. places: ranks of the rows that fit; equal ones are
@@ -199,7 +197,9 @@ class Search:
         rates = self.cluster.at(TYPICAL, dtype)
         return layer_seconds(self.base, self.vocab_size, dtype.itemsize, rates)
 
-    def run(self, *, only_flags: bool = False, on_row: Callable[[int], None] | None = None) -> Plan:
+    def run(
+        self, *, only_flags: bool = False, on_row: Callable[[int], None] | None = None
+    ) -> ClusterPlan:
         """Return the plan; `only_flags` looks at the configuration of the flags alone.
 
         `on_row` is called with the number of configurations compared so far.
@@ -217,7 +217,7 @@ class Search:
                 others.append(row_of_flags)
         fitting, places = rank_rows([row for row in rows if row.fits])
         too_large = sorted((row for row in rows if not row.fits), key=lambda row: row.memory_bytes)
-        plan = Plan(
+        plan = ClusterPlan(
             cluster=self.cluster,
             config=self.base,
             vocab_size=self.vocab_size,
@@ -330,9 +330,9 @@ class Search:
         nodes that should step alone and are not several.
         """
         config, nodes = candidate.config, self.nodes
-        local_steps = PlannedLocalSteps.of(config, nodes)
-        if local_steps is not None:
-            config, nodes = local_steps.config, local_steps.nodes
+        replicas = PlannedReplicas.of(config, nodes)
+        if replicas is not None:
+            config, nodes = replicas.config, replicas.nodes
         if like is None:
             places = plan_places(config, self.vocab_size, nodes, is_cpu=False, model=self._model)
         else:
@@ -342,7 +342,7 @@ class Search:
             num_parameters=self.num_parameters,
             vocab_size=self.vocab_size,
             cluster=self.cluster,
-            work=StepWork(places, self.vocab_size, local_steps),
+            work=StepWork(places, self.vocab_size, replicas),
             traces=self._traces,
         )
 

@@ -9,6 +9,7 @@ from megatron_zpp.planner.parts.planned_unit import FP32_BYTES
 from zeropp.ranks.host_memory import pinned_bytes
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
+SAVED_COPY = "copy for --async-save"
 
 
 def initial_bytes(run: PlannedRun) -> Counter:
@@ -25,12 +26,11 @@ def initial_bytes(run: PlannedRun) -> Counter:
 
 def moments_bytes(run: PlannedRun) -> int:
     """Return the bytes of the optimizer's state, as Adam's two moments, of this rank's weights."""
-    numbers = sum(
-        spec.elements * run.optimizer.state_numbers(spec, is_root=unit.is_root)
-        for unit in run.plan.units
-        for spec in unit.specs
-        if spec.trainable
-    )
+    trained = [(unit, spec) for unit in run.plan.units for spec in unit.specs if spec.trainable]
+    numbers = 2 * sum(spec.elements for _, spec in trained)
+    if run.optimizer is not None:
+        has_one = run.optimizer.has_momentum
+        numbers -= sum(s.elements for unit, s in trained if has_one(s, is_root=unit.is_root))
     return FP32_BYTES * numbers
 
 
@@ -39,7 +39,7 @@ def saved_bytes(run: PlannedRun) -> int:
     num_bytes = FP32_BYTES * run.trained
     if not run.config.checkpoint.no_save_optim:
         num_bytes += moments_bytes(run)
-    if not run.config.zero.stores_frozen:  # frozen weights that are stored as codes are not saved
+    if run.config.zero.placement.frozen_bits is None:  # codes are not saved
         num_bytes += run.frozen
     if run.stage:
         return num_bytes

@@ -6,8 +6,7 @@ What FSDP2 and the collectives allocate and free for each unit is added up by fo
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from megatron_zpp.model.part import Part
@@ -23,27 +22,24 @@ IN_FLIGHT, ACTIVATIONS, HEAD = "gradients in flight", "activations", "logits and
 DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Chunk:
     """A stage of a rank: its blocks and its root in `PlannedRun.units`, and its activations.
 
     units: those of the blocks, and of their experts if these are units, in forward order. saved:
-    bytes that each block saves for backward, including its result.
+    bytes that each block saves for backward, including its result. message: bytes of activations,
+    or of their gradients, that a stage sends another.
     """
 
-    stage: Part
-    units: range
-    blocks: Sequence[int]
-    experts: Mapping[int, int]  # of a block, if they are a unit
-    root: int
-    activations: Activations
-    memory: Sequence[BlockMemory]
-    saved: Sequence[int]
-
-    @property
-    def message(self) -> int:
-        """Bytes of activations, or of their gradients, that a stage sends another."""
-        return self.activations.stream
+    def __init__(
+        self, run: PlannedRun, stage: Part, units: range, activations: Activations
+    ) -> None:
+        self.stage, self.activations, self.message = stage, activations, activations.stream
+        self.units, self.root = units[:-1], units[-1]
+        self.experts = {index - 1: index for index in self.units if run.units[index].is_experts}
+        self.blocks = [index for index in self.units if not run.units[index].is_experts]
+        moe_layers = run.config.model.moe_layers
+        self.memory = [activations.blocks[moe_layers[layer]] for layer in stage.layers]
+        self.saved = _saved_bytes_by_block(run, stage, self.memory, activations.stream)
 
 
 class StepSimulation:
@@ -60,7 +56,11 @@ class StepSimulation:
             {},
         )
         self._most = run.construction_bytes
-        self._chunks = _chunks(run, activations)
+        edges = pairwise([0, *accumulate(map(len, run.units_of_stages))])
+        self._chunks = [
+            _Chunk(run, stage, range(*ends), each)
+            for stage, ends, each in zip(run.stages, edges, activations, strict=True)
+        ]
         self._roots = {chunk.root for chunk in self._chunks}
         self._gathered: set[int] = set()  # units with gathered weights
         self._copied: set[int] = set()  # units with a secondary copy (hpZ)
@@ -296,31 +296,6 @@ class StepSimulation:
     def _count_in_flight(self) -> None:
         running = sum(hops[0] for hops in self._in_flight)
         self.allocated[IN_FLIGHT] = running + self._reduced_gradient
-
-
-def _chunks(run: PlannedRun, activations: Sequence[Activations]) -> list[_Chunk]:
-    """Return the stages of a rank, with the places of their units."""
-    chunks, first = [], 0
-    moe_layers = run.config.model.moe_layers
-    for stage, of_stage, each in zip(run.stages, run.units_of_stages, activations, strict=True):
-        root = first + len(of_stage) - 1
-        units = range(first, root)
-        experts = [index for index in units if run.units[index].is_experts]
-        memory = [each.blocks[moe_layers[layer]] for layer in stage.layers]
-        chunks.append(
-            _Chunk(
-                stage=stage,
-                units=units,
-                blocks=[index for index in units if index not in experts],
-                experts={index - 1: index for index in experts},
-                root=root,
-                activations=each,
-                memory=memory,
-                saved=_saved_bytes_by_block(run, stage, memory, each.stream),
-            )
-        )
-        first = root + 1
-    return chunks
 
 
 def _saved_bytes_by_block(

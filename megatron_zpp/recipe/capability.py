@@ -38,11 +38,11 @@ class Capability:
     """
 
     config: "Config"
-    ranks: "RankGrid"
+    ranks: "RankGrid | None"
     sharding: "Sharding | None" = None
     optimizer: torch.optim.Optimizer | None = None
 
-    setting: ClassVar[tuple[str, Any] | None] = None  # and its value in runs that have it
+    setting: ClassVar[tuple[str, Any] | None] = None  # and its value, or what is true of that
     splits: ClassVar[str | None] = None  # what ranks of its axis split, as `Part.axes` calls it
     own_group: ClassVar[OwnGroup | None] = None  # of its optimizer
     ledger: ClassVar[Traffic | None] = None  # of what it sends; an instance may have one
@@ -50,15 +50,18 @@ class Capability:
     @classmethod
     def is_on(cls, config: "Config") -> bool:
         """Whether a run has the capability."""
-        return cls.setting is None or attrgetter(cls.setting[0])(config) == cls.setting[1]
+        if cls.setting is None:
+            return True
+        name, expected = cls.setting
+        value = attrgetter(name)(config)
+        return expected(value) if callable(expected) else value == expected
 
     @classmethod
     def settled(cls, config: "Config", nodes: Nodes) -> "Config":
         """Return the configuration with what follows from the nodes where it leaves that open."""
         return config
 
-    @classmethod
-    def extend(cls, model: "GPT", config: "Config") -> None:
+    def extend(self, model: "GPT") -> None:
         """Add to the layers of a model, or of a stage of it, before it is sharded."""
 
     def axis(self) -> Any:
@@ -136,21 +139,20 @@ class Capability:
         return ()
 
 
-def kinds_of(config: "Config") -> Iterator[type[Capability]]:
-    """Yield the classes of the capabilities that a run has, by their names."""
+def _kinds_in(config: "Config") -> Iterator[type[Capability]]:
     kinds = (module.CAPABILITY for module in modules_of("capability", CAPABILITIES))
     return (kind for kind in kinds if kind.is_on(config))
 
 
-def capabilities_of(config: "Config", ranks: "RankGrid") -> tuple[Capability, ...]:
-    """Return the capabilities of a run, by their names."""
-    return tuple(kind(config=config, ranks=ranks) for kind in kinds_of(config))
+def capabilities_of(config: "Config", ranks: "RankGrid | None" = None) -> tuple[Capability, ...]:
+    """Return the capabilities of a run, by their names; without ranks, those of its model."""
+    return tuple(kind(config=config, ranks=ranks) for kind in _kinds_in(config))
 
 
-def extended(model: "GPT", config: "Config") -> "GPT":
-    """Return a model with what the capabilities of a run add to it."""
-    for kind in kinds_of(config):
-        kind.extend(model, config)
+def extended(model: "GPT", capabilities: Iterable[Capability]) -> "GPT":
+    """Return a model with what capabilities add to it."""
+    for each in capabilities:
+        each.extend(model)
     return model
 
 
@@ -159,7 +161,7 @@ def settled(config: "Config", nodes: Nodes) -> "Config":
 
     Raises InputError for what does not fit them.
     """
-    for kind in kinds_of(config):
+    for kind in _kinds_in(config):
         config = kind.settled(config, nodes)
     return config
 

@@ -47,7 +47,7 @@ def build_model(
         norms=apex.norms if apex else TORCH_NORMS,
     )
     with torch.device("meta"):
-        whole = extended(GPT(shape, vocab_size, common), config)
+        whole = extended(GPT(shape, vocab_size, common), capabilities)
     if ranks.pipeline_size > 1:
         sharding = _build_pipeline(config, ranks, whole, capabilities)
     else:
@@ -76,7 +76,7 @@ def _build_pipeline(
     stages, at_both_ends = [], []
     for part in parts_of_stages(whole.part, layers, ranks.pipeline_place, ranks.pipeline_size):
         with torch.device("meta"):
-            model = extended(GPT(config.model, whole.vocab_size, part), config)
+            model = extended(GPT(config.model, whole.vocab_size, part), capabilities)
         if whole.head is None and model.tokens is not None:
             at_both_ends.append(model.tokens)
         stages.append(_shard_model(model, config, ranks, keeps_root=True))

@@ -30,12 +30,6 @@ _flag = flags_in(
 )
 
 
-def _power_of_two(scale: float) -> int | None:
-    """The exponent of a loss scale that is a power of two; None for any other."""
-    power = math.log2(scale)
-    return int(power) if power.is_integer() and power >= 0 else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
     """The number format of forward and backward, and fp16's dynamic loss scale."""
@@ -56,7 +50,9 @@ class PrecisionConfig(Section):
         same_as=SameAs(
             "fp16.initial_scale_power",
             to_flag=lambda power: 2.0**power,
-            to_json=_power_of_two,
+            to_json=lambda scale: (  # None unless the scale is a power of two
+                int(power) if (power := math.log2(scale)).is_integer() and power >= 0 else None
+            ),
             key_counts=True,
         ),
     )

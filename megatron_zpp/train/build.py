@@ -232,7 +232,7 @@ def checkpoints_of(run: Run) -> str:
     frozen = run.trainer.sharding.model.num_parameters() - trained
     moments = 0 if options.no_save_optim else state_numbers_per_weight(run.trainer.optimizer)
     num_bytes = FP32_BYTES * trained * (1 + moments)
-    if not run.config.zero.stores_frozen:
+    if run.config.zero.placement.frozen_bits is None:
         num_bytes += FP32_BYTES * frozen
     if run.config.zero.updates_copies:
         num_bytes += trained  # the codes that the nodes have

@@ -114,7 +114,7 @@ class Engine(EngineFiles, EngineSettings, GradientAccumulation, ParameterOwner, 
         self._gradient_hook = GradientHook(self._divisor_of_pass)
         self._hook_gradients()
         mark_sharded(self.module.parameters(), are_sharded=sharding.stage == 3)
-        if sharding.stage < 3 and not config.stores_frozen:  # MixZ++ may add units
+        if sharding.stage < 3 and config.placement.frozen_bits is None:  # MixZ++ may add units
             sharding.keep_whole()
         self.module.register_forward_pre_hook(OwnerHook(self._before_forward))
         self.module.register_forward_hook(OwnerHook(self._after_forward), always_call=True)

@@ -71,7 +71,7 @@ def _made(
         if not parameters:
             raise RefusedCall(
                 "all parameters are frozen, and an optimizer is named or given: leave it out, or "
-                "train some (requires_grad_(True)); adapters may be added before zeropp.initialize"
+                "train some (requires_grad_(True)); layers may be added before zeropp.initialize"
             )
     else:
         parameters = remapped(chosen, names, model)

@@ -24,7 +24,7 @@ from zeropp.errors import InputError
 from zeropp.ranks.meeting import AbsentRanksError, meet
 from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.sharding import Sharding
-from zeropp.wire.frozen_weights import as_numbers
+from zeropp.wire.quantized_shard import as_numbers
 
 StateDict = MutableMapping[str, Any]
 log = logging.getLogger("zeropp")

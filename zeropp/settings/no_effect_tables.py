@@ -19,14 +19,7 @@ else:
     import tomli as tomllib
 
 _TYPES = MappingProxyType(
-    {
-        "switch": bool,
-        "boolean": bool,
-        "integer": int,
-        "number": float,
-        "string": str,
-        "object": Mapping,
-    }
+    dict(switch=bool, boolean=bool, integer=int, number=float, string=str, object=Mapping)
 )
 _NOT_ENABLED = " that is not enabled"
 Table = Mapping[str, Mapping[str, Any]]

@@ -122,11 +122,10 @@ class ZeroConfig(*keys_of(""), Placed, _TopLevel):
             config = build(cls, values)
         except InputError as error:
             raise InputError(f"{file.source}: {error}") from None
+        idle = keys_without_effect()
         return replace(
             config,
-            idle_values={
-                name: value for name, value in values.items() if name in keys_without_effect()
-            },
+            idle_values={name: value for name, value in values.items() if name in idle},
             others=file.others,
             file_keys=frozenset(file.values),
             auto_keys=file.auto_keys - filled.keys(),
@@ -142,17 +141,12 @@ class ZeroConfig(*keys_of(""), Placed, _TopLevel):
     @property
     def always_gathers(self) -> bool:
         """Whether one rank gathers too, as shards are kept elsewhere than used, or as codes."""
-        return self.placement.weights is not None or self.stores_frozen
+        return self.placement.weights is not None or self.placement.frozen_bits is not None
 
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are averaged once per step, whole ones accumulated until then."""
         return self.stage < 2 or self.zeropp.reduce_gradients_once
-
-    @property
-    def stores_frozen(self) -> bool:
-        """Whether frozen weights are stored quantized (MixZ++)."""
-        return self.zero_optimization.zero_quantized_nontrainable_weights
 
     @property
     def compute_format(self) -> str:
@@ -237,11 +231,8 @@ class ZeroConfig(*keys_of(""), Placed, _TopLevel):
     def value(self, dotted: str) -> Any:
         """The value under a dotted key; raises `InputError` for one that does not exist."""
         self.setting(dotted)
-        return (
-            self.idle_values.get(dotted)
-            if dotted in keys_without_effect()
-            else attrgetter(dotted)(self)
-        )
+        is_idle = dotted in keys_without_effect()
+        return self.idle_values.get(dotted) if is_idle else attrgetter(dotted)(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON that gives these values: every key in the file or not at its default."""

@@ -110,6 +110,15 @@ def bits_per_second(rate: str) -> float | None:
     return float(match[1]) * UNITS[match[2]]
 
 
+def checked_rates(rates: Sequence[str] | None, *default: str) -> list[str]:
+    """Each rate once, or the default ones; raises InputError for what is no rate, or no root."""
+    rates = list(dict.fromkeys(rates or default))
+    for rate in rates:
+        bits_per_second(rate)
+    require_namespaces()
+    return rates
+
+
 def require_namespaces() -> None:
     """Raise InputError unless namespaces and shaped links can be created here."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]

@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.capabilities.experts.auxiliary_losses import GLOBAL_BALANCE, AuxiliaryLosses
-from megatron_zpp.capabilities.experts.axis import AXIS_NAMES, NAME, ExpertAxis, expert_axis
+from megatron_zpp.capabilities.experts.axis import (
+    AXIS_NAMES,
+    NAME,
+    ExpertAxis,
+    expert_axis,
+    expert_ranks,
+)
 from megatron_zpp.capabilities.experts.layer import MoE
 from megatron_zpp.capabilities.experts.log import BUSIEST_EXPERT, BUSIEST_RANK
-from megatron_zpp.capabilities.experts.parallel_settings import expert_ranks
 from megatron_zpp.capabilities.experts.routing_record import RoutingRecord, routing_records
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.token_groups import TokenGroups
@@ -42,12 +47,8 @@ log = logging.getLogger("megatron_zpp")
 class ExpertCapability(Capability):
     """Layers of experts, which ranks may split, and the balance of their load."""
 
+    setting = ("model.has_experts", True)
     splits = NAME
-
-    @classmethod
-    def is_on(cls, config: Config) -> bool:
-        """Whether the model has experts."""
-        return config.model.has_experts
 
     @classmethod
     def settled(cls, config: Config, nodes: Nodes) -> Config:

@@ -57,11 +57,6 @@ class MoE(FeedForward):
         return self.shared is not None
 
     @classmethod
-    def is_in(cls, config: ModelConfig, layer: int) -> bool:
-        """Whether a layer has experts."""
-        return config.moe_layers[layer]
-
-    @classmethod
     def flops(cls, config: ModelConfig) -> float:
         """Return the operations of the experts that a token passes, the router, the shared MLP."""
         router = 2 * config.hidden_size * config.num_experts
@@ -162,4 +157,4 @@ def _kept(by_expert: Tensor, bounds: Tensor, capacity: int) -> Tensor:
     return kept
 
 
-FEED_FORWARDS = (MoE,)
+FEED_FORWARDS = {"moe_layers": MoE}

@@ -4,19 +4,18 @@ The names are Megatron-LM's flags; further names of a flag are Megatron-DeepSpee
 `--num-experts` is 0 or 1 is dense.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
+from megatron_zpp.settings.flag import Section, flag, flags_in, needs
 from megatron_zpp.settings.gpt.layer_pattern import QUOTED, marks_of
-from megatron_zpp.settings.gpt.sizes import model_flag
+from megatron_zpp.settings.gpt.sizes import PRETRAINED, SizeConfig
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule, at_most, requires
+from zeropp.settings.schema import Rule, at_most, requires, settings_of
 
-SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 NO_LOSS = "none"
 AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 _BALANCE = "use aux_loss, seq_aux_loss or global_aux_loss with --moe-aux-loss-coeff"
@@ -28,162 +27,68 @@ _NOT_BALANCED_SO = MappingProxyType(
         ),
     }
 )
-_NEEDS_CAPACITY = needs(
-    "--moe-expert-capacity-factor", lambda c: c.model.moe_expert_capacity_factor is not None
-)
-
-
-_NO_PADDING = NoEffect("experts take any number of rows, and padding would not change them")
-
-
-def _needs(flags: str, condition: Any) -> NoEffect:
-    """The reason of a flag that needs other `flags` of a model which no checkpoint describes."""
-    return needs(flags, lambda c: _is_elsewhere(c) or condition(c.model))
 
 
 def _is_elsewhere(config: Any) -> bool:
+    """Whether a checkpoint describes the model."""
     return bool(config.pretrained_checkpoint or config.checkpoint.use_checkpoint_args)
 
 
-NEEDS_EXPERTS = _needs("--num-experts above 1", lambda model: model.has_experts)
-_DENSE = NoEffect("the model is dense", when=NEEDS_EXPERTS.when)
-_NEEDS_SHARED = _needs(
-    "--moe-shared-expert-intermediate-size",
-    lambda model: model.moe_shared_expert_intermediate_size,
-)
-_NEEDS_BIAS = _needs(
-    "--moe-router-enable-expert-bias", lambda model: model.moe_router_enable_expert_bias
-)
-_NEEDS_GROUPS = _needs("--moe-router-num-groups", lambda model: model.moe_router_num_groups)
-_NEEDS_SOFTMAX = _needs(
-    "--moe-router-score-function softmax",
-    lambda model: model.moe_router_score_function == "softmax",
-)
-
-
-def _flag_of_experts(
-    kind: Callable[..., Any], *declared: Any, no_effect: tuple[NoEffect, ...] = (), **facts: Any
-) -> Any:
-    return kind(*declared, no_effect=(NEEDS_EXPERTS, *no_effect), **facts)
-
-
-_layer_flag = partial(_flag_of_experts, model_flag)  # which a checkpoint knows
-_training_flag = partial(_flag_of_experts, flag)  # which no checkpoint decides
+NEEDS_EXPERTS = needs("--num-experts above 1", lambda c: _is_elsewhere(c) or c.model.has_experts)
+_CONDITIONS = {
+    "--num-experts above 1": lambda c: _is_elsewhere(c) or c.model.has_experts,
+    "--moe-shared-expert-intermediate-size": lambda c: (
+        _is_elsewhere(c) or c.model.moe_shared_expert_intermediate_size
+    ),
+    "--moe-router-enable-expert-bias": lambda c: (
+        _is_elsewhere(c) or c.model.moe_router_enable_expert_bias
+    ),
+    "--moe-router-num-groups": lambda c: _is_elsewhere(c) or c.model.moe_router_num_groups,
+    "--moe-router-score-function softmax": lambda c: (
+        _is_elsewhere(c) or c.model.moe_router_score_function == "softmax"
+    ),
+    "the model is dense": NEEDS_EXPERTS.when,
+    "experts take any number of rows, and padding would not change them": None,
+}
+_flag = flags_in("model_flags.toml", _CONDITIONS, package=__package__)
+_model_flag = partial(_flag, no_effect=PRETRAINED)  # which a checkpoint knows
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig(Section):
     """Mixtures of experts: sizes, the router, losses that balance the load (of ModelConfig)"""
 
-    num_experts: int | None = model_flag(
-        None,
-        "experts of a layer; 0 or 1: the model is dense (default)",
-        minimum=0,
-        no_effect=(_DENSE,),
+    marked_by: ClassVar[str] = "has_experts"  # by what a model says that it uses these
+
+    num_experts: int | None = _model_flag(None)
+    moe_layer_freq: str = _model_flag("1")
+    moe_ffn_hidden_size: int | None = _model_flag(None)
+    moe_shared_expert_intermediate_size: int | None = _model_flag(None)
+    moe_shared_expert_gate: bool = _model_flag(False)
+    moe_router_topk: int = _model_flag(2)
+    moe_router_topk_scaling_factor: float | None = _model_flag(None)
+    moe_router_score_function: str = _model_flag("softmax")
+    moe_router_pre_softmax: bool = _model_flag(False)
+    moe_router_num_groups: int | None = _model_flag(None)
+    moe_router_group_topk: int | None = _model_flag(None)
+    moe_router_group_best: int | None = _model_flag(None)
+    moe_router_enable_expert_bias: bool = _model_flag(False)
+    moe_router_bias_update_rate: float = _flag(1e-3)
+    moe_router_dtype: str | None = _model_flag(None)
+    moe_router_load_balancing_type: tuple[str, ...] = _flag(
+        ("aux_loss",), choices=(*AUXILIARY_LOSSES, NO_LOSS), refused=_NOT_BALANCED_SO
     )
-    moe_layer_freq: str = _layer_flag(
-        "1", "layers with experts: 0, N, 2N and so on, or a list with a 1 for each, as [0]+[1]*23"
-    )
-    moe_ffn_hidden_size: int | None = _layer_flag(
-        None, "width inside an expert (default: --ffn-hidden-size)", minimum=1
-    )
-    moe_shared_expert_intermediate_size: int | None = _layer_flag(
-        None, "width of the MLP beside the experts that all tokens pass (default: none)", minimum=1
-    )
-    moe_shared_expert_gate: bool = _layer_flag(
-        False,
-        "multiply the shared MLP's result by a sigmoid gate of each token",
-        no_effect=(_NEEDS_SHARED,),
-    )
-    moe_router_topk: int = _layer_flag(
-        2, "experts that compute a token", minimum=1, aliases=("topk",)
-    )
-    moe_router_topk_scaling_factor: float | None = _layer_flag(
-        None, "multiply the weights of a token's experts by this, last of all", above=0
-    )
-    moe_router_score_function: str = _layer_flag(
-        "softmax", "from logits to scores of experts", choices=SCORE_FUNCTIONS
-    )
-    moe_router_pre_softmax: bool = _layer_flag(
-        False,
-        "take the softmax over all experts before the best are chosen, and leave it so",
-        no_effect=(_NEEDS_SOFTMAX,),
-    )
-    moe_router_num_groups: int | None = _layer_flag(
-        None, "groups of experts, of which a token chooses some first", minimum=1
-    )
-    moe_router_group_topk: int | None = _layer_flag(
-        None, "groups that a token chooses its experts from", minimum=1
-    )
-    moe_router_group_best: int | None = _layer_flag(
-        None,
-        "a group's score is the sum of this many best scores in it (default: --moe-router-topk / "
-        "--moe-router-group-topk)",
-        minimum=1,
-        no_effect=(_NEEDS_GROUPS,),
-    )
-    moe_router_enable_expert_bias: bool = _layer_flag(
-        False, "a bias of each expert, only for choosing, which balances the load without a loss"
-    )
-    moe_router_bias_update_rate: float = _training_flag(
-        1e-3, "how far a step moves an expert's bias", minimum=0, no_effect=(_NEEDS_BIAS,)
-    )
-    moe_router_dtype: str | None = _layer_flag(
-        None,
-        "format of the router's product and weights (default: that of the computation)",
-        choices=("fp32", "fp64"),
-    )
-    moe_router_load_balancing_type: tuple[str, ...] = _training_flag(
-        ("aux_loss",),
-        "what balances the load: losses of micro-batches, of samples, of steps, or none",
-        choices=(*AUXILIARY_LOSSES, NO_LOSS),
-        refused=_NOT_BALANCED_SO,
-    )
-    moe_router_force_load_balancing: bool = _training_flag(
-        False, "choose experts at random, to measure speed only"
-    )
-    moe_aux_loss_coeff: tuple[float, ...] = _training_flag(
-        (0.0,),
-        "coefficients of the losses of --moe-router-load-balancing-type",
-        minimum=0,
-        aliases=("moe-loss-coeff",),
-    )
-    moe_z_loss_coeff: float | None = _training_flag(
-        None, "coefficient of the loss that keeps the router's logits small", minimum=0
-    )
-    moe_input_jitter_eps: float | None = _training_flag(
-        None, "multiply the router's input by noise from 1 - this to 1 + this", minimum=0, maximum=1
-    )
-    moe_expert_capacity_factor: float | None = _training_flag(
-        None,
-        "an expert takes at most this times its even share of a rank's tokens; below 0: all",
-        aliases=("moe-train-capacity-factor",),
-    )
-    moe_eval_capacity_factor: float | None = _training_flag(
-        None,
-        "the same in evaluation (default: as in training)",
-        no_effect=(_NEEDS_CAPACITY,),
-    )
-    moe_min_capacity: int = _training_flag(
-        0, "tokens that an expert takes in any case", minimum=0, no_effect=(_NEEDS_CAPACITY,)
-    )
-    moe_token_drop_policy: str = _training_flag(
-        "probs",
-        "which tokens a full expert takes: those of the largest weights, or the first",
-        choices=("probs", "position"),
-        no_effect=(_NEEDS_CAPACITY,),
-    )
-    moe_pad_expert_input_to_capacity: bool = _training_flag(
-        False,
-        "give experts as many rows as they may take",
-        no_effect=(_NO_PADDING,),
-    )
-    disable_moe_token_dropping: bool = _training_flag(
-        False, "experts take all tokens, whatever the capacity", no_effect=(_NEEDS_CAPACITY,)
-    )
-    moe_per_layer_logging: bool = _training_flag(
-        False, "write the losses of each layer to TensorBoard"
-    )
+    moe_router_force_load_balancing: bool = _flag(False)
+    moe_aux_loss_coeff: tuple[float, ...] = _flag((0.0,))
+    moe_z_loss_coeff: float | None = _flag(None)
+    moe_input_jitter_eps: float | None = _flag(None)
+    moe_expert_capacity_factor: float | None = _flag(None)
+    moe_eval_capacity_factor: float | None = _flag(None)
+    moe_min_capacity: int = _flag(0)
+    moe_token_drop_policy: str = _flag("probs")
+    moe_pad_expert_input_to_capacity: bool = _flag(False)
+    disable_moe_token_dropping: bool = _flag(False)
+    moe_per_layer_logging: bool = _flag(False)
 
     rules = (
         Rule(
@@ -239,11 +144,6 @@ class MoeConfig(Section):
             "{}, {}: experts have an activation without learned numbers: give another one",
         ),
     )
-
-    @staticmethod
-    def is_in(model: Any) -> bool:
-        """Whether these settings say anything of a model."""
-        return model.has_experts
 
     @property
     def has_experts(self) -> bool:
@@ -329,3 +229,76 @@ class MoeConfig(Section):
                 f"{shown} and --moe-aux-loss-coeff {' '.join(f'{c:g}' for c in coefficients)}: "
                 f"{len(types)} types need as many coefficients, in their order"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallelConfig(Section):
+    """How ranks share out experts (of ParallelConfig)"""
+
+    expert_model_parallel_size: int | None = flag(
+        None,
+        "consecutive ranks that split the experts of a layer (default: as many of a node as divide "
+        "the experts; 1 without ZeRO, and with tensor parallelism that does not split sequences)",
+        minimum=1,
+        aliases=("moe-expert-parallel-size",),
+        no_effect=NEEDS_EXPERTS,
+    )
+    moe_dispatch_bits: int = flag(
+        16,
+        "bits of a number in rows that cross nodes on their way to experts, where nodes split them",
+        choices=(8, 16),
+        no_effect=NEEDS_EXPERTS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFlags(Section):
+    """A switch of Megatron-DeepSpeed's (of ModelFlags)"""
+
+    expert_interval: int | None = flag(
+        None,
+        "experts in every N-th layer, counted from 1, instead of --moe-layer-freq",
+        minimum=1,
+        no_effect=NEEDS_EXPERTS,
+    )
+
+
+_OF_MODEL = (*settings_of(MoeConfig), *settings_of(ExpertFlags))
+_OF_RANKS = settings_of(ExpertParallelConfig)
+
+
+def without_unused(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values without those of experts if the model is dense, and layers by --expert-interval.
+
+    Raises InputError for flags of experts without --num-experts.
+    """
+    if values.get("pretrained_checkpoint") or values.get("use_checkpoint_args"):
+        return values
+    given = [entry for entry in _OF_MODEL if entry.name in values]
+    if values.get("num_experts", 1) > 1:
+        return {**values, **_expert_layers(values)}
+    if given and "num_experts" not in values:
+        shown = ", ".join(entry.assignment(values[entry.name]) for entry in given)
+        raise InputError(
+            f"{shown}: how many experts are there? Give --num-experts, or 1 for a dense model"
+        )
+    names = {entry.name for entry in (*given, *_OF_RANKS)}
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _expert_layers(values: Mapping[str, Any]) -> dict[str, str]:
+    """What --expert-interval, as Megatron-DeepSpeed counts, says of the layers with experts."""
+    interval = values.get("expert_interval")
+    if interval is None:
+        return {}
+    if "moe_layer_freq" in values:
+        raise InputError(
+            f"--expert-interval {interval} and --moe-layer-freq {values['moe_layer_freq']} both "
+            "say which layers have experts: give one"
+        )
+    marks = marks_of(
+        str(interval),
+        values.get("num_layers", SizeConfig.setting("num_layers").default),
+        "--expert-interval",
+    )
+    return {"moe_layer_freq": str(list(map(int, marks))).replace(" ", "")}

@@ -3,19 +3,15 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import lt
 from typing import Any
 
 from torch import nn
 
-from megatron_zpp.capabilities.lora.adapters import (
-    EXPERT_LAYERS,
-    adapts_experts,
-    add_adapters,
-    initialize_adapters,
-)
+from megatron_zpp.capabilities.lora import adapters
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.recipe.capability import Capability
-from megatron_zpp.settings.config import Config
 from zeropp import InputError
 
 log = logging.getLogger("megatron_zpp")
@@ -25,16 +21,15 @@ log = logging.getLogger("megatron_zpp")
 class LoraCapability(Capability):
     """Adapters are trained; the weights beside them are frozen, and perhaps stored as codes."""
 
-    setting = ("trains_all", False)
+    setting = ("lora.lora_rank", partial(lt, 0))
 
-    @classmethod
-    def extend(cls, model: GPT, config: Config) -> None:
+    def extend(self, model: GPT) -> None:
         """Add adapters to a model."""
-        add_adapters(model, config.lora)
+        adapters.add_adapters(model, self.config.lora)
 
     def initialize(self, model: nn.Module) -> None:
         """Draw the adapters."""
-        initialize_adapters(model, self.config.training.seed)
+        adapters.initialize_adapters(model, self.config.training.seed)
 
     def require_stages(self, model: GPT, stages: Sequence[range]) -> None:
         """Raise InputError if a stage has nothing to train."""
@@ -69,16 +64,15 @@ class LoraCapability(Capability):
 
     def model_rows(self, model: GPT) -> Iterator[tuple[str, str]]:
         """Yield how many parameters are trained, and how the others are stored."""
-        lora, zero = self.config.lora, self.config.zero
+        lora = self.config.lora
         num_trained = model.num_parameters(trained_only=True)
         text = (
             f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are "
             "trained"
         )
-        if self.config.model.has_experts and not adapts_experts(lora, self.config.model):
-            text += f"\nexperts have none: --lora-target-modules {' '.join(EXPERT_LAYERS)}"
-        if zero.stores_frozen:
-            bits = zero.zeropp.nontrainable_weight_bits
+        if self.config.model.has_experts and not adapters.adapts_experts(lora, self.config.model):
+            text += f"\nexperts have none: --lora-target-modules {' '.join(adapters.EXPERT_LAYERS)}"
+        if (bits := self.config.zero.placement.frozen_bits) is not None:
             text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
         yield "LoRA", text
 

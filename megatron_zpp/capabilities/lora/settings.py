@@ -66,9 +66,8 @@ def step_key(config: Any) -> dict[str, Any]:
     """What the time of a step depends on in the settings of adapters, as JSON holds it."""
     if config.trains_all:
         return {}
-    zero = config.zero
-    bits = zero.zeropp.nontrainable_weight_bits if zero.stores_frozen else None
-    return {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
+    stored_bits = config.zero.placement.frozen_bits
+    return {"lora_rank": config.lora.lora_rank, "stored_bits": stored_bits}
 
 
 SECTIONS = {"lora": LoraConfig}
@@ -79,6 +78,6 @@ STEP_KEYS = (step_key,)
 OBSTACLES = {
     "zero_quantized_nontrainable_weights stores frozen weights quantized, and without --lora-rank "
     "all weights are trained: give a rank (finetune_gpt.py), or leave it out": (
-        lambda c: c.zero.stores_frozen and not c.lora.lora_rank
+        lambda c: c.zero.placement.frozen_bits is not None and not c.lora.lora_rank
     )
 }

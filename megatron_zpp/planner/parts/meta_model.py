@@ -1,7 +1,7 @@
 """A model on the meta device, and the parts of it that the ranks of a planned run have."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -13,9 +13,8 @@ from megatron_zpp.model.block import Block
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.part import WHOLE, Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
-from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.recipe.capability import extended
+from megatron_zpp.recipe.capability import capabilities_of, extended
 from megatron_zpp.settings.config import Config
 
 META = torch.device("meta")
@@ -30,11 +29,12 @@ class MetaModel:
 
     def __init__(self, config: Config, vocab_size: int) -> None:
         self._config, self._vocab_size = config, vocab_size
+        self._capabilities = capabilities_of(config)
         self.whole = self._build(GPT, WHOLE)
         self._kept: dict[tuple, Any] = {}
 
-    def _once(self, make: Callable[[], Kept], *key: object) -> Kept:
-        """Return what `make` has returned for the same key."""
+    def once(self, make: Callable[[], Kept], *key: object) -> Kept:
+        """Return what `make` returned when it was first asked for the same key."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -49,15 +49,15 @@ class MetaModel:
         """Return all layers, with a rank's parts of their matrices."""
         if ranks.tensor_size == ranks.context_size == ranks.expert_ranks == 1:
             return self.whole
-        return self._once(lambda: self._build(GPT, WHOLE, ranks), "all", _axes_key(ranks))
+        return self.once(lambda: self._build(GPT, WHOLE, ranks), "all", axes_key(ranks))
 
     def ends(self, ranks: PlannedRanks, stage: Part) -> GPT:
         """Return what a stage has beside its blocks, which one stands for that does nothing."""
         part = Part(layers=range(1), is_first=stage.is_first, is_last=stage.is_last)
         trains = self.whole.tokens.weight.requires_grad
-        return self._once(
+        return self.once(
             lambda: self._build(Ends, part, ranks).requires_grad_(trains),
-            (_axes_key(ranks), stage.is_first, stage.is_last),
+            (axes_key(ranks), stage.is_first, stage.is_last),
         )
 
     def root(self, ranks: PlannedRanks, stage: Part) -> nn.Module:
@@ -79,7 +79,7 @@ class MetaModel:
             found: dict[tuple, int] = {}
             return tuple(found.setdefault(_shapes(each), i) for i, each in enumerate(blocks))
 
-        return self._once(firsts, "alike", _axes_key(ranks))
+        return self.once(firsts, "alike", axes_key(ranks))
 
     def parameters(self, ranks: PlannedRanks) -> tuple[tuple[int | None, nn.Parameter], ...]:
         """Return each parameter in order, as its layer, if any, and its like in the first alike."""
@@ -94,28 +94,12 @@ class MetaModel:
                 else:
                     yield None, parameter
 
-        return self._once(lambda: tuple(found()), "parameters", _axes_key(ranks))
+        return self.once(lambda: tuple(found()), "parameters", axes_key(ranks))
 
     def partial(self, ranks: PlannedRanks) -> frozenset[nn.Parameter]:
         """Return the parameters of whose gradients each tensor rank computes a term."""
         found = partial(frozenset, partial_parameters(self.split(ranks)))
-        return self._once(found, "partial", _axes_key(ranks))
-
-    def optimizer(
-        self,
-        kind: type[PlannedOptimizer],
-        config: Config,
-        ranks: PlannedRanks,
-        stages: Sequence[Part],
-        *,
-        is_sharded: bool,
-    ) -> PlannedOptimizer:
-        """Return the optimizer of a rank's stages, of a `config` with other ZeRO settings."""
-        layers = tuple(stage.layers for stage in stages)
-        nodes = ranks.data_nodes, ranks.expert_nodes, is_sharded
-        key = kind, _axes_key(ranks), layers, nodes, kind.key(config)
-        make = partial(kind, config, self.split(ranks), ranks, stages, is_sharded=is_sharded)
-        return self._once(make, *key)
+        return self.once(found, "partial", axes_key(ranks))
 
     def _build(self, kind: type[GPT], part: Part, ranks: PlannedRanks | None = None) -> GPT:
         if ranks is not None:
@@ -124,7 +108,7 @@ class MetaModel:
             part = replace(part, tensor=tensor, context=context, axes=ranks.axes)
         with META:
             model = kind(self._config.model, self._vocab_size, part)
-            return extended(model, self._config) if kind is GPT else model
+            return extended(model, self._capabilities) if kind is GPT else model
 
 
 class PassingBlock(Block):
@@ -163,7 +147,7 @@ def _num_trained(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _axes_key(ranks: PlannedRanks) -> tuple:
+def axes_key(ranks: PlannedRanks) -> tuple:
     """Return what the parts that a rank has of a layer, and its activations, depend on."""
     parallel = ranks.parallel
     return (

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 class AsOnCpus(TorchDispatchMode):
     """Lets ops on META allocate what they do on a CPU, and computes integers there.
 
-    Integers have values where no other tensor takes part: they decide how many rows experts have.
+    Integers have values where no other tensor takes part: they decide how many rows go where.
     """
 
     def __torch_dispatch__(
@@ -96,7 +96,7 @@ def _grouped_product(
 ) -> Tensor:
     """Return a tensor of the size of a grouped product, which PyTorch allocates for bf16 alone."""
     shape = (len(first), second.shape[-1])
-    if second.ndim == 2:  # of rows and their gradients: one matrix for each expert
+    if second.ndim == 2:  # of rows and their gradients: one matrix for each group
         shape = (len(ends), *shape)
     return first.new_empty(shape)
 

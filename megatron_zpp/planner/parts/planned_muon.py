@@ -5,17 +5,22 @@ Groups of them orthogonalize rows together: those of a node, of a rank, or all.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from megatron_zpp.capabilities.muon.capability import muon_options, uses_muon
 from megatron_zpp.capabilities.muon.matrix_parts import matrix_parts
-from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer, Sides, Turn, Turns
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.part import Part
+from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.planner.timing.hardware import Rates
+from megatron_zpp.planner.timing.links import exchange
+from megatron_zpp.planner.timing.optimizer_time import OptimizerRound, OptimizerRounds, Sides
 from megatron_zpp.settings.config import Config
-from zeropp.capabilities.muon.blocks import Matrix, Round, group_of, rounds_of
+from zeropp.capabilities.muon.blocks import Matrix, MatrixBlock, group_of, rounds_of
 from zeropp.capabilities.muon.exchange import Exchange
 from zeropp.capabilities.muon.matrix_step import MuonOptions
 from zeropp.capabilities.muon.newton_schulz import flops
@@ -27,40 +32,49 @@ from zeropp.wire.traffic import HOPS
 
 ALONE = Nodes(num_ranks=1, ranks_per_node=1)  # of ranks that hold all rows
 Matrices = tuple[Matrix, ...]
+Blocks = Sequence[MatrixBlock]  # of a round
 
 
-class PlannedMuon(PlannedOptimizer):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedMuon:
     """Muon's steps for the matrices of a rank's stages.
 
-    Where data ranks do not hold rows of these, each orthogonalizes them whole.
+    model: all layers, with the rank's parts of their matrices. is_sharded: whether data ranks hold
+    rows of these; where they do not, each orthogonalizes them whole.
     """
 
-    @staticmethod
-    def key(config: Config) -> Hashable:
-        return muon_options(config)
+    config: Config
+    model: GPT
+    ranks: PlannedRanks
+    stages: Sequence[Part]
+    is_sharded: bool
 
     @cached_property
     def options(self) -> MuonOptions:
         """Where matrices are orthogonalized, and in which numbers."""
         return muon_options(self.config)
 
-    def state_numbers(self, spec: ShardSpec, *, is_root: bool) -> int:
-        """Return 1, the momentum, for matrices of blocks, and Adam's moments for others."""
-        has_momentum = spec.ndim == 2 and not is_root and self.config.trains_all
-        return 1 if has_momentum else super().state_numbers(spec, is_root=is_root)
+    def has_momentum(self, spec: ShardSpec, *, is_root: bool) -> bool:
+        """Whether a parameter has one number of state for each weight, and not Adam's two."""
+        return spec.ndim == 2 and not is_root and self.config.trains_all
 
     @cached_property
-    def turns(self) -> tuple[Turns, ...]:
-        """The groups of all matrices, and then those of experts."""
+    def rounds(self) -> tuple[OptimizerRounds, ...]:
+        """What follows each other in a step: the groups of all matrices, then those of experts."""
         ranks, splits = self.ranks, self.ranks.expert_ranks > 1
         others: Counter[Matrices] = Counter(
             self._matrices(place, of_experts=False) for place in range(ranks.tensor_size)
         )
-        turns = [*self._turns(others, ranks.data_nodes)]
+        rounds = [*self._rounds(others, ranks.data_nodes)]
         if splits:
             experts = Counter({self._matrices(0, of_experts=True): ranks.expert_ranks})
-            turns += self._turns(experts, ranks.expert_nodes)
-        return tuple(turns)
+            rounds += self._rounds(experts, ranks.expert_nodes)
+        return tuple(rounds)
+
+    @cached_property
+    def flops(self) -> float:
+        """The operations of the busiest rank in a step, the mean of the steps."""
+        return sum(each.share * each.flops for each in self.rounds)
 
     @cached_property
     def sent_by_node(self) -> dict[tuple[str, str], float]:
@@ -68,9 +82,13 @@ class PlannedMuon(PlannedOptimizer):
         nodes = self.ranks.nodes
         num_nodes = self.ranks.num_ranks / self.ranks.pipeline_size / nodes.ranks_per_node
         return {
-            (OPTIMIZER, hop): sum(each.share * each.sent[hop] for each in self.turns) / num_nodes
+            (OPTIMIZER, hop): sum(each.share * each.sent[hop] for each in self.rounds) / num_nodes
             for hop in HOPS
         }
+
+    def seconds(self, rates: Rates) -> float:
+        """Return the mean seconds of a step beside the update by Adam."""
+        return sum((each.seconds(rates) for each in self.rounds), 0.0)
 
     def _matrices(self, place: int, *, of_experts: bool) -> Matrices:
         """Return the matrices of a rank at a place on the tensor axis, in the optimizer's order.
@@ -94,21 +112,22 @@ class PlannedMuon(PlannedOptimizer):
                     if parameter.requires_grad and uses_muon(name, parameter):
                         yield name, parameter
 
-    def _turns(self, axes: Counter[Matrices], nodes: Nodes) -> Iterator[Turns]:
-        """Yield the turns of axes on these nodes: how many there are with each matrices."""
+    def _rounds(self, axes: Counter[Matrices], nodes: Nodes) -> Iterator[OptimizerRounds]:
+        """Yield the rounds of axes on these nodes: how many there are with each matrices."""
         nodes = nodes if self.is_sharded else ALONE
         for blocks, share in self.options.shares().items():
-            turns, sent = [], Counter()
+            groups, sent = [], Counter()
             for matrices, count in axes.items():
                 for axis in _seen_by_firsts(nodes, blocks):
                     rounds, group = rounds_of(axis, matrices, blocks), group_of(axis, blocks)
                     for member in group.members:
                         of_member = self._sent(group, member, rounds)
                         sent.update({hop: count * size for hop, size in of_member.items()})
-                    turns.append(tuple(self._turn(group, blocks) for blocks in rounds))
-            yield Turns(share=share, turns=tuple(filter(None, turns)), sent=sent)
+                    groups.append(tuple(self._round(group, blocks) for blocks in rounds))
+            yield OptimizerRounds(share=share, groups=tuple(filter(None, groups)), sent=sent)
 
-    def _turn(self, group: RankGroup, blocks: Round) -> Turn:
+    def _round(self, group: RankGroup, blocks: Blocks) -> OptimizerRound:
+        """Return what the member sends that sends most in its node, and all of a node to others."""
         sent = [self._sent(group, member, (blocks,)) for member in group.members]
         num_nodes = max(1, group.size // group.nodes.ranks_per_node)
         far = sum(each["across_nodes"] for each in sent)
@@ -117,13 +136,12 @@ class PlannedMuon(PlannedOptimizer):
         for block in blocks:
             sides = block.rows, block.columns
             work[block.owner][sides] += flops(*sides, steps)
-        return Turn(
-            near_bytes=max(each["in_node"] for each in sent) / 2,
-            far_bytes=far * group.nodes.parts / num_nodes / 2,
-            work=work,
+        near = max(each["in_node"] for each in sent) / 2
+        return OptimizerRound(
+            load=exchange(near, far * group.nodes.parts / num_nodes / 2), work=work
         )
 
-    def _sent(self, group: RankGroup, member: int, rounds: Sequence[Round]) -> Counter[str]:
+    def _sent(self, group: RankGroup, member: int, rounds: Sequence[Blocks]) -> Counter[str]:
         """Return the bytes that a member of a group sends in these rounds, there and back."""
         options = self.options
         exchange = Exchange(

@@ -6,22 +6,21 @@ The parameters are cut as FSDP2 and ZeRO-Offload cut them.
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
-from types import MappingProxyType
 
 import torch
 from torch import nn
 
+from megatron_zpp.capabilities.experts.axis import expert_ranks
 from megatron_zpp.capabilities.experts.experts import Experts
-from megatron_zpp.capabilities.experts.parallel_settings import expert_ranks
+from megatron_zpp.capabilities.muon.capability import MuonCapability, muon_options
 from megatron_zpp.model.part import Part
-from megatron_zpp.planner.parts.balanced_stages import layer_kinds
-from megatron_zpp.planner.parts.meta_model import META, MetaModel
+from megatron_zpp.planner.parts.meta_model import META, MetaModel, axes_key
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
-from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit, stored_bytes
+from megatron_zpp.planner.timing.balanced_stages import layer_kinds
 from megatron_zpp.recipe.capability import Capability, capabilities_of
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
@@ -33,7 +32,6 @@ from zeropp.sharding.plan import DataAxis, Plan
 from zeropp.wire.rank_group import Nodes
 
 Units = tuple[tuple[int | None, Unit], ...]  # each with its layer, None for a root
-OPTIMIZERS = MappingProxyType({"muon": PlannedMuon})  # others than AdamW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +76,41 @@ class PlannedRun:
         for unit in self.plan.units:
             yield from zip(unit.parameters, unit.specs, strict=True)
 
+    @property
+    def trained_tensors(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (elements, elements of a shard, number of shards) of what is trained, in order."""
+        shards = {
+            parameter: (spec.elements, unit.num_shards)
+            for unit in self.plan.units
+            for parameter, spec in zip(unit.parameters, unit.specs, strict=True)
+            if spec.trainable
+        }
+        own = {None, *(layer for stage in self.stages for layer in stage.layers)}
+        for layer, parameter in self.model.parameters(self.ranks):
+            if layer in own and parameter in shards:
+                yield parameter.numel(), *shards[parameter]
+
     def shard_sizes(self, parameters: AbstractSet[nn.Parameter]) -> list[int]:
         """Return the elements of this rank's padded shards of parameters, in all layers alike."""
         return [spec.elements for each, spec in self.shards if each in parameters]
 
     @cached_property
-    def optimizer(self) -> PlannedOptimizer:
-        """Return what the optimizer adds to a step."""
-        kind = OPTIMIZERS.get(self.config.optimizer.optimizer, PlannedOptimizer)
-        return self.model.optimizer(
-            kind, self.config, self.ranks, self.stages, is_sharded=self.stage > 0
+    def optimizer(self) -> PlannedMuon | None:
+        """Return what the optimizer adds to a step beside an update by AdamW, if anything."""
+        config, ranks, stages = self.config, self.ranks, self.stages
+        if not MuonCapability.is_on(config):
+            return None
+        layers, is_sharded = tuple(stage.layers for stage in stages), self.stage > 0
+        key = axes_key(ranks), layers, ranks.data_nodes, ranks.expert_nodes, is_sharded
+        make = partial(
+            PlannedMuon,
+            config=config,
+            model=self.model.split(ranks),
+            ranks=ranks,
+            stages=stages,
+            is_sharded=is_sharded,
         )
+        return self.model.once(make, *key, muon_options(config))
 
     @cached_property
     def capabilities(self) -> tuple[Capability, ...]:

@@ -18,7 +18,7 @@ from megatron_zpp.model.flops import (
     projections,
     recomputed_layers,
 )
-from megatron_zpp.planner.parts.balanced_stages import LayerSeconds
+from megatron_zpp.planner.timing.balanced_stages import LayerSeconds
 from megatron_zpp.planner.timing.hardware import Rates, hardware_table
 from megatron_zpp.settings.config import Config
 
@@ -35,6 +35,9 @@ class Passes:
 
     def __add__(self, other: "Passes") -> "Passes":
         return Passes(self.forward + other.forward, self.backward + other.backward)
+
+
+NOTHING = Passes(0.0, 0.0)
 
 
 def layer_passes(config: Config, layer: int, place: int, itemsize: int, rates: Rates) -> Passes:

@@ -6,9 +6,10 @@ A `Cluster` has ranges where constants are uncertain; `Cluster.at` picks one val
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,14 @@ from zeropp.settings.no_effect_tables import read_toml
 
 SLOW, TYPICAL, FAST = "slow", "typical", "fast"
 GBIT, GB, GIB, TERA = 1e9 / 8, 1e9, 2**30, 1e12  # bytes per second, bytes, bytes, FLOP/s
+BY_HAND: Mapping[str, tuple[str, Callable[[float], float]]] = MappingProxyType(
+    {  # the field of a `Gpu`, from the user's unit
+        "gpu_tflops": ("tflops", float),
+        "gpu_bandwidth": ("memory_rate", lambda tera: tera * 1000 * GB),
+        "gpu_memory": ("memory_bytes", lambda gib: round(gib * GIB)),
+        "node_bandwidth": ("near_rate", lambda giga: giga * GB),
+    }
+)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([mg])bit(?:/s)?", re.IGNORECASE)
 
 
@@ -127,7 +136,7 @@ class Cluster:
         return Rates(
             products=self.gpu.peak(dtype) * self.gpu.product_share.at(level),
             half_width=self.gpu.half_width,
-            memory=_memory_share() * self.gpu.memory_rate,
+            memory=hardware_table()["kernels"]["memory_share"] * self.gpu.memory_rate,
             near=self.gpu.near_rate,
             far=self.far_rate(level),
             protocols=self.protocols,
@@ -143,45 +152,38 @@ class Cluster:
         return replace(self, link_rate=gbit * GBIT)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Description:
-    """What the user says of a cluster; None where the table decides."""
+def find_cluster(
+    *,
+    cluster: str | None = None,
+    num_nodes: int = 1,
+    gpus_per_node: int | None = None,
+    link: str | None = None,
+    gpu: str | None = None,
+    **by_hand: float | None,
+) -> Cluster:
+    """Return the cluster that a user describes; what is None is the table's.
 
-    cluster: str | None = None
-    gpu: str | None = None
-    num_nodes: int = 1
-    gpus_per_node: int | None = None
-    link: str | None = None
-    gpu_tflops: float | None = None
-    gpu_bandwidth: float | None = None  # TB/s
-    gpu_memory: float | None = None  # GiB
-    node_bandwidth: float | None = None  # GB/s
-
-
-def find_cluster(description: Description) -> Cluster:
-    """Return the cluster that a user describes.
-
-    Raises InputError for an unknown cluster or GPU, naming the nearest, and for what is missing.
+    by_hand: numbers of its GPUs, named as in `BY_HAND`. Raises InputError for an unknown cluster or
+    GPU, naming the nearest, and for what is missing.
     """
     table = hardware_table()
     preset: Mapping[str, Any] = {}
-    if description.cluster is not None:
-        preset = _entry(table["clusters"], description.cluster, "--cluster")
-    gpus_per_node = description.gpus_per_node or preset.get("gpus_per_node")
+    if cluster is not None:
+        preset = _entry(table["clusters"], cluster, "--cluster")
+    gpus_per_node = gpus_per_node or preset.get("gpus_per_node")
     if gpus_per_node is None:
         raise InputError(
             "give --cluster, one of " + ", ".join(table["clusters"]) + ", or describe it: "
             "--gpus-per-node N, --link RATE as in 25gbit, and --gpu NAME"
         )
-    link_rate = preset.get("link_gbit", 0) * GBIT
-    if description.link is not None:
-        link_rate = parse_rate(description.link, "--link")
-    if not link_rate and description.num_nodes > 1:
+    link_rate = preset.get("link_gbit", 0) * GBIT if link is None else parse_rate(link, "--link")
+    if not link_rate and num_nodes > 1:
         raise InputError("give --link RATE, that of a node to the others, as in 25gbit")
+    given = {name: value for name, value in by_hand.items() if value is not None}
     return Cluster(
-        name=description.cluster or "by hand",
-        gpu=_gpu(description, preset.get("gpu")),
-        num_nodes=description.num_nodes,
+        name=cluster or "by hand",
+        gpu=_gpu(gpu or preset.get("gpu"), given),
+        num_nodes=num_nodes,
         gpus_per_node=gpus_per_node,
         link_rate=link_rate,
         link_share=Range(*table["links"]["share"]),
@@ -220,47 +222,31 @@ def parse_rate(text: str, name: str) -> float:
     return rate * GBIT / (1000 if match[2].lower() == "m" else 1)
 
 
-def _gpu(description: Description, preset: str | None) -> Gpu:
-    name = description.gpu or preset
-    by_hand = {
-        "--gpu-tflops": description.gpu_tflops,
-        "--gpu-bandwidth": description.gpu_bandwidth,
-        "--gpu-memory": description.gpu_memory,
-    }
+def _gpu(name: str | None, by_hand: Mapping[str, float]) -> Gpu:
+    """Return a GPU of the table, or one of no name, with the numbers that the user gives."""
+    needed = [each for each in BY_HAND if each != "node_bandwidth"]
+    missing = [f"--{each.replace('_', '-')}" for each in needed if each not in by_hand]
     if name is not None:
-        return _adjusted(table_gpu(name), description)
-    missing = [flag for flag, value in by_hand.items() if value is None]
-    if missing:
+        gpu = table_gpu(name)
+    elif missing:
         names = ", ".join(hardware_table()["gpus"])
         raise InputError(
             f"give --gpu, one of {names}, or describe it: {' and '.join(missing)} missing"
         )
-    table = hardware_table()["by_hand"]
-    blank = Gpu(
-        name="by hand",
-        cuda_name="",
-        memory_bytes=0,
-        memory_rate=0.0,
-        near_rate=table["near_gb_s"] * GB,
-        product_share=Range(*table["product_share"]),
-        half_width=table["half_width"],
-        sending_share=0.0,
-    )
-    return _adjusted(blank, description)
-
-
-def _adjusted(gpu: Gpu, description: Description) -> Gpu:
-    """Return `gpu` with the numbers that the user gives instead."""
-    values: dict[str, Any] = {}
-    if description.gpu_tflops is not None:
-        values["tflops"] = description.gpu_tflops
-    if description.gpu_bandwidth is not None:
-        values["memory_rate"] = description.gpu_bandwidth * 1000 * GB
-    if description.gpu_memory is not None:
-        values["memory_bytes"] = round(description.gpu_memory * GIB)
-    if description.node_bandwidth is not None:
-        values["near_rate"] = description.node_bandwidth * GB
-    return replace(gpu, **values)
+    else:
+        table = hardware_table()["by_hand"]
+        gpu = Gpu(
+            name="by hand",
+            cuda_name="",
+            memory_bytes=0,
+            memory_rate=0.0,
+            near_rate=table["near_gb_s"] * GB,
+            product_share=Range(*table["product_share"]),
+            half_width=table["half_width"],
+            sending_share=0.0,
+        )
+    fields = {BY_HAND[each][0]: BY_HAND[each][1](value) for each, value in by_hand.items()}
+    return replace(gpu, **fields)
 
 
 def _entry(table: Mapping[str, Any], name: str, flag: str) -> Mapping[str, Any]:
@@ -283,7 +269,3 @@ def _protocols(table: Mapping[str, Mapping[str, float]]) -> tuple[Protocol, ...]
         )
         for entry in table.values()
     )
-
-
-def _memory_share() -> float:
-    return hardware_table()["kernels"]["memory_share"]

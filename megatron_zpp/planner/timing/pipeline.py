@@ -4,13 +4,13 @@ Each rank runs its passes in the order of the real schedule. A pass begins when 
 the one before and what it needs of another stage has arrived.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
-from megatron_zpp.planner.timing.timeline import Streams, UnitWork
+from megatron_zpp.planner.timing.timeline import Streams
 
 FILLED = 4  # groups of P micro-batches, after which each further group takes as long as the last
 
@@ -44,15 +44,8 @@ class PassSeconds:
         return self.first_forward + others + self.last_backward + self.tail
 
 
-def pass_seconds(
-    kind: Callable[..., Streams],
-    blocks: Sequence[UnitWork],
-    root: UnitWork,
-    onward: float,
-    back: float,
-) -> PassSeconds:
+def pass_seconds(streams: Streams, onward: float, back: float) -> PassSeconds:
     """Return the seconds of a stage's passes, one forward and one backward in turn."""
-    streams = kind(blocks, root)
     ends = [streams.now]
     for index in range(3):
         streams.forward(is_first=index == 0)

@@ -188,14 +188,9 @@ class Streams:
         return start
 
 
-def step_seconds(
-    kind: Callable[..., Streams],
-    blocks: Sequence[UnitWork],
-    root: UnitWork,
-    num_micro_batches: int,
-) -> float:
+def step_seconds(start: Callable[[], Streams], num_micro_batches: int) -> float:
     """Return the seconds of a step of so many micro-batches, of which equal ones count once."""
     if num_micro_batches <= SIMULATED:
-        return kind(blocks, root).run(num_micro_batches)
-    fewer, all_kinds = (kind(blocks, root).run(count) for count in (SIMULATED - 1, SIMULATED))
+        return start().run(num_micro_batches)
+    fewer, all_kinds = (start().run(count) for count in (SIMULATED - 1, SIMULATED))
     return all_kinds + (num_micro_batches - SIMULATED) * (all_kinds - fewer)

@@ -1,9 +1,8 @@
 """How large the GPT is, and the widths of multi-head latent attention."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_zpp.settings.flag import NoEffect, Section, flag, flags_in
+from megatron_zpp.settings.flag import NoEffect, Section, flags_in
 from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS
 from zeropp.errors import InputError
 from zeropp.settings.schema import Rule, at_most
@@ -21,13 +20,6 @@ _flag = flags_in(
     },
     no_effect=(PRETRAINED,),
 )
-
-
-def model_flag(
-    default: Any, help: str, *, no_effect: tuple[NoEffect, ...] = (), **facts: Any
-) -> Any:
-    """A flag that has no effect on a model from --pretrained-checkpoint."""
-    return flag(default, help, no_effect=(*no_effect, PRETRAINED), **facts)
 
 
 @dataclass(frozen=True, kw_only=True)

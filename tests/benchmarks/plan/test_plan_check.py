@@ -79,8 +79,8 @@ def test_on_the_emulated_cluster_fsdp2_computes_and_then_waits_for_three_times_t
     model = 2 * sum(unit.gathered // 2 for unit in fsdp2.run.units)
     gathers = sum(
         hop.far_bytes
-        for unit in fsdp2.messages
-        for hop in (*unit.first_gather, *unit.backward_gather)
+        for unit in fsdp2.units
+        for hop in (*unit["first_gather"], *unit["backward_gather"])
     )
     assert gathers == pytest.approx(1.5 * model, rel=0.02)  # the root is gathered once
     link = (gathers + 2 * gathers / 2) * emulated_cluster.HEADERS / emulated_cluster.MBIT

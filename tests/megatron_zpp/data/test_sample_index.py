@@ -1,4 +1,4 @@
-"""The arrays of samples against a slow walk through the tokens, one by one."""
+"""The arrays of samples against a slow walk, and the compiled loops against NumPy."""
 
 import logging
 

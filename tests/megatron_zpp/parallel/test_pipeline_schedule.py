@@ -1,4 +1,4 @@
-"""The order of passes: complete, without a deadlock, and with few micro-batches in flight."""
+"""The order of passes, complete, without a deadlock and few in flight; the places of ranks."""
 
 from itertools import product
 

@@ -21,15 +21,16 @@ from tests.megatron_zpp.train.drawn_runs import (
 from tests.megatron_zpp.train.training_runs import field, losses, run, with_json
 
 RUNS = int(os.environ.get("RANDOM_PARALLEL", "2"))
-KINDS = ("dense", "experts", "muon")
+# Of each kind the first seed; two from each are of most axes, stages and ways to share the work.
+FIRST = {"dense": 16, "experts": 73, "muon": 44}
 # Of axes of four ranks those whose data axis has two or more, a pipeline twice.
 STEPPED = ((1, 1, 2), (1, 1, 2), (1, 1, 1), (2, 1, 1), (1, 2, 1))
 CODES = {"ranks_per_node": 1, "weight_steps": True, "code_messages": True}
 
 
-@pytest.mark.parametrize(("kind", "seed"), [*product(KINDS, range(RUNS))])
+@pytest.mark.parametrize(("kind", "seed"), [*product(FIRST, range(RUNS))])
 def test_the_numbers_are_those_of_one_rank(kind: str, seed: int, tmp_path: Path) -> None:
-    drawn = Drawn(seed, kind)
+    drawn = Drawn(FIRST[kind] + seed, kind)
     model = drawn.model + (drawn.losses_of_experts() if kind == "experts" else "")
     log, expected = require_numbers_of_one_rank(model, drawn.ranks, tmp_path)
     for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss"):
@@ -41,7 +42,7 @@ def test_the_numbers_are_those_of_one_rank(kind: str, seed: int, tmp_path: Path)
 @pytest.mark.parametrize("seed", range(RUNS))
 def test_adapters_learn_what_they_do_on_one_rank(seed: int, tmp_path: Path) -> None:
     """Some of experts, beside weights that train for a step first; with a stop as above."""
-    drawn = Drawn(2000 + seed, "experts")
+    drawn = Drawn(2197 + seed, "experts")
     run(1, f"{drawn.model} --train-iters 1 --save {tmp_path}/base", tmp_path)
     flags = f"{drawn.model} {drawn.adapters(tmp_path / 'base')} --lr 1e-2"
 
@@ -53,10 +54,10 @@ def test_adapters_learn_what_they_do_on_one_rank(seed: int, tmp_path: Path) -> N
     assert len({*losses(log)}) == 3
 
 
-@pytest.mark.parametrize(("kind", "seed"), [*product(KINDS, range(RUNS // 2))])
+@pytest.mark.parametrize(("kind", "seed"), [*product(FIRST, range(RUNS // 2))])
 def test_with_zeropp_a_stop_changes_no_digit(kind: str, seed: int, tmp_path: Path) -> None:
     """Weights cross nodes as steps of codes; Muon has blocks of nodes, whole in some steps."""
-    drawn = Drawn(1000 + seed, kind, STEPPED if kind == "dense" else OF_FOUR)
+    drawn = Drawn(1126 + FIRST[kind] + seed, kind, STEPPED if kind == "dense" else OF_FOUR)
     how = {
         "dense": drawn.ranks(ALL_THREE | {"zero_hpz_partition_size": 4}, **CODES),
         "experts": drawn.ranks(ALL_THREE | {"zero_hpz_partition_size": 2}, ranks_per_node=2),

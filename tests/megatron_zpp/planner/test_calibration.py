@@ -9,7 +9,7 @@ from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.planner.calibration import calibrate_by_log, read_log
 from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.search import Search
-from megatron_zpp.planner.timing.hardware import Description, Range, find_cluster
+from megatron_zpp.planner.timing.hardware import Range, find_cluster
 from megatron_zpp.settings.arguments import parse
 from zeropp.errors import InputError
 
@@ -19,7 +19,7 @@ FLAGS = (
     "--attention-dropout 0 --micro-batch-size 4"
 )
 VOCABULARY, SEQUENCE = 512, 512
-CLUSTER = find_cluster(Description(cluster="dgx-a100", num_nodes=4, link="10gbit"))
+CLUSTER = find_cluster(cluster="dgx-a100", num_nodes=4, link="10gbit")
 CONFIG = parse(FLAGS.split(), CLUSTER.num_ranks)
 FLOPS = TokenFlops.of(CONFIG.model, CONFIG.recompute, VOCABULARY).performed
 

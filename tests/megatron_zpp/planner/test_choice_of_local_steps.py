@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_zpp.planner.advice import about_local_steps, advice
-from megatron_zpp.planner.parts.loss_of_local_steps import compared_intervals, loss_change
-from megatron_zpp.planner.search import LONGEST, MUCH_FASTER, Plan, Search
+from megatron_zpp.planner.advice import about_alone, advice
+from megatron_zpp.planner.replicas import compared_intervals, loss_change
+from megatron_zpp.planner.search import LONGEST, MUCH_FASTER, ClusterPlan, Search
 from megatron_zpp.planner.timing.hardware import GIB
 from tests.megatron_zpp.planner.searches import search_for
 
@@ -23,16 +23,16 @@ def search(flags: str = "", **described: object) -> Search:
 
 
 @pytest.fixture(scope="module")
-def slow() -> Plan:
+def slow() -> ClusterPlan:
     return search(link="20mbit").run()
 
 
 @pytest.fixture(scope="module")
-def fast() -> Plan:
+def fast() -> ClusterPlan:
     return search().run()
 
 
-def test_on_the_slowest_links_local_steps_are_advised(slow: Plan) -> None:
+def test_on_the_slowest_links_local_steps_are_advised(slow: ClusterPlan) -> None:
     assert [row.candidate.interval for row in slow.alone] == [10, 30, 100]
     advised, best = slow.advised, slow.best
     assert advised.candidate.interval == 100 and best.candidate.interval == 1
@@ -41,10 +41,10 @@ def test_on_the_slowest_links_local_steps_are_advised(slow: Plan) -> None:
     assert text.startswith("Use local steps, exchanged every 100 steps")
     change = loss_change("adam", 100)
     assert f"by published and measured losses {change}" in text and "must not change" in text
-    assert change.source.split("\n")[0] in about_local_steps(slow)
+    assert change.source.split("\n")[0] in about_alone(slow)
 
 
-def test_on_usual_links_they_are_listed_and_not_advised(fast: Plan) -> None:
+def test_on_usual_links_they_are_listed_and_not_advised(fast: ClusterPlan) -> None:
     assert len(fast.alone) == 3 and fast.advised is fast.best
     assert "local steps" not in advice(fast)
     alone = search("--global-batch-size 8", num_nodes=1).run()
@@ -52,7 +52,7 @@ def test_on_usual_links_they_are_listed_and_not_advised(fast: Plan) -> None:
     assert all(row.time.typical < fast.best.time.typical for row in fast.alone)
 
 
-def test_bytes_and_waits_fall_with_the_interval(slow: Plan) -> None:
+def test_bytes_and_waits_fall_with_the_interval(slow: ClusterPlan) -> None:
     first, *others = slow.alone
     for row in others:
         share = first.candidate.interval / row.candidate.interval
@@ -66,13 +66,15 @@ def test_bytes_and_waits_fall_with_the_interval(slow: Plan) -> None:
     assert first.sent_in_m["across_nodes"] == pytest.approx(0.516 / 2 / 10, rel=0.01)
 
 
-def test_a_replica_that_no_node_holds_is_not_offered_and_the_reason_is_said(fast: Plan) -> None:
+def test_a_replica_that_no_node_holds_is_not_offered_and_the_reason_is_said(
+    fast: ClusterPlan,
+) -> None:
     smallest = min(row.memory_bytes for row in fast.rows)
     reserved = fast.cluster.reserved_bytes
     plan = search(gpu_memory=(1.1 * smallest + reserved) / GIB).run()
     (row,) = plan.alone
     assert plan.fitting and row.time is None and plan.advised is plan.best
-    text = about_local_steps(plan)
+    text = about_alone(plan)
     assert "a node must hold a whole replica" in text
     assert f"needs {row.memory_bytes / GIB:.1f} of" in text and "local steps" not in advice(plan)
 
@@ -97,7 +99,7 @@ def test_the_shortest_interval_is_advised_that_is_about_as_fast(
     together: float, alone: tuple[float, ...], advised: int
 ) -> None:
     rows = [row_of(*each) for each in zip((10, 30, 100), alone, strict=True)]
-    plan = Plan(
+    plan = ClusterPlan(
         cluster=None, config=None, vocab_size=0, rows=(row_of(1, together),), places=(1,),
         row_of_flags=None, alone=tuple(rows),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from megatron_zpp.planner.candidates import Candidate, candidates_of, settings_o
 from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
 from megatron_zpp.planner.parts.meta_model import MetaModel
-from megatron_zpp.planner.search import Plan, Search
+from megatron_zpp.planner.search import ClusterPlan, Search
 from tests.megatron_zpp.planner.searches import search_for
 from zeropp.sharding.forecast import CHANGED_SHARE, CODED_SHARE
 
@@ -105,7 +105,7 @@ def test_the_threshold_is_that_of_the_formula(
         copies=copies_across_nodes(EXPERTS, CHOSEN, num_nodes),
     )
     row = 4 * 2 * HIDDEN  # 4 moves in bf16
-    assert crossing.threshold == pytest.approx(expected * row / (row + 2 * 16 + 4), rel=0.01)
+    assert crossing.threshold_tokens == pytest.approx(expected * row / (row + 2 * 16 + 4), rel=0.01)
     assert (crossing.in_node, crossing.across) == (2, 2 * num_nodes)
     assert crossing.tokens == 32 * 128 / num_nodes and crossing.first_copy == 0
 
@@ -122,11 +122,11 @@ def test_where_tokens_take_the_bytes_of_experts() -> None:
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> ClusterPlan:
     return search(FEW).run()
 
 
-def test_all_sizes_are_compared_and_the_flags_stay_as_given(plan: Plan) -> None:
+def test_all_sizes_are_compared_and_the_flags_stay_as_given(plan: ClusterPlan) -> None:
     undivided = [row for row in plan.rows if not row.candidate.is_divided]
     assert {row.candidate.expert_ranks for row in undivided} == {1, 2, 4}
     at_stage_0 = [row for row in undivided if row.candidate.config.zero.stage == 0]
@@ -136,7 +136,7 @@ def test_all_sizes_are_compared_and_the_flags_stay_as_given(plan: Plan) -> None:
         assert [row.candidate.expert_ranks for row in given.rows] == [size]
 
 
-def test_memory_and_bytes_are_those_of_the_estimate(plan: Plan) -> None:
+def test_memory_and_bytes_are_those_of_the_estimate(plan: ClusterPlan) -> None:
     nodes = search(FEW).nodes
     for row in plan.rows[::29]:
         expected = estimate(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
@@ -145,10 +145,10 @@ def test_memory_and_bytes_are_those_of_the_estimate(plan: Plan) -> None:
         assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2
 
 
-def test_what_should_cross_is_said(plan: Plan) -> None:
+def test_what_should_cross_is_said(plan: ClusterPlan) -> None:
     crossing = plan.crossing
-    assert crossing.tokens < crossing.threshold
-    said = f"tokens should cross (tokens below {crossing.threshold:,.0f})"
+    assert crossing.tokens < crossing.threshold_tokens
+    said = f"tokens should cross (tokens below {crossing.threshold_tokens:,.0f})"
     assert said in advice(plan)
 
 
@@ -162,18 +162,18 @@ def test_a_step_is_faster_as_fewer_bytes_cross(batch: int, is_few: bool) -> None
         parallel = replace(given.config.parallel, expert_model_parallel_size=size)
         config = replace(given.config, parallel=parallel)
         seconds.append(its_search.row(replace(given, config=config)).seconds)
-    assert (crossing.tokens < crossing.threshold) == is_few
+    assert (crossing.tokens < crossing.threshold_tokens) == is_few
     assert (seconds[1] < seconds[0]) == is_few
 
 
 @pytest.mark.parametrize(
     ("name", "bytes_per_weight"), [("MixZ++, INT8", 1 + 4 / 256), ("stage 3, hpZ", 2)]
 )
-def test_frozen_experts_cross_once(name: str, bytes_per_weight: float, plan: Plan) -> None:
+def test_frozen_experts_cross_once(name: str, bytes_per_weight: float, plan: ClusterPlan) -> None:
     """Each of two nodes sends half of them, as INT8 with an fp32 scale for 256, or in 16 bit."""
     its_search = search(FEW, LORA)
     crossing = crossing_of(its_search, candidate_of(its_search, name))
-    assert crossing.weights == crossing.threshold == 0
+    assert crossing.weights == crossing.threshold_tokens == 0
     stored = 3 * EXPERTS * HIDDEN * WIDTH * bytes_per_weight
     assert stored < crossing.first_copy < 1.15 * stored  # and attention's
     said = advice(replace(plan, crossing=crossing))

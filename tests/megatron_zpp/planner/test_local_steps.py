@@ -10,8 +10,8 @@ import torch
 from megatron_zpp.commands.pretrain import main
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.estimate import AGREED, EXCHANGE, OUTER_STATE, estimate
-from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
 from megatron_zpp.planner.parts.planned_run import plan_run
+from megatron_zpp.planner.replicas import PlannedReplicas
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, EP2, PP2
 from tests.megatron_zpp.train.training_runs import TINY, built_run, shared_folder, with_json
@@ -35,8 +35,8 @@ def test_agreed_weights_and_messages(stage: int, bits: int, tensor: int, tmp_pat
     flags = flags_of(stage, sync_bits=bits, sync_feedback=True if bits == 4 else None)
     flags += f"--tensor-model-parallel-size {tensor} "
     config = parse(f"{TINY} --mock-data {flags}".split(), 4)
-    planned = PlannedLocalSteps.of(config, Nodes.of(range(4), 2))
-    assert planned.num_worlds == 2
+    planned = PlannedReplicas.of(config, Nodes.of(range(4), 2))
+    assert planned.num_replicas == 2
     memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
     with worlds(2, shared_folder(str(tmp_path))) as outer, built_run(flags, outer) as run:
         local_steps, meter = run.ranks.replicas.steps, run.trainer.communication
@@ -89,7 +89,7 @@ def require_messages(count: int, per_node: int, flags: str, settings: dict, fold
     size = "--micro-batch-size 1 --global-batch-size 12 --train-iters 2"
     flags = f"{size} {flags} {with_json(more=optimizer, **zeropp)}"
     config = parse(f"{TINY} --mock-data {flags}".split(), count)
-    planned = PlannedLocalSteps.of(config, Nodes.of(range(count), per_node))
+    planned = PlannedReplicas.of(config, Nodes.of(range(count), per_node))
     foretold = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
     with worlds(planned.nodes.num_ranks, shared_folder(str(folder))) as outer:
         with built_run(flags, outer) as run:
@@ -105,7 +105,7 @@ def test_exchanges_beside_steps_have_their_buffers_in_steps(tmp_path: Path) -> N
     for own in ({}, {"sync_delay": 3}, {"sync_delay": 5}):
         flags = flags_of(3, **{"sync_every": 8, "sync_fragments": 4, **own})
         config = parse(f"{TINY} --mock-data {flags}".split(), 4)
-        planned = PlannedLocalSteps.of(config, Nodes.of(range(4), 2))
+        planned = PlannedReplicas.of(config, Nodes.of(range(4), 2))
         run = plan_run(planned.config, 56, planned.nodes, is_cpu=True)
         found.append(planned.buffers_beside_steps(run))
         memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
@@ -151,7 +151,7 @@ def on_4_nodes(bits: int, folder: Path) -> None:
 def require_buffers(bits: int, nodes: int, folder: Path) -> None:
     """Require that an exchange on this thread needs what is foretold, and not a fifth less."""
     flags = flags_of(3, sync_bits=bits, ranks_per_node=1) + WIDE
-    planned = PlannedLocalSteps.of(
+    planned = PlannedReplicas.of(
         parse(f"{TINY} --mock-data {flags}".split(), nodes), Nodes.of(range(nodes), 1)
     )
     memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from megatron_zpp.planner.candidates import given_candidate
-from megatron_zpp.planner.parts.planned_optimizer import Turn
 from megatron_zpp.planner.timing.hardware import Protocol, Rates
-from megatron_zpp.planner.timing.optimizer_time import seconds_of_turns
+from megatron_zpp.planner.timing.links import exchange
+from megatron_zpp.planner.timing.optimizer_time import OptimizerRound, seconds_of_rounds
 from tests.megatron_zpp.planner.searches import search_for
 from tests.megatron_zpp.train.training_runs import with_json
 
@@ -52,9 +52,9 @@ def test_rounds_are_computed_while_others_are_on_their_way() -> None:
     """Rounds of 2 s on their way, each time, and of 5 s of the busiest of two ranks."""
     sides = (8, 8)
     work = Counter({sides: 5000}), Counter({sides: 3000})
-    of_links = Turn(near_bytes=20.0, far_bytes=0.0, work=work)
-    assert seconds_of_turns([of_links], RATES) == pytest.approx(2 + 5 + 2)
-    assert seconds_of_turns(3 * [of_links], RATES) == pytest.approx(2 + 3 * 5 + 2)
-    slow = Turn(near_bytes=20.0, far_bytes=8.0, work=work)
+    of_links = OptimizerRound(load=exchange(20.0, 0.0), work=work)
+    assert seconds_of_rounds([of_links], RATES) == pytest.approx(2 + 5 + 2)
+    assert seconds_of_rounds(3 * [of_links], RATES) == pytest.approx(2 + 3 * 5 + 2)
+    slow = OptimizerRound(load=exchange(20.0, 8.0), work=work)
     # There, the second there, the first back, the second back: the link is never free.
-    assert seconds_of_turns(2 * [slow], RATES) == pytest.approx(4 * 8)
+    assert seconds_of_rounds(2 * [slow], RATES) == pytest.approx(4 * 8)

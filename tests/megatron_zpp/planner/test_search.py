@@ -16,7 +16,7 @@ from megatron_zpp.planner.candidates import (
 )
 from megatron_zpp.planner.estimate import ACTIVATIONS, estimate
 from megatron_zpp.planner.plan_table import print_plan
-from megatron_zpp.planner.search import ROOM, TIE, Plan, rank_rows
+from megatron_zpp.planner.search import ROOM, TIE, ClusterPlan, rank_rows
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 from tests.megatron_zpp.planner.searches import search_for
@@ -77,7 +77,7 @@ def fake(seconds, inexactness, *sizes, has_room=True):
 
 def plan_of(rows):
     ordered, places = rank_rows(rows)
-    return Plan(
+    return ClusterPlan(
         cluster=None, config=None, vocab_size=0, rows=tuple(ordered), places=tuple(places),
         row_of_flags=None,
     )  # fmt: skip

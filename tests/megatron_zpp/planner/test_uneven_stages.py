@@ -13,10 +13,10 @@ from megatron_zpp.planner.candidates import (
     why_undivided,
 )
 from megatron_zpp.planner.estimate import estimate_places, estimate_run
-from megatron_zpp.planner.parts.balanced_stages import LayerSeconds, balanced_stages, stage_flags
 from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
 from megatron_zpp.planner.search import Search
-from megatron_zpp.planner.timing.hardware import Description, find_cluster
+from megatron_zpp.planner.timing.balanced_stages import LayerSeconds, balanced_stages, stage_flags
+from megatron_zpp.planner.timing.hardware import find_cluster
 from megatron_zpp.settings.arguments import parse
 from zeropp.wire.rank_group import Nodes
 
@@ -125,7 +125,7 @@ def test_memory_is_that_of_the_fullest_of_all_ranks(flags):
 
 
 def test_the_slowest_stage_counts():
-    cluster = find_cluster(Description(cluster="dgx-a100", num_nodes=1))
+    cluster = find_cluster(cluster="dgx-a100", num_nodes=1)
     times = []
     for first, last in ((2, 2), (1, 3), (3, 1)):
         flags = f"--decoder-first-pipeline-num-layers {first} "

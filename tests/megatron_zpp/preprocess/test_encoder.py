@@ -1,4 +1,8 @@
-"""Documents to tokens: sequences, what is left out, and the library that is compared first."""
+"""Documents to tokens: sequences, what is left out, and Megatron-LM's files byte by byte.
+
+tests/data holds two datasets that Megatron-LM's own program made with GPT-2's vocabulary, and the
+part of that vocabulary that their text needs: merges that never happen in a text change nothing.
+"""
 
 import json
 from pathlib import Path

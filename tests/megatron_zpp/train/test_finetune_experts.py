@@ -16,7 +16,7 @@ from tests.megatron_zpp.train.training_runs import (
     with_json,
 )
 from tests.ranks import ranks
-from zeropp.wire.frozen_weights import is_quantized
+from zeropp.wire.quantized_shard import is_quantized
 
 NAMES = ("attention.qkv", "experts.gate", "experts.input", "experts.output")
 EXPERTS = f"--lora-target-modules {' '.join(NAMES)} "

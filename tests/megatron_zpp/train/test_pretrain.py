@@ -1,4 +1,4 @@
-"""Pretraining on several ranks: all stages agree, and a resumed run prints the same losses."""
+"""Pretraining on several ranks: all stages agree, a resumed run prints the same; its report."""
 
 import json
 import logging

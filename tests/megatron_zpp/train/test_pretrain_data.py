@@ -1,6 +1,7 @@
-"""Training on indexed datasets and examples: workers, ranks and stops change no sample."""
+"""Indexed datasets and examples: workers, ranks and stops change no sample; --skip-samples."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,16 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import write_dataset
+from megatron_zpp.data.loader import Loader
+from megatron_zpp.settings.config import BatchConfig, DataConfig
+from megatron_zpp.settings.scheduled_values import GlobalBatchSize
 from tests.megatron_zpp.data.instructions.test_examples import write
+from tests.megatron_zpp.data.test_loader import Numbered
 from tests.megatron_zpp.train.training_runs import (
     RELATIVE,
     log_of,
     loss_values,
+    losses,
     require_same_digits_after_a_stop,
     run,
 )
@@ -104,3 +110,56 @@ def test_the_time_of_the_loader_is_a_scalar(corpus: Path, tmp_path: Path) -> Non
     lines = (board / "metrics.jsonl").read_text().splitlines()
     for record in map(json.loads, lines[:2]):
         assert 0 < record["batch-generator-time"] < record["forward-backward-time"]
+
+
+FLAGS = "--train-iters 6 --micro-batch-size 1 --global-batch-size 4 --lr-decay-style constant "
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_the_loader_passes_over_whole_ranges(kind: str) -> None:
+    def sample_numbers(consumed: int, *skipped: range) -> list[int]:
+        data = DataConfig(num_workers=0, dataloader_type=kind)
+        place = {"micro_batch_size": 1, "rank": 0, "world": 2, "eod": 9}
+        with Loader(
+            Numbered(20), data, consumed_samples=consumed, skipped=skipped, **place
+        ) as batches:
+            numbers = []
+            while batches.consumed_samples < 20:
+                numbers += [batches.consumed_samples, int(next(batches).tokens[0, 0]) // 10]
+        return numbers
+
+    everything = sample_numbers(0)
+    assert sample_numbers(0, range(4, 8), range(8, 10)) == everything[:4] + everything[10:]
+    assert sample_numbers(6, range(4, 8)) == everything[8:]
+    assert sample_numbers(0, range(12, 20)) == everything[:12]
+
+
+def test_a_batch_is_left_out_if_any_of_its_samples_is() -> None:
+    ramped = GlobalBatchSize(
+        BatchConfig(micro_batch_size=1, global_batch_size=8, rampup_batch_size=(4, 4, 8))
+    )
+    assert [ramped(consumed) for consumed in (0, 4, 8)] == [4, 4, 8]
+    assert ramped.batches_with((range(5, 9), range(31, 32)), 0) == (
+        range(4, 8), range(8, 16), range(24, 32),
+    )  # fmt: skip
+    assert ramped.batches_with((range(5, 9),), 16) == ()
+    assert ramped.batches_with((), 0) == ()
+
+
+@ranks(2)
+def test_iterations_before_and_the_weights_after_a_gap_are_those_of_the_run(tmp_path) -> None:
+    whole = log_of(FLAGS)
+    gap = log_of(FLAGS + f"--skip-samples 9:10 --save {tmp_path}/a --save-interval 2")
+    if dist.get_rank() == 0:  # the others print nothing
+        assert losses(gap)[:2] == losses(whole)[:2] and len(losses(gap)) == len(losses(whole)) - 1
+        assert re.findall(r"iteration (\d+) is left out: samples (\S+) ", gap) == [("3", "8:12")]
+        assert re.findall(r"iteration +(\d+)/", gap) == ["1", "2", "4", "5", "6"]
+
+
+@ranks(2)
+def test_a_resumed_run_leaves_the_batch_out_that_a_whole_one_does(tmp_path) -> None:
+    at_once = log_of(FLAGS + "--skip-samples 8:12 15:16")
+    log_of(FLAGS + f"--save {tmp_path} --exit-interval 2")
+    rest = log_of(FLAGS + f"--load {tmp_path} --skip-samples 8:12 15:16")
+    if dist.get_rank() == 0:
+        assert losses(rest) == losses(at_once)[2:] and len(losses(at_once)) == 4

@@ -35,7 +35,7 @@ from tests.zeropp.small_model import loss_of as small_loss_of
 from tests.zeropp.small_model import small_model
 from tests.zeropp.small_model import tokens_of as small_tokens_of
 from zeropp import InputError
-from zeropp.wire.frozen_weights import is_quantized
+from zeropp.wire.quantized_shard import is_quantized
 
 RANK, ALPHA, STEPS = 4, 8, 4
 LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

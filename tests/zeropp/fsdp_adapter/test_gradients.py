@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from tests.ranks import ranks
 from tests.zeropp.optim.test_offload import FORMATS, ON_HOST, offloaded, sharded
+from tests.zeropp.prescribed_gradients import PrescribedModel, backward, data_mesh, zero_config
 from tests.zeropp.sharded_training import shard_on_nodes
 from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import fsdp_adapter as fsdp
-from zeropp.fsdp_adapter.param_groups import groups_of
+from zeropp import shard
+from zeropp.fsdp_adapter.parameters import groups_of
 
 
 @pytest.mark.parametrize("settings", [FORMATS["fp32"], FORMATS["bf16"]], ids=["fp32", "bf16"])
@@ -88,3 +91,20 @@ def test_the_pass_after_an_exception_in_forward_waits_for_the_optimizer():
         with torch.no_grad():
             loss_of(sharding.model, tokens_of(0))
     assert streams <= waiting
+
+
+@ranks(2)
+def test_a_model_may_take_no_inputs_where_fsdp2_expects_some():
+    """As it does on GPUs before torch 2.13, which move inputs to the device."""
+    begin = FSDPState._root_pre_forward
+
+    def move_inputs(state, module, args, kwargs):
+        moved = [tuple(args)] if args else [()] if kwargs else []
+        return moved[0], begin(state, module, args, kwargs)[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPState, "_root_pre_forward", move_inputs)
+        sharding = shard(PrescribedModel([[(4, 3)]]), data_mesh(), zero_config({"stage": 3}))
+        backward(sharding, [torch.full((4, 3), 2.0)])
+    (weight,) = sharding.model.parameters()
+    assert (weight.grad.to_local() == 2.0).all()

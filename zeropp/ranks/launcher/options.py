@@ -6,6 +6,7 @@ import importlib.util
 import os
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from zeropp.errors import InputError
 from zeropp.ranks.topology import usable_cores
@@ -34,14 +35,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     _add_ranks(parser.add_argument_group("ranks"))
     _add_machines(parser.add_argument_group("several machines"))
-    parser.add_argument(
-        "--max_restarts",
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start all ranks again after a failure, at most N times (default: 0)",
-    )
+    restarts = "start all ranks again after a failure, at most N times (default: 0)"
+    _add(parser, "--max_restarts", type=int, default=0, metavar="N", help=restarts)
     parser.add_argument(
         "-m", "--module", action="store_true", help="run a module, as python -m does, not a script"
     )
@@ -54,92 +49,61 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def _add(
+    group: argparse._ActionsContainer, *names: str, type: type | None = int, **settings: Any
+) -> None:
+    """Add an option with a value, by default a number, spelled with underscores or with dashes."""
+    spellings = [*names, *(name.replace("_", "-") for name in names if "_" in name)]
+    group.add_argument(*spellings, **{"type": type, "metavar": "N"} | settings)
+
+
 def _add_ranks(group: argparse._ArgumentGroup) -> None:
     count = group.add_mutually_exclusive_group()
-    count.add_argument(
-        "--num_gpus",
-        "--num-gpus",
-        type=int,
-        metavar="N",
-        help="ranks of each machine, one per GPU (default: all)",
-    )
-    count.add_argument(
-        "--num_ranks",
-        "--num-ranks",
-        type=int,
-        metavar="N",
-        help="ranks of each machine, with or without GPUs",
-    )
+    _add(count, "--num_gpus", help="ranks of each machine, one per GPU (default: all)")
+    _add(count, "--num_ranks", help="ranks of each machine, with or without GPUs")
+    _add(group, "--ranks_per_node", help="treat every N ranks of a machine as one node")
     group.add_argument(
-        "--ranks_per_node",
-        "--ranks-per-node",
-        type=int,
-        metavar="N",
-        help="treat every N ranks of a machine as one node",
-    )
-    group.add_argument(
-        "--bind_cores_to_rank",
-        "--bind-cores-to-rank",
-        action="store_true",
+        "--bind_cores_to_rank", "--bind-cores-to-rank", action="store_true",
         help="pin each rank to its own cores; not for two jobs on one machine",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--no_local_rank",
-        "--no-local-rank",
-        action="store_true",
+        "--no_local_rank", "--no-local-rank", action="store_true",
         help="do not give the script --local_rank=N; the variable LOCAL_RANK is always set",
-    )
+    )  # fmt: skip
 
 
 def _add_machines(group: argparse._ArgumentGroup) -> None:
-    def add(*names: str, help: str, **settings: object) -> None:
-        spellings = [*names, *(name.replace("_", "-") for name in names if "_" in name)]
-        group.add_argument(*spellings, help=help, **settings)
+    def text(*names: str, metavar: str, help: str, default: str | None = None) -> None:
+        _add(group, *names, type=None, metavar=metavar, help=help, default=default)
 
-    add("-H", "--hostfile", metavar="FILE", help="machines and ranks: a line HOST slots=N for each")
-    add(
-        "-i",
-        "--include",
-        default="",
-        metavar="HOSTS",
-        help="only these, as in worker-1@worker-2:0,2 (GPUs 0 and 2); localhost:0,2 without a "
-        "hostfile",
+    def number(name: str, help: str, metavar: str = "PORT", default: int | None = None) -> None:
+        _add(group, name, metavar=metavar, help=help, default=default)
+
+    only = (
+        "only these, as in worker-1@worker-2:0,2 (GPUs 0 and 2); localhost:0,2 without a hostfile"
     )
-    add("-e", "--exclude", default="", metavar="HOSTS", help="all but these, in the same format")
-    add("--num_nodes", type=int, metavar="N", help="only the first N machines of the hostfile")
-    add(
-        "--master_addr",
-        metavar="ADDRESS",
-        help="of the first machine, as the others reach it (default: as ssh reaches it)",
+    own = "arguments of ssh in one word, as in --launcher_args='-i key'"
+    address = "of the first machine, as the others reach it (default: as ssh reaches it)"
+    port = f"at which the machines meet on the first one (default: {MASTER_PORT})"
+    store = (
+        "start no ranks, and keep the store in which nodes meet that come and go "
+        "(zeropp.sync_store), at this port; 0: at a free one"
     )
-    add(
-        "--master_port",
-        type=int,
-        default=MASTER_PORT,
-        metavar="PORT",
-        help=f"at which the machines meet on the first one (default: {MASTER_PORT})",
+    alone = (
+        "run the ranks of machine N only (0: the first); for use without ssh, on every machine "
+        "with --num_nodes and --master_addr"
     )
-    add("--ssh_port", type=int, metavar="PORT", help="of sshd (default: as ssh is configured)")
-    add(
-        "--launcher_args",
-        default="",
-        metavar="ARGUMENTS",
-        help="arguments of ssh in one word, as in --launcher_args='-i key'",
-    )
-    add(
-        "--keep_store",
-        type=int,
-        metavar="PORT",
-        help="start no ranks, and keep the store in which nodes meet that come and go "
-        "(zeropp.sync_store), at this port; 0: at a free one",
-    )
-    add(
-        "--node_rank",
-        type=int,
-        metavar="N",
-        help="run the ranks of machine N only (0: the first); for use without ssh, on every "
-        "machine with --num_nodes and --master_addr",
-    )
+    hosts = "machines and ranks: a line HOST slots=N for each"
+    text("-H", "--hostfile", metavar="FILE", help=hosts)
+    text("-i", "--include", metavar="HOSTS", help=only, default="")
+    text("-e", "--exclude", metavar="HOSTS", help="all but these, in the same format", default="")
+    number("--num_nodes", "only the first N machines of the hostfile", "N")
+    text("--master_addr", metavar="ADDRESS", help=address)
+    number("--master_port", port, default=MASTER_PORT)
+    number("--ssh_port", "of sshd (default: as ssh is configured)")
+    text("--launcher_args", metavar="ARGUMENTS", help=own, default="")
+    number("--keep_store", store)
+    number("--node_rank", alone, "N")
 
 
 def check(options: argparse.Namespace, num_ranks: int) -> None:

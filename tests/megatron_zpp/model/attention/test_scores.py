@@ -1,4 +1,4 @@
-"""Windows, ALiBi, caps, sinks and scales equal their formulas, whatever path computes them."""
+"""Windows, ALiBi, caps, sinks and scales by their formulas, also of the last tokens alone."""
 
 import math
 from dataclasses import replace

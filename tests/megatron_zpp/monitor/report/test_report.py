@@ -1,4 +1,4 @@
-"""The report of a run: its numbers, its charts, and that it needs nothing but itself."""
+"""The report of a run, drawn by it or again: numbers, charts, and that it needs only itself."""
 
 import html
 import json

@@ -11,7 +11,6 @@ from megatron_zpp.planner.timing.hardware import (
     GBIT,
     GIB,
     TYPICAL,
-    Description,
     find_cluster,
     hardware_table,
     parse_rate,
@@ -36,7 +35,7 @@ def test_constants_of_a_gpu_are_ordered_and_within_physical_limits(name):
 
 @pytest.mark.parametrize("name", TABLE["clusters"])
 def test_a_cluster_names_a_gpu_and_its_source(name):
-    cluster = find_cluster(Description(cluster=name, num_nodes=2))
+    cluster = find_cluster(cluster=name, num_nodes=2)
     assert cluster.num_ranks == 2 * TABLE["clusters"][name]["gpus_per_node"]
     assert 0 < cluster.link_share.slow < cluster.link_share.fast <= 1
     assert TABLE["clusters"][name]["source"].strip()
@@ -45,19 +44,10 @@ def test_a_cluster_names_a_gpu_and_its_source(name):
 
 
 def test_what_is_said_by_hand_replaces_the_table():
-    preset = find_cluster(Description(cluster="dgx-a100", num_nodes=4, link="25gbit"))
+    preset = find_cluster(cluster="dgx-a100", num_nodes=4, link="25gbit")
     assert preset.link_rate == 25 * GBIT
-    by_hand = find_cluster(
-        Description(
-            num_nodes=2,
-            gpus_per_node=2,
-            link="10gbit",
-            gpu_tflops=165,
-            gpu_bandwidth=1.0,
-            gpu_memory=24,
-            node_bandwidth=20,
-        )  # fmt: skip
-    )
+    numbers = dict(gpu_tflops=165, gpu_bandwidth=1.0, gpu_memory=24, node_bandwidth=20)
+    by_hand = find_cluster(num_nodes=2, gpus_per_node=2, link="10gbit", **numbers)
     assert by_hand.gpu.peak(torch.bfloat16) == 165e12
     assert by_hand.gpu.memory_rate == 1e12 and by_hand.gpu.near_rate == 20e9
     assert by_hand.usable_bytes < by_hand.gpu.memory_bytes == 24 * GIB
@@ -85,7 +75,7 @@ LLAMA = (
 def test_rotary_positions_and_gates_are_streamed_more_often_without_compile():
     config = config_of(LLAMA)
     compiled = replace(config, training=replace(config.training, compile=True))
-    rates = find_cluster(Description(cluster="dgx-h100")).at(TYPICAL, torch.bfloat16)
+    rates = find_cluster(cluster="dgx-h100").at(TYPICAL, torch.bfloat16)
     eager, fused = (layer_passes(each, 0, 0, 2, rates) for each in (config, compiled))
     # 50 and 4 bytes of each turned channel of 10 heads of 128, 10 and 6 of each of the MLP
     num_bytes = 512 * ((50 - 4) * 10 * 64 + (10 - 6) * 3072)

@@ -65,7 +65,7 @@ def test_the_passes_of_a_stage_are_those_of_its_units():
         forward=1.0, backward=2.0, first_gather=far, later_gather=near, backward_gather=NONE,
         reduction=Collective((HopTime(0.0, 1.5),)), early_reduction=NONE,
     )  # fmt: skip
-    seconds = pass_seconds(Streams, [block], ROOT, 0.1, 0.2)
+    seconds = pass_seconds(Streams([block], ROOT), 0.1, 0.2)
     assert seconds == PassSeconds(
         first_forward=6.0, forward=1.5, backward=2.0, last_backward=2.0, tail=1.5, onward=0.1,
         back=0.2,

@@ -5,22 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_zpp.planner.timing.exchange_time import Exchange
-from megatron_zpp.planner.timing.hardware import TYPICAL, Description, find_cluster, hardware_table
+from megatron_zpp.planner.replicas import PlannedExchange
+from megatron_zpp.planner.timing.hardware import TYPICAL, find_cluster, hardware_table
 from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
 
-RATES = find_cluster(Description(cluster="dgx-a100", num_nodes=2, link="1gbit")).at(
-    TYPICAL, torch.bfloat16
-)
+RATES = find_cluster(cluster="dgx-a100", num_nodes=2, link="1gbit").at(TYPICAL, torch.bfloat16)
 # Without latency, so that a message's time is its bytes divided by the rate of the links.
 PLAIN = replace(
     RATES, protocols=tuple(replace(each, start=0.0, far=0.0) for each in RATES.protocols)
 )
 
 
-def exchange(interval: int, fragments: int = 1, delay: int = 0, seconds: float = 6.0) -> Exchange:
+def exchange(
+    interval: int, fragments: int = 1, delay: int = 0, seconds: float = 6.0
+) -> PlannedExchange:
     """What takes the links so many seconds in an interval."""
-    return Exchange(
+    return PlannedExchange(
         interval=interval,
         fragments=fragments,
         hidden_share=min(1.0, delay * fragments / interval),

@@ -1,11 +1,13 @@
-"""Launches of this project's programs whose processes can all be killed at once."""
+"""Processes of this project's programs, all of which can be killed at once."""
 
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.shared.result import ROOT
 
@@ -13,16 +15,28 @@ LAUNCHER = "import sys; from zeropp.ranks.launcher import main; sys.exit(main())
 LAUNCH = (sys.executable, "-c", LAUNCHER)
 
 
-def start(command: list[str], log: Path, folder: Path) -> subprocess.Popen:
-    """Start a command in a process group of its own; what it prints goes to `log`."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with open(log, "wb") as output:
+def start(
+    command: Sequence[str],
+    log: Path,
+    folder: Path = ROOT,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen:
+    """Start a command with one thread in a session of its own, which Ctrl-C does not reach.
+
+    What it prints is added to `log`. `variables` are added to the environment, where this clone is
+    on Python's path. `pass_fds` stay open in the process.
+    """
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with open(log, "ab") as output:
         return subprocess.Popen(
             command,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables},
+            pass_fds=pass_fds,
             start_new_session=True,
         )
 

@@ -5,14 +5,12 @@ from collections.abc import Iterable
 
 import pytest
 
+from megatron_zpp.planner.loads import IN_LAYER, load_of, stage_loads, unit_loads
 from megatron_zpp.planner.node_traffic import gradient_messages, node_of
 from megatron_zpp.planner.parts.planned_run import Places, plan_places
-from megatron_zpp.planner.timing.axis_messages import IN_LAYER, load_of, stage_messages
-from megatron_zpp.planner.timing.hardware import Description, find_cluster
+from megatron_zpp.planner.step_work import StepTime, StepWork
+from megatron_zpp.planner.timing.hardware import find_cluster
 from megatron_zpp.planner.timing.links import Load
-from megatron_zpp.planner.timing.messages import unit_messages
-from megatron_zpp.planner.timing.step_time import StepTime, step_time
-from megatron_zpp.planner.timing.unit_work import StepWork
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2, TP4, TWO_STAGES
 from zeropp.wire.rank_group import Nodes
@@ -59,15 +57,14 @@ def test_messages_add_up_to_the_forecast(flags: str) -> None:
     for run, _ in places(flags):
         count, sent = run.num_micro_batches, []
         for unit in run.units:
-            messages = unit_messages(run.plan, unit.parts)
-            sent += (1, messages.first_gather), (count - 1, messages.later_gather)
-            sent += (1, messages.reduction), (count - 1, messages.early_reduction)
-            sent.append((count, messages.backward_gather))
+            first, later, backward, reduction, early = unit_loads(run.plan, unit.parts).values()
+            sent += (1, first), (count - 1, later), (count, backward)
+            sent += (1, reduction), (count - 1, early)
         node = node_of(run)
         require_sums(sent, {hop: sum(node[each, hop] for each in PURPOSES) for hop in HOPS})
         sent = [(1, [load_of(each, run.ranks) for each in gradient_messages(run)])]
         for stage in run.stages:
-            for (where, _), loads in stage_messages(run, stage).items():
+            for (where, _), loads in stage_loads(run, stage).items():
                 sent.append((count * (len(stage.layers) if where == IN_LAYER else 1), loads))
         axes = ("tensor", "context", "pipeline")
         require_sums(sent, {hop: sum(node[axis, hop] for axis in axes) for hop in HOPS})
@@ -84,8 +81,8 @@ def require_sums(sent: Iterable[tuple[float, Iterable[Load]]], expected: dict[st
 
 def time_of(flags: str, **described: object) -> StepTime:
     described = {"cluster": "dgx-a100", "num_nodes": 4, "gpus_per_node": 4, **described}
-    cluster = find_cluster(Description(**{"link": "25gbit", **described}))
-    return step_time(StepWork(places(flags), VOCABULARY), cluster)
+    cluster = find_cluster(**{"link": "25gbit", **described})
+    return StepWork(places(flags), VOCABULARY).time(cluster)
 
 
 @pytest.mark.parametrize("flags", CASES)
