@@ -35,7 +35,7 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).resolve().parent
 FLAGS = runpy.run_path(str(ROOT / "csrc/flags.py"))
 CUDA_FLAGS = FLAGS["CUDA_FLAGS"]
-HASHING = runpy.run_path(str(ROOT / "zeropp/native/source_hash.py"))
+HASHING = runpy.run_path(str(ROOT / "zeropp/native/library.py"))
 SOURCE_HASH = HASHING["source_hash"](ROOT / "csrc")
 CPU, CUDA, INDEX = "zeropp.native._cpu", "zeropp.native._cuda", "megatron_zpp.data._index"
 

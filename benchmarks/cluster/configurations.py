@@ -26,16 +26,16 @@ from benchmarks.cluster.peers.ring_reduce_scatter import RingReduceScatter
 from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.shared.zero_json import zero_json
 from benchmarks.step.training_loops import Steps, accumulate, adamw, fsdp2, model_loss_of
+from megatron_zpp.capabilities.lora.settings import LoraConfig
 from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import LoraConfig
 from zeropp import Sharding, ZeroConfig, attach
 from zeropp.optim.step_or_skip import local_part
-from zeropp.wire.frozen_weights import stored_bytes
+from zeropp.wire.quantized_shard import stored_bytes
 
 OURS = (
     "zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once", "code-steps",

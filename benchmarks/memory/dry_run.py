@@ -15,7 +15,7 @@ from benchmarks.shared.pretrain_run import cpu_ranks, join_cpu_ranks
 from benchmarks.shared.rank_launch import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.training_setup import CPU, largest_of_ranks
-from megatron_zpp.capabilities.experts.routing_record import RoutingStep
+from megatron_zpp.capabilities.experts.routing_record import routing_records
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.planner.activations import LiveBytes
@@ -122,7 +122,7 @@ def _train(config: Config, ranks: Ranks) -> None:
         passes = sharding.model
     for _ in range(STEPS):
         samples = ((0, batch) for _ in range(micro_batches))
-        routing = RoutingStep(micro_batches) if config.model.has_experts else None
+        routing = routing_records(micro_batches) if config.model.has_experts else None
         passes.forward_backward(samples, [1.0] * micro_batches, lambda *_: None, routing)
         passes.sum_tied_gradients(optimizer)
         del routing

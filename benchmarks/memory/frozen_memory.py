@@ -22,11 +22,12 @@ from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp import Sharding, ZeroConfig, shard
 from zeropp import fsdp_adapter as fsdp
+from zeropp.capabilities.mixz.storage import store
 from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.topology import Environment
 from zeropp.sharding.materialize import allocate_meta_tensors
-from zeropp.sharding.shard import allocate_parameters, store_frozen
-from zeropp.wire.frozen_weights import stored_bytes
+from zeropp.sharding.shard import allocate_parameters
+from zeropp.wire.quantized_shard import stored_bytes
 
 CONFIG = ZeroConfig.from_json(
     {
@@ -75,7 +76,7 @@ def quantize(options: argparse.Namespace, ranks: Ranks) -> dict[str, int]:
     bytes_bf16 = sum(matrix.nbytes for matrix in shards)
     del matrix, shards
     resident_bf16 = resident() - before
-    store_frozen(sharding, CONFIG)
+    store(sharding, CONFIG)
     return {
         "bytes_bf16": bytes_bf16,
         "resident_bf16": resident_bf16,

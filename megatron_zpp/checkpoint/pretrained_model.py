@@ -25,7 +25,7 @@ def with_initial_model(config: Config, open_model: OpenModel) -> tuple[Config, O
     """
     if config.checkpoint.use_checkpoint_args:
         config = with_checkpoint_model(config)
-    folder = config.lora.pretrained_checkpoint
+    folder = config.pretrained_checkpoint
     if folder is None:
         return config, None
     if Path(folder).suffix == ".gguf":
@@ -46,9 +46,8 @@ def with_initial_model(config: Config, open_model: OpenModel) -> tuple[Config, O
     log.info("%s: %s, %s", opened.path, size, opened.tokenizer.name)
     of_training = {name: getattr(config.model, name) for name in OF_TRAINING}
     model = replace(opened.config, seq_length=seq_length, **of_training)
-    lora = replace(config.lora, pretrained_checkpoint=str(opened.path.resolve()))
-    config = replace(config, model=model, tokenizer=opened.tokenizer_config, lora=lora)
-    return config, opened
+    config = config.starting_from(str(opened.path.resolve()))
+    return replace(config, model=model, tokenizer=opened.tokenizer_config), opened
 
 
 def _require_data(data: DataConfig, folder: str) -> None:

@@ -113,7 +113,7 @@ def architecture(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
     unused = [] if model.use_rope_scaling else [*ROPE_SCALING]
     unused += [] if model.multi_latent_attention else LATENT_ATTENTION
-    idle = (part for part in OF_CAPABILITIES if not part.is_in(model))
+    idle = (part for part in OF_CAPABILITIES if not getattr(model, part.marked_by))
     unused += [item.name for part in idle for item in dataclasses.fields(part)]
     values = {name: value for name, value in values.items() if name not in unused}
     if model.position_embedding_type == "learned_absolute":

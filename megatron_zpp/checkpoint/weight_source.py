@@ -1,17 +1,16 @@
 """Where a GPT's weights come from, whatever files they are in, and how a model is filled."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.model.delta import is_of_delta
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import local_ranges
-from megatron_zpp.model.lora import is_adapter
-from megatron_zpp.model.part import Part
-from megatron_zpp.settings.config import LoraConfig, ModelConfig
+from megatron_zpp.settings.config import ModelConfig
 from zeropp.checkpoint.state_tensors import names_elsewhere, shape_differences
 from zeropp.errors import InputError, first_lines
 from zeropp.optim.step_or_skip import local_part
@@ -57,7 +56,7 @@ class AdamState:
 
 @torch.no_grad()
 def fill_parameters(model: nn.Module, weights: WeightSource) -> None:
-    """Copy weights into all parameters and buffers of a model but LoRA's adapters.
+    """Copy weights into all parameters and buffers of a model but those of deltas.
 
     They are cast to the dtypes there. The memory must be allocated. Parameters are plain tensors,
     or DTensors placed by Shard and Replicate, whose local part alone is written; each rank reads
@@ -65,7 +64,7 @@ def fill_parameters(model: nn.Module, weights: WeightSource) -> None:
     weights differ.
     """
     named = (*model.named_parameters(), *model.named_buffers())
-    parameters = {name: tensor for name, tensor in named if not is_adapter(name)}
+    parameters = {name: tensor for name, tensor in named if not is_of_delta(name)}
     lines = shape_differences(parameters, weights.facts(), names_elsewhere(model))
     if lines:
         raise InputError(f"the weights are not those of the model:\n  {first_lines(lines)}")
@@ -75,14 +74,16 @@ def fill_parameters(model: nn.Module, weights: WeightSource) -> None:
 
 
 def parameter_shapes(
-    model: ModelConfig, padded_rows: int, lora: LoraConfig | None = None
+    model: ModelConfig, padded_rows: int, extend: Callable[[GPT], object] | None = None
 ) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a GPT, perhaps with adapters, on the meta device.
+    """Return the parameters and buffers of a GPT on the meta device.
 
-    It has `padded_rows` rows of vocabulary.
+    It has `padded_rows` rows of vocabulary, and what `extend` adds to it.
     """
     with torch.device("meta"):
-        gpt = GPT(model, padded_rows, Part(lora=lora))
+        gpt = GPT(model, padded_rows)
+        if extend is not None:
+            extend(gpt)
     assert gpt.padded_vocab_size == padded_rows
     named = (*gpt.named_parameters(), *gpt.named_buffers())
     return {name: tensor.detach() for name, tensor in named}

@@ -145,7 +145,7 @@ def convert(
     if config.to_peft is not None:
         output = Path(config.to_peft)
         paths = export_adapters(opened, output, config.dtype, config.base_name)
-        layers = len(opened.adapters.layers)
+        layers = len(opened.added.layers)
         print(f"the adapters of {layers} layers of {opened.path} in {paths[-1].parent}")
         return
     if config.to_megatron is not None:

@@ -24,7 +24,7 @@ import torch
 from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.gpt_dataset import GPTDataset, MockDataset, build_datasets
-from megatron_zpp.data.masks import loss_mask, position_ids
+from megatron_zpp.data.loader import loss_mask, position_ids
 from megatron_zpp.data.split import SPLITS, parse_split
 from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.settings.config import DataConfig, ModelConfig, TokenizerConfig, TrainingConfig

@@ -18,7 +18,7 @@ from megatron_zpp.commands.run_command import load_part, open_model
 from megatron_zpp.data.blend import parse_blend
 from megatron_zpp.data.indexed_dataset import require_pair
 from megatron_zpp.data.instructions.examples import read_objects
-from megatron_zpp.data.path_files import with_named_paths
+from megatron_zpp.data.text_source import with_named_paths
 from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
 from megatron_zpp.settings.data import names_examples
@@ -56,14 +56,14 @@ def check_pretrain(argv: Sequence[str], num_ranks: int, program: str = "pretrain
     if not config.training.dry_run:
         _require_data(config.data)
         _require_tokenizer(config.tokenizer)
-        _require_folders(config)
+        _require_folders(config.pretrained_checkpoint, config.checkpoint.save)
     return config
 
 
 def check_finetune(argv: Sequence[str], num_ranks: int, program: str = "finetune_gpt.py") -> Config:
     """Do the same for fine-tuning, which needs a pretrained model."""
     config = check_pretrain(argv, num_ranks, program)
-    require_pretrained(config, program)
+    require_pretrained(config.pretrained_checkpoint, program)
     return config
 
 
@@ -108,8 +108,7 @@ def _require_tokenizer(tokenizer: TokenizerConfig) -> None:
         build_tokenizer(tokenizer)  # which says what it misses
 
 
-def _require_folders(config: Config) -> None:
-    pretrained, save = config.lora.pretrained_checkpoint, config.checkpoint.save
+def _require_folders(pretrained: str | None, save: str | None) -> None:
     if pretrained is not None and not Path(pretrained).exists():
         raise InputError(f"--pretrained-checkpoint {pretrained}: there is no such folder or file")
     if save is not None:

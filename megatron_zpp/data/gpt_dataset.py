@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_zpp.data.blend import BlendedDataset, count_samples, parse_blend
 from megatron_zpp.data.index_cache import IndexCache
-from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.indexed_dataset import IndexedDataset, id_outside
 from megatron_zpp.data.sample_index import SampleIndex, SampleRequest
 from megatron_zpp.data.split import SPLITS, parse_split, sequence_range
 from megatron_zpp.settings.config import DataConfig
@@ -114,14 +114,12 @@ class GPTDataset:
     def _check_vocabulary(self, tokens: np.ndarray) -> None:
         # Not checked once for the whole file, so that a file of terabytes is not read twice.
         vocab_size = self.spec.vocab_size
-        if tokens.max() < vocab_size and tokens.min() >= 0:
-            return
-        invalid = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
-        raise InputError(
-            f"{self.source.bin_path} holds token id {invalid}, but the tokenizer's vocabulary has "
-            f"{vocab_size} entries (ids 0 to {vocab_size - 1}): preprocess the text with this "
-            "tokenizer, or give the tokenizer that wrote it"
-        )
+        if (invalid := id_outside(tokens, vocab_size)) is not None:
+            raise InputError(
+                f"{self.source.bin_path} holds token id {invalid}, but the tokenizer's vocabulary "
+                f"has {vocab_size} entries (ids 0 to {vocab_size - 1}): preprocess the text with "
+                "this tokenizer, or give the tokenizer that wrote it"
+            )
 
 
 def build_datasets(

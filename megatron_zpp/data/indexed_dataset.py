@@ -119,7 +119,11 @@ def write_dataset(
         for document in documents:
             for sequence in document:
                 tokens = np.asarray(sequence, dtype=np.int64)
-                _check_ids(tokens, vocab_size, bin_path)
+                if (invalid := id_outside(tokens, vocab_size)) is not None:
+                    raise InputError(
+                        f"token id {invalid} does not fit {bin_path}: the vocabulary has "
+                        f"{vocab_size} entries (ids 0 to {vocab_size - 1})"
+                    )
                 file.write(tokens.astype(dtype).tobytes())
                 lengths.append(tokens.size)
             bounds.append(len(lengths))
@@ -135,14 +139,11 @@ def write_dataset(
     return sum(lengths)
 
 
-def _check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
-    """Raise InputError for ids int64 [length] outside the vocabulary of the dataset at `path`."""
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        invalid = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
-        raise InputError(
-            f"token id {invalid} does not fit {path}: the vocabulary has {vocab_size} entries "
-            f"(ids 0 to {vocab_size - 1})"
-        )
+def id_outside(tokens: np.ndarray, vocab_size: int) -> int | None:
+    """Return the first of the ids [length] that a vocabulary does not have; None if it has all."""
+    if not tokens.size or 0 <= tokens.min() <= tokens.max() < vocab_size:
+        return None
+    return int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
 
 
 def require_pair(prefix: str) -> None:

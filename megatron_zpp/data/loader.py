@@ -3,6 +3,9 @@
 The samples of all ranks form one sequence. A micro-step takes the next `micro_batch_size * world`
 samples, and rank r takes the r-th slice of them, so neither the number of ranks nor a restart
 changes the order. A larger global batch, as in a ramp-up, is more micro-steps.
+
+Masks, positions and edges follow from the input tokens [b, S], as in megatron-core: an
+end-of-document token belongs to the document that it ends, and the next token begins another one.
 """
 
 import multiprocessing
@@ -14,14 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_zpp.data.masks import document_edges, loss_mask, position_ids, restore_hidden_ids
 from megatron_zpp.settings.config import DataConfig
 from zeropp.errors import InputError
 
@@ -116,12 +117,7 @@ class Loader:
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # DataLoader or the transfer of a tensor reports it, with different errors.
         may_be_worker = isinstance(error, (RuntimeError, OSError, EOFError))
         exit_code = self._failed_exit_code() if may_be_worker else None
@@ -162,7 +158,7 @@ class Loader:
     def _batch(self, text: torch.Tensor, edges: torch.Tensor | None) -> Batch:
         """Return the batch of a text [b, S + 1]."""
         text = text.to(self._device, non_blocking=True)
-        ids = restore_hidden_ids(text) if self._hides_labels else text
+        ids = torch.where(text < 0, ~text, text) if self._hides_labels else text
         tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         mask = loss_mask(tokens, self._eod, self._data.eod_mask_loss)
         if self._hides_labels:
@@ -269,3 +265,35 @@ def _collate(
     # Computed in the worker: the number of edges depends on the text, which would stall a GPU.
     edges = None if eod is None else document_edges(text[:, :-1], eod)
     return text, edges
+
+
+def loss_mask(tokens: torch.Tensor, eod: int, eod_mask_loss: bool) -> torch.Tensor:
+    """Return ones, with `eod_mask_loss` zero where the input ends a document; float32 [b, S]."""
+    if eod_mask_loss:
+        return (tokens != eod).float()
+    return torch.ones_like(tokens, dtype=torch.float32)
+
+
+def document_edges(tokens: torch.Tensor, eod: int) -> torch.Tensor:
+    """Return the offsets at which documents begin, and the number of tokens; int32 [n + 1].
+
+    The rows are concatenated. Every row begins a document, and so does every token after `eod`.
+    """
+    is_first = torch.ones(tokens.shape, dtype=torch.bool)
+    is_first[:, 1:] = tokens[:, :-1] == eod
+    starts = is_first.flatten().nonzero().flatten()
+    return torch.cat((starts, torch.tensor([tokens.numel()]))).to(torch.int32)
+
+
+def position_ids(tokens: torch.Tensor, eod: int, reset_position_ids: bool) -> torch.Tensor:
+    """Return 0, 1, 2, ... for each row; int64 [b, S].
+
+    With `reset_position_ids` the positions of every document start at 0.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
+    if reset_position_ids:
+        # The position at which the document of each token begins.
+        starts = torch.zeros_like(positions)
+        starts[:, 1:] = positions[:, 1:] * (tokens[:, :-1] == eod)
+        positions = positions - starts.cummax(dim=1).values
+    return positions

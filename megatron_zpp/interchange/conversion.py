@@ -143,7 +143,7 @@ def export_adapters(
     InputError for a model without adapters, for one that no supported family can express, and if
     `output` holds adapters already.
     """
-    if opened.adapters is None:
+    if opened.added is None:
         raise InputError(
             f"{opened.path}: has no adapters of its own: expected a checkpoint of a run with "
             "--lora-rank; --to-hf writes whole models"
@@ -157,14 +157,8 @@ def export_adapters(
                 "Face folder or the model's name on the Hub, or pass the model to "
                 "PeftModel.from_pretrained"
             )
-    return write_peft(
-        output,
-        opened.adapters,
-        table,
-        adapter_sizes(opened),
-        base_name,
-        DTYPES[dtype] if dtype else None,
-    )
+    sizes, number_format = adapter_sizes(opened), DTYPES[dtype] if dtype else None
+    return write_peft(output, opened.added, table, sizes, base_name, number_format)
 
 
 def training_flags(opened: OpenedModel, save: Path) -> list[str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_zpp.capabilities.lora.merged_weights import MergedWeights
 from megatron_zpp.checkpoint.iteration_folders import require_own
-from megatron_zpp.checkpoint.merged_weights import MergedWeights
 from megatron_zpp.checkpoint.open_model import OpenedModel, is_checkpoint, open_checkpoint
 from megatron_zpp.interchange import gguf
 from megatron_zpp.interchange.adapters import peft_config

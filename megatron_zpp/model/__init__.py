@@ -1,1 +1,1 @@
-"""The GPT: its layers, loss, initial weights, LoRA adapters, and operation counts."""
+"""The GPT: its layers, loss, initial weights, and operation counts."""

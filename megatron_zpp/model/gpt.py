@@ -17,7 +17,6 @@ from megatron_zpp.model.attention.cache import KeyValueCache
 from megatron_zpp.model.attention.rotary import Rotary, query_scale, rotary_tables
 from megatron_zpp.model.attention.sequences import PassRecord, Sequences
 from megatron_zpp.model.block import Block
-from megatron_zpp.model.lora import train_adapters_only
 from megatron_zpp.model.loss import cap_logits, head_loss, parallel_cross_entropy
 from megatron_zpp.model.normalization import apply_norm, make_norm
 from megatron_zpp.model.part import WHOLE, Part
@@ -34,8 +33,6 @@ class GPT(nn.Module):
     in Megatron, and training drives their probabilities to zero. `part` says which layers are built
     and how they compute; what is elsewhere is None, and blocks have the names that they have in the
     whole model.
-
-    Raises InputError for adapters of layers that do not exist.
     """
 
     block_class: type[Block] = Block
@@ -69,8 +66,6 @@ class GPT(nn.Module):
             self.norm = make_norm(config, norms=part.norms)
         if part.is_last and has_head:
             self.head = ColumnParallelLinear(hidden, self.padded_vocab_size, False, part.tensor)
-        if part.lora is not None:
-            train_adapters_only(self, part.lora)
 
     def forward(
         self,

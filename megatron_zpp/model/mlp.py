@@ -4,7 +4,6 @@ With a tensor axis F is that of a rank. Shapes: B batch, S sequence, H hidden, F
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
-from megatron_zpp.model.lora import adapters_of
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_zpp.model.xielu import XIELU
@@ -62,20 +60,11 @@ class FeedForward(nn.Module):
     """The second branch of a block, and what is asked of it: an MLP, or what takes its place.
 
     It is built with a configuration, the number of a layer, and a `Part`. is_split: tensor ranks
-    split it. A capability lists those it adds as `FEED_FORWARDS` of its module `layer`.
+    split it. A capability lists kinds of it as `FEED_FORWARDS` of its module `layer`, each by what
+    in a configuration marks its layers.
     """
 
     is_split: bool = True
-
-    @classmethod
-    def is_in(cls, config: ModelConfig, layer: int) -> bool:
-        """Whether it takes the place of a layer's MLP."""
-        raise NotImplementedError
-
-    @classmethod
-    def flops(cls, config: ModelConfig) -> float:
-        """Return its operations for one token, forward."""
-        raise NotImplementedError
 
     @classmethod
     def messages(cls, forecast: "Forecast", stage: Part) -> Iterable[Message]:
@@ -86,35 +75,28 @@ class FeedForward(nn.Module):
 def feed_forward(config: ModelConfig, layer: int) -> type[FeedForward]:
     """Return the kind of the second branch of a layer."""
     kinds = declared("FEED_FORWARDS", CAPABILITIES, "layer")
-    return next((kind for kind in kinds if kind.is_in(config, layer)), MLP)
+    return next((kind for marks, kind in kinds if getattr(config, marks)[layer]), MLP)
 
 
 class MLP(FeedForward):
     """Two linear layers with a nonlinearity between them, and perhaps a third one as a gate.
 
-    width: that inside it, by default the configuration's. name: of this module in its block.
+    width: that inside it, by default the configuration's.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int = 0,
-        part: Part = WHOLE,
-        *,
-        width: int | None = None,
-        name: str = "mlp",
+        self, config: ModelConfig, layer: int = 0, part: Part = WHOLE, *, width: int | None = None
     ) -> None:
         super().__init__()
-        bias, adapters = config.has_mlp_bias, partial(adapters_of, part.lora, layer)
-        hidden, ffn, axis = config.hidden_size, width or config.ffn_size, part.tensor
-        self.config, self.axis = config, axis
-        self.input = ColumnParallelLinear(hidden, ffn, bias, axis, adapters(f"{name}.input"))
+        hidden, ffn, bias = config.hidden_size, width or config.ffn_size, config.has_mlp_bias
+        self.config, self.axis = config, (axis := part.tensor)
+        self.input = ColumnParallelLinear(hidden, ffn, bias, axis)
         self.gate = None
         self.activation = XIELU() if config.xielu else None
         self.grad_is_partial = ("activation",)  # of a rank's channels
         if config.is_gated:
-            self.gate = ColumnParallelLinear(hidden, ffn, bias, axis, adapters(f"{name}.gate"))
-        self.output = RowParallelLinear(ffn, hidden, bias, axis, adapters(f"{name}.output"))
+            self.gate = ColumnParallelLinear(hidden, ffn, bias, axis)
+        self.output = RowParallelLinear(ffn, hidden, bias, axis)
 
     @classmethod
     def flops(cls, config: ModelConfig, width: int | None = None) -> float:

@@ -8,7 +8,6 @@ from torch import nn
 
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
-from megatron_zpp.settings.config import LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,6 @@ class Part:
     layers: its blocks, None for all. is_first: it has the embedding. is_last: it has the output
     layer. tensor: the axis over which its layers are split. context: that over which sequences are.
     axes: those of capabilities, by their names; None for one over which nothing is split.
-    lora: the adapters of its linear layers, without which all weights are trained.
     """
 
     layers: range | None = None
@@ -38,7 +36,6 @@ class Part:
     tensor: TensorAxis | None = None
     context: ContextAxis | None = None
     axes: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    lora: LoraConfig | None = None
     execution: Execution = field(default_factory=Execution)
     norms: NormClasses = TORCH_NORMS
 

@@ -7,9 +7,9 @@
 | norms of all heads of queries and of keys  | heads           |                      |
 | input and gate of the MLP, with their bias | output channels |                      |
 | output of attention and of MLP             | input channels  | its bias             |
-| B of adapters of queries to values, MLP    | output channels | A of these adapters  |
-| A of adapters of the outputs               | input channels  | B of these adapters  |
-| what makes latents of queries to values    |                 | all, and adapters    |
+| B of a delta of these but the outputs      | output channels | A of this delta      |
+| A of a delta of an output                  | input channels  | B of this delta      |
+| latent down-projections                    |                 | all, with its delta  |
 
 Of K heads of keys and values, each with Q / K heads of queries, rank r of a tensor axis of T ranks
 holds those from r K / T to (r + 1) K / T - 1, in order; `megatron_zpp/parallel/rank_grid.py` says
@@ -29,10 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.lora import adapt
+from megatron_zpp.model.delta import TakesDelta
 from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.parallel.collectives import moved, sum_whole
-from megatron_zpp.settings.config import LoraConfig
 from zeropp.optim.step_or_skip import gradient_parts, local_part
 from zeropp.wire.rank_group import RankGroup
 
@@ -44,10 +43,16 @@ class LocalLinear(nn.Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, axis: TensorAxis | None, dim: int
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        axis: TensorAxis | None,
+        dim: int,
+        grad_is_partial: tuple[str, ...] = (),
     ) -> None:
         super().__init__(in_features, out_features, bias)
-        self.axis = axis
+        self.axis, self.grad_is_partial = axis, grad_is_partial
         self.split_dims: dict[str, int] = {}
         if axis is not None:
             self.split_dims["weight"], self.weight = dim, axis.part(self.weight, dim)
@@ -59,32 +64,30 @@ class LocalLinear(nn.Linear):
         return F.linear(x, local_part(self.weight), local_part(self.bias))
 
 
-class ParallelLinear(LocalLinear):
-    """A linear layer whose weight is split in dimension `dim`, as is one matrix of its adapter.
+class ParallelLinear(TakesDelta, LocalLinear):
+    """A linear layer whose weight is split in dimension `dim`, as is one of its factors.
 
-    The other matrix of the adapter is whole on every rank.
+    The other factor is whole on every rank.
     """
 
     dim: int
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        axis: TensorAxis | None = None,
-        lora: LoraConfig | None = None,
+        self, in_features: int, out_features: int, bias: bool, axis: TensorAxis | None = None
     ) -> None:
-        super().__init__(in_features, out_features, bias, axis, self.dim)
-        self.lora, self.grad_is_partial = lora, ()
-        if axis is not None:
-            self.grad_is_partial = ("lora_A" if self.dim == 0 else "lora_B",) * (lora is not None)
-            if self.dim == 1 and axis.sequence_parallel:
-                self.grad_is_partial += ("bias",)
-        if lora is not None:
-            axis_a, axis_b = (axis if self.dim == dim else None for dim in (1, 0))
-            self.lora_A = LocalLinear(in_features, lora.lora_rank, False, axis_a, dim=1)
-            self.lora_B = LocalLinear(lora.lora_rank, out_features, False, axis_b, dim=0)
+        has_rows = axis is not None and axis.sequence_parallel
+        partial = ("bias",) if has_rows and self.dim == 1 else ()
+        super().__init__(in_features, out_features, bias, axis, self.dim, partial)
+
+    def factors(self, rank: int) -> tuple[LocalLinear, LocalLinear]:
+        """Return A [rank, in] and B [out, rank], of which that with the split channels is split."""
+
+        def factor(inputs: int, outputs: int, dim: int) -> LocalLinear:
+            axis = self.axis if self.dim == dim else None
+            partial = ("weight",) if axis is None and self.axis is not None else ()
+            return LocalLinear(inputs, outputs, False, axis, dim, partial)
+
+        return factor(self.in_features, rank, 1), factor(rank, self.out_features, 0)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -98,16 +101,14 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to this rank's channels [..., out/T]."""
         y = super().forward(x)
-        return y if self.lora is None else y + adapt(self, x)
+        return y if self.delta is None else y + self.delta.term(self, x)
 
 
 class WholeLinear(ColumnParallelLinear):
     """A linear layer that each rank has whole, and computes for the rows that it has."""
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, lora: LoraConfig | None = None
-    ) -> None:
-        super().__init__(in_features, out_features, bias, None, lora)
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -122,12 +123,12 @@ class RowParallelLinear(ParallelLinear):
         """Map x [B, S, in/T] to [B, S, out], or to this rank's rows of it."""
         if self.axis is None:
             y = super().forward(x)
-            return y if self.lora is None else y + adapt(self, x)
+            return y if self.delta is None else y + self.delta.term(self, x)
         y = F.linear(x, local_part(self.weight))
-        if self.lora is not None:
-            dropout = self.lora.lora_dropout if self.training else 0.0
+        if self.delta is not None:
+            dropout = self.delta.dropout if self.training else 0.0
             with own_random_numbers(self.axis, splits_rows, dropout, x.device):
-                y = y + adapt(self, x)
+                y = y + self.delta.term(self, x)
         y = self.axis.leave(y, splits_rows)
         return y if self.bias is None else y + self.bias
 
@@ -199,7 +200,7 @@ def sum_partial_gradients(
 def partial_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the trained whole parameters whose gradient is a sum over ranks, each with its term.
 
-    Those are what computes with its own rows, heads or channels, and the matrix of an adapter whose
+    Those are what computes with its own rows, heads or channels, and the factor of a weight whose
     other is split. The module that makes them names them, or the modules that have them, as
     `grad_is_partial`.
     """

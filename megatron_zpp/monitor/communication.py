@@ -51,13 +51,10 @@ class Communication:
     exchange: "Communication | None" = None
 
     def __add__(self, other: "Communication") -> "Communication":
-        return Communication(
-            steps=self.steps + other.steps,
-            sent=self.sent + other.sent,
-            expected=self.expected + other.expected,
-            plain=self.plain + other.plain,
-            coded=self.coded.plus(other.coded),
-        )
+        columns = ("sent", "expected", "plain")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in columns}
+        coded = self.coded.plus(other.coded)
+        return Communication(steps=self.steps + other.steps, coded=coded, **sums)
 
     @property
     def purposes(self) -> tuple[str, ...]:

@@ -100,9 +100,6 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
         }
     for each in declared("STEP_KEYS", CAPABILITIES):
         key |= each(config)
-    if config.lora.lora_rank:
-        bits = own.nontrainable_weight_bits if zero.stores_frozen else None
-        key |= {"lora_rank": config.lora.lora_rank, "stored_bits": bits}
     return key
 
 

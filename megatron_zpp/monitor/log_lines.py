@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from megatron_zpp.monitor.communication import (
     ACROSS_NODES,
     COUNTS,
+    MIB,
     Communication,
     size,
     sum_over,
 )
-from megatron_zpp.monitor.memory import MemoryUse, memory_line
+from megatron_zpp.monitor.memory import MemoryUse
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from zeropp.settings.capabilities import declared
@@ -78,7 +79,14 @@ class MegatronLines:
 
     def memory(self, rank: int, memory: MemoryUse, iteration: int) -> str:
         """What a rank holds after an iteration."""
-        return memory_line(rank, memory, f"(after {iteration} iterations)")
+        fields = {
+            "allocated": memory.allocated_bytes,
+            "max allocated": memory.peak_allocated_bytes,
+            "reserved": memory.reserved_bytes,
+            "max reserved": memory.peak_reserved_bytes,
+        }
+        numbers = "".join(f" | {name}: {value / MIB}" for name, value in fields.items())
+        return f"[Rank {rank}] (after {iteration} iterations) memory (MB){numbers}"
 
 
 @dataclass(frozen=True)

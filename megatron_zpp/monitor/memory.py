@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 STATM = Path("/proc/self/statm")
-MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +43,3 @@ def read_memory(device: torch.device) -> MemoryUse:
         peak_allocated_bytes=max(peak, resident),
         peak_reserved_bytes=max(peak, resident),
     )
-
-
-def memory_line(rank: int, memory: MemoryUse, moment: str) -> str:
-    """Megatron's memory report, in MiB, e.g. for the moment "(after 10 iterations)"."""
-    fields = {
-        "allocated": memory.allocated_bytes,
-        "max allocated": memory.peak_allocated_bytes,
-        "reserved": memory.reserved_bytes,
-        "max reserved": memory.peak_reserved_bytes,
-    }
-    numbers = "".join(f" | {name}: {value / MEBIBYTE}" for name, value in fields.items())
-    return f"[Rank {rank}] {moment} memory (MB){numbers}"

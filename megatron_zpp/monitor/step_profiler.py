@@ -1,7 +1,6 @@
 """`--profile`: a trace of some iterations, for Perfetto, chrome://tracing or TensorBoard."""
 
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -30,12 +29,7 @@ class StepProfiler:
     def __enter__(self) -> "StepProfiler":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end(self._made + 1)
 
     def before_iteration(self, made: int) -> None:

@@ -85,7 +85,11 @@ class JsonLines(Writer):
 
     def interval(self, interval: Interval) -> None:
         """Write the numbers of the log line."""
-        last = interval.last
+        last, memory = interval.last, interval.last.memory
+        held = memory and {
+            "memory_bytes": memory.allocated_bytes,
+            "peak_memory_bytes": memory.peak_allocated_bytes,
+        }
         self._write_line(
             iteration=last.iteration,
             consumed_samples=last.consumed_samples,
@@ -106,7 +110,7 @@ class JsonLines(Writer):
             **last.others,
             **communication_scalars(last.communication),
             **plain_scalars(last.communication),
-            **_memory(last),
+            **(held or {}),
         )
 
     def validation(self, validation: Validation) -> None:
@@ -162,17 +166,6 @@ class WeightsAndBiases(CurveWriter):
         scalars = {name: value for _, part in curves for name, value in part.items()}
         if scalars:
             self._run.log(scalars, step=position.iteration)
-
-
-def _memory(iteration: Iteration) -> dict[str, int]:
-    """Bytes that this rank holds and held at most."""
-    memory = iteration.memory
-    if memory is None:
-        return {}
-    return {
-        "memory_bytes": memory.allocated_bytes,
-        "peak_memory_bytes": memory.peak_allocated_bytes,
-    }
 
 
 def _prepare_folder(name: str, axes: Sequence[Axis], resumed_at: Position | None) -> Path:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_zpp.parallel.main_thread import MainThread
+from megatron_zpp.parallel.heartbeat import MainThread
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.parallel.replicas import Joining, Replicas
 from megatron_zpp.parallel.token_groups import TokenGroups

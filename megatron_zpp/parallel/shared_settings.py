@@ -13,7 +13,7 @@ import torch
 from megatron_zpp.settings.config import SECTIONS, Config
 from megatron_zpp.settings.data import SOURCES
 from zeropp import __version__
-from zeropp.native import source_hash
+from zeropp.native.library import PACKAGE, source_hash
 from zeropp.settings.deepspeed_json import all_keys
 from zeropp.settings.schema import settings_of
 from zeropp.settings.zero_config import ZeroConfig
@@ -25,13 +25,13 @@ PATHS = (  # which may differ between machines, but are given to all or to none
     *("data_cache_path", "vocab_file", "merge_file", "tokenizer_model", "pretrained_checkpoint"),
     *("save", "load", "plan_file", "tensorboard_dir", "wandb_save_dir"),
 )
-PACKAGES = (Path(__file__).resolve().parents[1], source_hash.PACKAGE)
+PACKAGES = (Path(__file__).resolve().parents[1], PACKAGE)
 DIGITS = 8  # of a hash, to show
 
 
 def shared_settings(config: Config) -> dict[str, str]:
     """Return the settings that have an effect and the versions, by the names that users know."""
-    sources = " ".join(source_hash.source_hash(folder)[:DIGITS] for folder in PACKAGES)
+    sources = " ".join(source_hash(folder)[:DIGITS] for folder in PACKAGES)
     texts = {
         "version": f"{__version__}, its sources {sources}",
         "PyTorch": torch.__version__,

@@ -288,7 +288,7 @@ def _trace_ends(
     live = LiveBytes(excluded, counts_meta=True)
 
     def after_embedding(block: nn.Module, inputs: tuple, stream: Tensor) -> None:
-        if not stream.requires_grad:  # as after blocks with adapters
+        if not stream.requires_grad:  # as before frozen weights
             stream.requires_grad_()
         measured["embedding_saved"] = live.current
         measured["embedding_forward"] = live.take_peak()

@@ -297,7 +297,7 @@ def given_settings(zero: ZeroConfig) -> ZeroSettings:
     parts += ["qwZ"] * optimization.zero_quantized_weights
     parts += ["hpZ"] * (optimization.zero_hpz_partition_size > 1)
     parts += ["qgZ"] * optimization.zero_quantized_gradients
-    parts += ["MixZ++"] * zero.stores_frozen
+    parts += ["MixZ++"] * (zero.placement.frozen_bits is not None)
     inexactness = optimization.zero_quantized_weights + 2 * optimization.zero_quantized_gradients
     return ZeroSettings(name=", ".join(parts), inexactness=inexactness, zero={})
 

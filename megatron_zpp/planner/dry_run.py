@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_zpp.capabilities.experts.capability import expert_row
 from megatron_zpp.checkpoint.open_model import OpenModel
 from megatron_zpp.checkpoint.pretrained_model import with_initial_model
 from megatron_zpp.data.text_source import resolve_vocab_size
@@ -16,12 +15,11 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
 from megatron_zpp.planner.parts.planned_local_steps import PlannedLocalSteps
-from megatron_zpp.recipe.model import lora_summary
 from megatron_zpp.settings.config import Config
 from zeropp.capabilities.local_sgd.outer_group import PURPOSE
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
-from zeropp.sharding.report import describe
+from zeropp.sharding.forecast import describe
 from zeropp.wire.rank_group import AXES, Nodes
 from zeropp.wire.traffic import PURPOSES
 
@@ -165,8 +163,7 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         memory = {"device": memory_estimate.device, **memory}
     return [
         ("model", f"{shape}: {run.model.whole.num_parameters():,} parameters"),
-        *lora_summary(config, run.model.whole),
-        *([expert_row(model, run.ranks.split_experts)] if model.has_experts else []),
+        *(row for each in run.capabilities for row in each.model_rows(run.model.whole)),
         ("batch", batch),
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),

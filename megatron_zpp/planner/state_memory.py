@@ -39,7 +39,7 @@ def saved_bytes(run: PlannedRun) -> int:
     num_bytes = FP32_BYTES * run.trained
     if not run.config.checkpoint.no_save_optim:
         num_bytes += moments_bytes(run)
-    if not run.config.zero.stores_frozen:  # frozen weights that are stored as codes are not saved
+    if run.config.zero.placement.frozen_bits is None:  # codes are not saved
         num_bytes += run.frozen
     if run.stage:
         return num_bytes

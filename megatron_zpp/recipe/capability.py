@@ -15,6 +15,7 @@ from zeropp.wire.traffic import Traffic
 
 if TYPE_CHECKING:  # a capability of one module has settings, too, that the configuration waits for
     from megatron_zpp.model.attention.sequences import PassRecord
+    from megatron_zpp.model.gpt import GPT
     from megatron_zpp.parallel.rank_grid import RankGrid
     from megatron_zpp.settings.config import Config
     from zeropp import Sharding
@@ -37,11 +38,11 @@ class Capability:
     """
 
     config: "Config"
-    ranks: "RankGrid"
+    ranks: "RankGrid | None"
     sharding: "Sharding | None" = None
     optimizer: torch.optim.Optimizer | None = None
 
-    setting: ClassVar[tuple[str, Any] | None] = None  # and its value in runs that have it
+    setting: ClassVar[tuple[str, Any] | None] = None  # and its value, or what is true of that
     splits: ClassVar[str | None] = None  # what ranks of its axis split, as `Part.axes` calls it
     own_group: ClassVar[OwnGroup | None] = None  # of its optimizer
     ledger: ClassVar[Traffic | None] = None  # of what it sends; an instance may have one
@@ -49,15 +50,28 @@ class Capability:
     @classmethod
     def is_on(cls, config: "Config") -> bool:
         """Whether a run has the capability."""
-        return cls.setting is None or attrgetter(cls.setting[0])(config) == cls.setting[1]
+        if cls.setting is None:
+            return True
+        name, expected = cls.setting
+        value = attrgetter(name)(config)
+        return expected(value) if callable(expected) else value == expected
 
     @classmethod
     def settled(cls, config: "Config", nodes: Nodes) -> "Config":
         """Return the configuration with what follows from the nodes where it leaves that open."""
         return config
 
+    def extend(self, model: "GPT") -> None:
+        """Add to the layers of a model, or of a stage of it, before it is sharded."""
+
     def axis(self) -> Any:
         """Return the ranks that split what it `splits`, or None; all ranks call it once."""
+
+    def require_stages(self, model: "GPT", stages: Sequence[range]) -> None:
+        """Raise InputError for layers of a model, one of `stages`, that could not be trained."""
+
+    def initialize(self, model: nn.Module) -> None:
+        """Write the first values of what `extend` has added; all other weights have theirs."""
 
     def before_allocation(self, sharding: "Sharding", device: torch.device) -> None:
         """Raise InputError for too little memory, before weights get theirs; all ranks call it."""
@@ -106,8 +120,11 @@ class Capability:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` has returned, with the values of a checkpoint."""
 
-    def model_rows(self) -> Iterable[tuple[str, str]]:
-        """Yield rows (name, text) of the table before training that say more of the model."""
+    def require_saved(self, saved: Mapping[str, Any], folder: str) -> None:
+        """Raise InputError if a checkpoint's settings, by section, do not fit the run."""
+
+    def model_rows(self, model: "GPT") -> Iterable[tuple[str, str]]:
+        """Yield rows (name, text) of the table before training that say more of the whole model."""
         return ()
 
     def rows(self) -> Iterable[tuple[str, str]]:
@@ -127,9 +144,16 @@ def _kinds_in(config: "Config") -> Iterator[type[Capability]]:
     return (kind for kind in kinds if kind.is_on(config))
 
 
-def capabilities_of(config: "Config", ranks: "RankGrid") -> tuple[Capability, ...]:
-    """Return the capabilities of a run, by their names."""
+def capabilities_of(config: "Config", ranks: "RankGrid | None" = None) -> tuple[Capability, ...]:
+    """Return the capabilities of a run, by their names; without ranks, those of its model."""
     return tuple(kind(config=config, ranks=ranks) for kind in _kinds_in(config))
+
+
+def extended(model: "GPT", capabilities: Iterable[Capability]) -> "GPT":
+    """Return a model with what capabilities add to it."""
+    for each in capabilities:
+        each.extend(model)
+    return model
 
 
 def settled(config: "Config", nodes: Nodes) -> "Config":

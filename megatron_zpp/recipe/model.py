@@ -11,14 +11,13 @@ import torch
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.model.lora import EXPERT_LAYERS, adapts_experts, initialize_adapters
 from megatron_zpp.model.part import TORCH_NORMS, Part, parts_of_stages
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.apex import Apex
-from megatron_zpp.recipe.capability import Capability, capabilities_of
+from megatron_zpp.recipe.capability import Capability, capabilities_of, extended
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
-from zeropp import InputError, Sharding, shard
+from zeropp import Sharding, shard
 from zeropp.sharding.shard import allocate_parameters
 
 COMPILER = "inductor"
@@ -34,9 +33,8 @@ def build_model(
 ) -> Sharding:
     """Build the GPT of `config.model`, sharded over `ranks` as `config.zero` says.
 
-    `fill` writes the weights; without it they are drawn. LoRA adapters are added and drawn as
-    `config.lora` says. `capabilities` are by default new ones. Returns what `zeropp.shard` returns;
-    of a pipeline, for this rank's stages.
+    `fill` writes the weights; without it they are drawn. `capabilities`, by default new ones, may
+    add to the model. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
     seed, shape = config.training.seed, config.model
     if capabilities is None:
@@ -45,14 +43,13 @@ def build_model(
         tensor=ranks.tensor_axis(config.parallel),
         context=ranks.context_axis(config.parallel),
         axes={each.splits: each.axis() for each in capabilities if each.splits},
-        lora=config.lora if config.lora.lora_rank else None,
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
     )
     with torch.device("meta"):
-        whole = GPT(shape, vocab_size, common)
+        whole = extended(GPT(shape, vocab_size, common), capabilities)
     if ranks.pipeline_size > 1:
-        sharding = _build_pipeline(config, ranks, whole, vocab_size)
+        sharding = _build_pipeline(config, ranks, whole, capabilities)
     else:
         sharding = _shard_model(whole, config, ranks)
     for each in capabilities:
@@ -63,19 +60,23 @@ def build_model(
         initialize(model, seed, shape)
     else:
         fill(model)
-        initialize_adapters(model, seed)
+        for each in capabilities:
+            each.initialize(model)
     sharding.weights_changed()
     return sharding
 
 
-def _build_pipeline(config: Config, ranks: Ranks, whole: GPT, vocab_size: int) -> Sharding:
+def _build_pipeline(
+    config: Config, ranks: Ranks, whole: GPT, capabilities: Sequence[Capability]
+) -> Sharding:
     """Build and shard this rank's stages of a model."""
     layers = config.parallel.stages(config.model.num_layers)
-    _require_trained_layers(whole, layers)
+    for each in capabilities:
+        each.require_stages(whole, layers)
     stages, at_both_ends = [], []
     for part in parts_of_stages(whole.part, layers, ranks.pipeline_place, ranks.pipeline_size):
         with torch.device("meta"):
-            model = GPT(config.model, vocab_size, part)
+            model = extended(GPT(config.model, whole.vocab_size, part), capabilities)
         if whole.head is None and model.tokens is not None:
             at_both_ends.append(model.tokens)
         stages.append(_shard_model(model, config, ranks, keeps_root=True))
@@ -84,17 +85,6 @@ def _build_pipeline(config: Config, ranks: Ranks, whole: GPT, vocab_size: int) -
     splits_rows = config.parallel.sequence_parallel
     pipeline = Pipeline(whole, stages, ranks, dtype, splits_rows=splits_rows)
     return Sharding.join(pipeline, stages, at_both_ends=at_both_ends)
-
-
-def _require_trained_layers(model: GPT, stages: Sequence[range]) -> None:
-    """Raise InputError if a stage has nothing to train."""
-    for index, layers in enumerate(stages):
-        parameters = (each for layer in layers for each in model.blocks[layer].parameters())
-        if not any(parameter.requires_grad for parameter in parameters):
-            raise InputError(
-                f"--lora-target-modules leaves nothing to train in layers {layers.start} to "
-                f"{layers.stop - 1}, stage {index} of the pipeline: name layers in every stage"
-            )
 
 
 def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:
@@ -111,20 +101,3 @@ def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool =
         keeps_root=keeps_root,
         calls_units=True,
     )
-
-
-def lora_summary(config: Config, model: GPT) -> list[tuple[str, str]]:
-    """Return a (name, text) row for the summary of a LoRA run; empty for any other run."""
-    lora = config.lora
-    if not lora.lora_rank:
-        return []
-    num_trained = model.num_parameters(trained_only=True)
-    text = (
-        f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}: {num_trained:,} parameters are trained"
-    )
-    if config.model.has_experts and not adapts_experts(lora, config.model):
-        text += f"\nexperts have none: --lora-target-modules {' '.join(EXPERT_LAYERS)}"
-    if config.zero.stores_frozen:
-        bits = config.zero.zeropp.nontrainable_weight_bits
-        text += f"\nthe frozen weights are stored and gathered as INT{bits} (MixZ++)"
-    return [("LoRA", text)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.model.attention.sequences import PassRecord
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.parallel.main_thread import MainThread
+from megatron_zpp.parallel.heartbeat import MainThread
 from zeropp import Sharding
 
 

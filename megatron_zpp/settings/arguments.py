@@ -14,12 +14,11 @@ from typing import Any
 from megatron_zpp.settings import defaults
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.command_line import HELP, TypedFlag, read, vocabulary
-from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ParallelConfig
+from megatron_zpp.settings.config import SECTIONS, BatchConfig, Config, ModelConfig, ParallelConfig
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.gpt.model import ModelFlags
-from megatron_zpp.settings.json_flags import ZeroFlags
-from megatron_zpp.settings.merge import json_values, merge
+from megatron_zpp.settings.json_flags import ZeroFlags, json_values, merge
 from megatron_zpp.settings.run_help import run_help
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.errors import InputError
@@ -66,13 +65,8 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     sections = {name: _section(kind, completed) for name, kind in SECTIONS.items()}
     config = Config(**sections, given=given)
     check(config, num_replicas)
-    _check_accumulation(config, file, num_replicas)
+    _check_accumulation(config.batch, file, num_replicas)
     config = replace(config, zero=_zero(file, completed, config.batch, num_replicas))
-    if config.zero.stores_frozen and not config.lora.lora_rank:
-        raise InputError(
-            "zero_quantized_nontrainable_weights stores frozen weights quantized, and without "
-            "--lora-rank all weights are trained: give a rank (finetune_gpt.py), or leave it out"
-        )
     for obstacle, is_met in declared("OBSTACLES", CAPABILITIES):
         if is_met(config):
             raise InputError(obstacle.format(config=config))
@@ -95,7 +89,7 @@ def check(config: Config, num_replicas: int) -> None:
             "--no-load-lr-state and --use-checkpoint-opt_param-scheduler contradict: leave one out"
         )
     Schedules.of(config).batch_size.check(num_replicas)
-    save, pretrained = config.checkpoint.save, config.lora.pretrained_checkpoint
+    save, pretrained = config.checkpoint.save, config.pretrained_checkpoint
     if save and pretrained and Path(save).resolve() == Path(pretrained).resolve():
         raise InputError(
             f"--save {save} is the folder of --pretrained-checkpoint, where a newer checkpoint "
@@ -106,9 +100,9 @@ def check(config: Config, num_replicas: int) -> None:
         require_divisible(config, num_replicas)
 
 
-def require_pretrained(config: Config, program: str) -> None:
-    """Raise InputError for a run that names no model to fine-tune."""
-    if config.lora.pretrained_checkpoint is None:
+def require_pretrained(pretrained: str | None, program: str) -> None:
+    """Raise InputError for a run that names no pretrained model to fine-tune."""
+    if pretrained is None:
         raise InputError(
             f"{program} needs --pretrained-checkpoint FOLDER, the model to fine-tune: a folder of "
             "checkpoints (tools/convert_hf.py makes one of a Hugging Face model); pretrain_gpt.py "
@@ -136,10 +130,10 @@ def require_divisible(config: Config, num_replicas: int) -> None:
     vocabulary = (
         "--pad-vocab-size-to" if model.pad_vocab_size_to else "--make-vocab-size-divisible-by"
     )
-    _require_whole_sequences(config)
+    _require_whole_sequences(model, parallel)
     groups = model.kv_heads
     if groups < tensor and tensor % groups == 0 and not model.multi_latent_attention:
-        _require_shared_groups(config)
+        _require_shared_groups(model, tensor)
         groups = tensor
     splits_rows, exchanges_heads = parallel.sequence_parallel, parallel.cp_comm_type == "a2a"
     rows, by_rows = (tensor * context, by_both) if splits_rows else (context, by_context)
@@ -164,9 +158,8 @@ def require_divisible(config: Config, num_replicas: int) -> None:
             )
 
 
-def _require_shared_groups(config: Config) -> None:
-    """Raise InputError for heads of keys and values that several tensor ranks cannot share."""
-    model, tensor = config.model, config.parallel.tensor_model_parallel_size
+def _require_shared_groups(model: ModelConfig, tensor: int) -> None:
+    """Raise InputError for heads of keys and values that `tensor` ranks cannot share."""
     words = f"--num-query-groups {model.kv_heads} below --tensor-model-parallel-size {tensor}"
     for name in ("qk_layernorm_across_heads", "qk_layernorm_per_head"):
         if getattr(model, name):
@@ -181,9 +174,8 @@ def _require_shared_groups(config: Config) -> None:
         )
 
 
-def _require_whole_sequences(config: Config) -> None:
+def _require_whole_sequences(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise InputError for attention that ranks which share sequences cannot compute."""
-    model, parallel = config.model, config.parallel
     if parallel.context_parallel_size == 1:
         return
     if model.position_embedding_type == "alibi" and parallel.cp_comm_type == "a2a":
@@ -204,11 +196,10 @@ def _section(kind: type[Section], values: Mapping[str, Any]) -> Section:
     return kind(**{flag.name: values[flag.name] for flag in settings_of(kind)})
 
 
-def _check_accumulation(config: Config, file: JsonValues, world_size: int) -> None:
+def _check_accumulation(batch: BatchConfig, file: JsonValues, world_size: int) -> None:
     key = "gradient_accumulation_steps"
     if file.values.get(key) is None:
         return
-    batch = config.batch
     steps = batch.global_batch_size // (batch.micro_batch_size * world_size)
     if steps != file.values[key]:
         raise InputError(

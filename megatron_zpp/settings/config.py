@@ -11,7 +11,6 @@ from types import MappingProxyType
 from megatron_zpp.settings.capability_flags import of_capabilities
 from megatron_zpp.settings.data import BatchConfig, DataConfig, FimConfig, TokenizerConfig
 from megatron_zpp.settings.flag import Section
-from megatron_zpp.settings.gpt.lora import LoraConfig
 from megatron_zpp.settings.gpt.model import ModelConfig
 from megatron_zpp.settings.optimization import (
     OptimizerConfig,
@@ -37,7 +36,6 @@ class Config(of_capabilities()):
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     fim: FimConfig = field(default_factory=FimConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

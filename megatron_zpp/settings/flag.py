@@ -1,6 +1,6 @@
 """Settings that are flags of a command line, declared by `flag` as fields of a section.
 
-The flags of a run are described by tables beside the sections, such as `run.toml`. A row has the
+The flags of a run are described by tables beside their sections, such as `run.toml`. A row has the
 help of a flag, in one string or several, and further fields of `Flag`; `needs` is what gives the
 flag an effect, such as `--load` or `--rope-type yarn`, and `no_effect` are reasons why it has none.
 """
@@ -93,27 +93,38 @@ def flag(default: Any, help: str = "", *, kind: Callable[..., Flag] | None = Non
     A flag that is the `same_as` a JSON key has no effect for the same reasons, unless it names
     others.
     """
-    return setting(kind or _flag, default, help, **facts)
+    return setting(kind or make_flag, default, help, **facts)
 
 
 Conditions = Mapping[str, Callable[[Any], Any] | None]
 
 
 def flags_in(
-    table: str, conditions: Conditions = MappingProxyType({}), **facts: Any
+    table: str,
+    conditions: Conditions = MappingProxyType({}),
+    *,
+    package: str = __package__,
+    **facts: Any,
 ) -> Callable[..., Any]:
-    """Return what declares flags as `flag` does, each described by its row of the file `table`.
+    """Return what declares flags as `flag` does, each described by its row of a table.
 
-    conditions: when a text of `no_effect` holds (None: always), and when one of `needs` is met
-    whose words do not say it. facts: further fields of all these flags.
+    table: a file of the `package`. conditions: when a text of `no_effect` holds (None: always), and
+    when one of `needs` is met whose words do not say it. facts: further fields of all these flags.
     """
-    return partial(flag, kind=partial(_flag_of_row, table, conditions), **facts)
+    return partial(flag, kind=partial(_flag_of_row, package, table, conditions), **facts)
 
 
 def _flag_of_row(
-    table: str, conditions: Conditions, *, name: str, help: str, no_effect: tuple, **facts: Any
+    package: str,
+    table: str,
+    conditions: Conditions,
+    *,
+    name: str,
+    help: str,
+    no_effect: tuple,
+    **facts: Any,
 ) -> Flag:
-    entries = () if help else _read(table)[name]
+    entries = () if help else _read(package, table)[name]
     entries = [entries] if isinstance(entries, str) else entries
     lines = [help, *(entry for entry in entries if isinstance(entry, str))]
     row = {}
@@ -122,7 +133,7 @@ def _flag_of_row(
     needed = [needs(text, conditions.get(text)) for text in row.pop("needs", ())]
     reasons = [NoEffect(text, conditions[text]) for text in row.pop("no_effect", ())]
     lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
-    return _flag(
+    return make_flag(
         name=name,
         help=" ".join(filter(None, lines)),
         no_effect=(*needed, *reasons, *no_effect),
@@ -131,7 +142,10 @@ def _flag_of_row(
     )
 
 
-def _flag(*, same_as: str | Mapping | SameAs | None = None, no_effect: tuple, **facts: Any) -> Flag:
+def make_flag(
+    *, same_as: str | Mapping | SameAs | None = None, no_effect: tuple, **facts: Any
+) -> Flag:
+    """Return a flag, whose `same_as` may be a key of the JSON or the fields of a `SameAs`."""
     if isinstance(same_as, str):
         same_as = SameAs(same_as)
     elif isinstance(same_as, Mapping):
@@ -145,8 +159,8 @@ def _flag(*, same_as: str | Mapping | SameAs | None = None, no_effect: tuple, **
 
 
 @cache
-def _read(table: str) -> Mapping[str, Any]:
-    return MappingProxyType(read_toml(__package__, table))
+def _read(package: str, table: str) -> Mapping[str, Any]:
+    return MappingProxyType(read_toml(package, table))
 
 
 def needs(flags: str, condition: Callable[[Any], Any] | None = None) -> NoEffect:
@@ -169,11 +183,6 @@ def _is_met(flags: str, config: Any) -> bool:
     if above:
         return value > float(wanted)
     return value == wanted if wanted else value is not None and value is not False
-
-
-def flag_that_needs(flags: str, condition: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return what declares flags that have no effect unless `condition` holds, as `flag` does."""
-    return partial(flag, no_effect=needs(flags, condition))
 
 
 def shared(section: type[Section], name: str) -> Any:

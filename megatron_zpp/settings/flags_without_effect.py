@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from types import MappingProxyType
-from typing import Any
 
-from megatron_zpp.settings.flag import Flag, SameAs, Section
+from megatron_zpp.settings.flag import Flag, Section, make_flag
 from zeropp.settings.no_effect_tables import Table, read_toml, settings_without_effect
 
 
@@ -27,7 +26,7 @@ def refused_flags() -> Mapping[str, Sequence[str]]:
 
 def flags_of(table: Table) -> tuple[Flag, ...]:
     """The flags of a table like `no_effect.toml`: by reason, by name, what follows the name."""
-    return tuple(settings_without_effect(_flag, table, section=Section).values())
+    return tuple(settings_without_effect(make_flag, table, section=Section).values())
 
 
 def what_is_missing(name: str) -> str:
@@ -36,7 +35,3 @@ def what_is_missing(name: str) -> str:
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return missing
     return ""
-
-
-def _flag(same_as: str | None = None, **facts: Any) -> Flag:
-    return Flag(same_as=SameAs(same_as) if same_as else None, **facts)

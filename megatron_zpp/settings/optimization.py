@@ -18,7 +18,6 @@ _flag = flags_in(
         "--lr-decay-style constant does not decay": lambda c: (
             c.schedule.lr_decay_style == "constant"
         ),
-        "LoRA trains neither": lambda c: c.lora.lora_rank > 0,
         "the scale that --loss-scale gives is constant": lambda c: (
             c.precision.loss_scale is not None
         ),
@@ -26,6 +25,7 @@ _flag = flags_in(
             c.schedule.lr_decay_tokens is not None
         ),
         "there is no warm-up": lambda c: not c.schedule.has_warmup,
+        **dict(declared("REASONS", CAPABILITIES)),
     },
 )
 

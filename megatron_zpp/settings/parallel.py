@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.flag import Section, flag, needs
+from megatron_zpp.settings.flag import Section, flags_in
 from zeropp.errors import InputError
 from zeropp.settings.capabilities import declared
 from zeropp.settings.schema import Rule, one_of
@@ -25,6 +25,10 @@ _NO_COUNTS = (
     "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers give the ends "
     "fewer blocks"
 )
+_flag = flags_in(
+    "parallel.toml",
+    {"--context-parallel-size": lambda c: c.parallel.context_parallel_size > 1},
+)
 _BY_TYPE = "type:"
 # The names of DeepSpeed's layers for what is before, in and after the stack of blocks.
 _BLOCK, _END = "ParallelTransformerLayerPipe", "EmbeddingPipe"
@@ -34,56 +38,20 @@ _BLOCK, _END = "ParallelTransformerLayerPipe", "EmbeddingPipe"
 class ParallelConfig(*declared("PARALLEL", CAPABILITIES), Section):
     """How the ranks share the work: those that split a model, and replicas for the data."""
 
-    tensor_model_parallel_size: int = flag(
-        1, "ranks that split each layer", minimum=1, aliases=("model-parallel-size",)
+    tensor_model_parallel_size: int = _flag(1)
+    pipeline_model_parallel_size: int = _flag(1)
+    context_parallel_size: int = _flag(1)
+    num_layers_per_virtual_pipeline_stage: int | None = _flag(None)
+    num_virtual_stages_per_pipeline_rank: int | None = _flag(None)
+    decoder_first_pipeline_num_layers: int | None = _flag(None)
+    decoder_last_pipeline_num_layers: int | None = _flag(None)
+    pp_partition_method: str | None = _flag(
+        None, refused=dict.fromkeys(("parameters", "profile"), _NO_COUNTS)
     )
-    pipeline_model_parallel_size: int = flag(1, "ranks that split the stack of layers", minimum=1)
-    context_parallel_size: int = flag(
-        1, "ranks that split each sequence", minimum=1, aliases=("ds-sequence-parallel-size",)
-    )
-    num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers per stage, if each pipeline rank has several stages", minimum=1
-    )
-    num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "stages per pipeline rank (default: 1)", minimum=1
-    )
-    decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of the first pipeline rank (default: as many as the others)", minimum=1
-    )
-    decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers of the last pipeline rank (default: as many as the others)", minimum=1
-    )
-    pp_partition_method: str | None = flag(
-        None,
-        "what to divide equally among pipeline ranks: blocks (uniform or type:transformer), or "
-        "blocks and the embeddings at both ends (type:transformer|embedding)",
-        refused=dict.fromkeys(("parameters", "profile"), _NO_COUNTS),
-        no_effect=needs(
-            "--pipeline-model-parallel-size above 1",
-            lambda c: c.parallel.pipeline_model_parallel_size > 1,
-        ),
-    )
-    cp_comm_type: str = flag(
-        "a2a",
-        "how context-parallel ranks exchange what attention needs",
-        choices=("a2a", "allgather"),
-        refused=dict.fromkeys(("p2p", "a2a+p2p"), _NO_RING),
-        no_effect=needs("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1),
-    )
-    sequence_parallel: bool = flag(
-        False,
-        "split activations along the sequence",
-        no_effect=needs(
-            "--tensor-model-parallel-size above 1",
-            lambda c: c.parallel.tensor_model_parallel_size > 1,
-        ),
-    )
-    distributed_backend: str | None = flag(
-        None, "communication library (default: nccl on GPUs, else gloo)", choices=("nccl", "gloo")
-    )
-    distributed_timeout_minutes: float = flag(
-        10.0, "time after which a collective fails and a rank that hangs ends the run", above=0
-    )
+    cp_comm_type: str = _flag("a2a", refused=dict.fromkeys(("p2p", "a2a+p2p"), _NO_RING))
+    sequence_parallel: bool = _flag(False)
+    distributed_backend: str | None = _flag(None)
+    distributed_timeout_minutes: float = _flag(10.0)
 
     rules = (
         *(

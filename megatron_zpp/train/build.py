@@ -23,7 +23,6 @@ from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.recipe.capability import settled
-from megatron_zpp.recipe.model import lora_summary
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
@@ -181,8 +180,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
     sources = config.data.data_path or config.data.train_data_path or ("made-up samples",)
     return [
         ("model", f"{sharding.model.num_parameters():,} parameters\n{shape}"),
-        *lora_summary(config, sharding.model),
-        *(row for each in trainer.capabilities for row in each.model_rows()),
+        *(row for each in trainer.capabilities for row in each.model_rows(sharding.model)),
         ("data", " ".join(sources)),
         (
             "batch",
@@ -234,7 +232,7 @@ def checkpoints_of(run: Run) -> str:
     frozen = run.trainer.sharding.model.num_parameters() - trained
     moments = 0 if options.no_save_optim else state_numbers_per_weight(run.trainer.optimizer)
     num_bytes = FP32_BYTES * trained * (1 + moments)
-    if not run.config.zero.stores_frozen:
+    if run.config.zero.placement.frozen_bits is None:
         num_bytes += FP32_BYTES * frozen
     if run.config.zero.zeropp.weight_steps:
         num_bytes += trained  # the codes that the nodes have

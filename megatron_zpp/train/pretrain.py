@@ -4,6 +4,7 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.parallel.replicas import joining_of
 from megatron_zpp.parallel.shared_settings import shared_settings
 from megatron_zpp.settings.arguments import parse, require_pretrained
-from megatron_zpp.settings.config import CheckpointConfig, Config
+from megatron_zpp.settings.config import CheckpointConfig, Config, LogConfig
 from megatron_zpp.text.generate import generate
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.determinism import deterministic_kernels
@@ -62,7 +63,7 @@ def main(
             config = parse(argv, environment.world_size, program)
             console.set_level(config.log.logging_level)
             if needs_pretrained:
-                require_pretrained(config, program)
+                require_pretrained(config.pretrained_checkpoint, program)
             if config.training.dry_run:
                 return dry_run(config, environment, console)
             with (
@@ -79,7 +80,13 @@ def main(
                     joining_of(config, environment, settings),
                 )
                 config = with_own_folders(config, ranks)
-                return _with_heartbeat(config, ranks, console, stopping, open_model)
+                return RankProgram(
+                    config=config,
+                    ranks=ranks,
+                    console=console,
+                    stopping=stopping,
+                    open_model=open_model,
+                ).run()
         except NetworkError as error:
             message = str(error)
             report_on_each_machine(environment, lambda: console.notice(logging.ERROR, message))
@@ -94,21 +101,100 @@ def main(
             return interruption.code
 
 
-def pretrain(
-    config: Config, ranks: Ranks, console: Console, stopping: Stopping, open_model: OpenModel
-) -> None:
-    """Build the run, train, evaluate, generate a sample and print a summary."""
-    save = None if config.training.skip_train else config.checkpoint.save
-    is_first = ranks.environment.local_rank == 0
-    alone = hold_folder(Path(save), "--save", is_first_on_machine=is_first) if save else None
-    with alone or nullcontext() as save_lock:  # no other job saves there
-        run = build_run(config, ranks, console, stopping, open_model, save_lock)
-        train_and_evaluate(config, run)
+@dataclass(kw_only=True)
+class RankProgram:
+    """What one rank does once it has met the others, and what a failure means for all of them.
+
+    `heartbeat` notices failures of other ranks; a single rank has none.
+    """
+
+    config: Config
+    ranks: Ranks
+    console: Console
+    stopping: Stopping
+    open_model: OpenModel
+    heartbeat: Heartbeat | None = None
+
+    def run(self) -> int:
+        """Run `pretrain` while the ranks detect each other's failures; return the exit status."""
+        ranks = self.ranks
+        if ranks.num_ranks > 1:
+            limit = 60 * self.config.parallel.distributed_timeout_minutes
+            self.heartbeat = Heartbeat(
+                ranks.store, ranks.rank, ranks.num_ranks, ranks.main_thread, limit
+            )
+        status = self._report()
+        ranks.replicas.close(succeeded=status == 0)
+        if self.heartbeat:
+            keeps_store = ranks.rank == 0 and not ranks.environment.launcher_has_store
+            self.heartbeat.close(keeps_store=keeps_store)
+        if status and ranks.global_rank == 0:
+            for name, value in report_after_failure(self.config.log):
+                self.console.line(f"{name} so far: {value}")
+        if status == 0 or self.heartbeat is None:  # else it could wait for a rank that has died
+            dist.destroy_process_group()
+        return status
+
+    def pretrain(self) -> None:
+        """Build the run, train, evaluate, generate a sample and print a summary."""
+        config, is_first = self.config, self.ranks.environment.local_rank == 0
+        save = None if config.training.skip_train else config.checkpoint.save
+        alone = hold_folder(Path(save), "--save", is_first_on_machine=is_first) if save else None
+        with alone or nullcontext() as save_lock:  # no other job saves there
+            train_and_evaluate(
+                build_run(
+                    config, self.ranks, self.console, self.stopping, self.open_model, save_lock
+                )
+            )
+
+    def _report(self) -> int:
+        """Run `pretrain` and report its failure, on several ranks only the first one's."""
+        console, stopping, heartbeat = self.console, self.stopping, self.heartbeat
+        try:
+            self.pretrain()
+            return 0
+        except Interrupted as interruption:
+            return self._report_interruption(interruption)
+        except Exception as error:
+            if stopping.interruption:  # which torch's checkpoint code caught, and then failed
+                return self._report_interruption(stopping.interruption)
+            stopping.ignore_signals()
+            if isinstance(error, InputError):
+                is_first = heartbeat is None or heartbeat.publish_own_failure(str(error))
+                environment = self.ranks.environment  # all raise it alike: each machine says it
+                if is_first or (environment.machines > 1 and environment.local_rank == 0):
+                    console.notice(logging.ERROR, str(error))
+                return FAILED
+            failure = heartbeat.find_failure() if heartbeat else None
+            if failure is None:
+                if heartbeat:
+                    heartbeat.publish_own_failure(f"{type(error).__name__}: {error}")
+                if isinstance(error, WaitError):
+                    console.notice(logging.ERROR, str(error))
+                    return FAILED
+                raise
+            if heartbeat.is_of_this_rank(failure):
+                console.notice(logging.ERROR, failure)
+                return FAILED
+            console.notice(logging.ERROR, f"{failure}; this rank ends too")
+            return OTHER_RANK_FAILED
+
+    def _report_interruption(self, interruption: Interrupted) -> int:
+        """Say that a signal ends this rank, or which failure it follows from; return the status."""
+        failure, heartbeat = None, self.heartbeat
+        if heartbeat and interruption.number == signal.SIGTERM:
+            failure = heartbeat.find_failure()  # a launcher sends it when another rank has died
+        if heartbeat and failure is None:  # ranks of other machines may have got no signal
+            heartbeat.publish_own_failure(str(interruption))
+        self.console.notice(logging.ERROR, failure or str(interruption))
+        if failure is None:
+            self.console.line(last_checkpoint(self.config.checkpoint))
+        return interruption.code
 
 
-def train_and_evaluate(config: Config, run: Run) -> None:
+def train_and_evaluate(run: Run) -> None:
     """Train, evaluate, generate a sample and print a summary."""
-    console, trainer = run.console, run.trainer
+    config, console, trainer = run.config, run.console, run.trainer
     resumed_complete = trainer.counters.iteration >= trainer.schedules.length.iterations
     if resumed_complete:
         console.line(f"training is complete: {trainer.counters.iteration} iterations are done")
@@ -122,7 +208,7 @@ def train_and_evaluate(config: Config, run: Run) -> None:
                 sample = sample_text(run)
                 run.metrics.sample(sample)
     title = "Finished" if finished else f"Stopped; {how_to_resume(config.checkpoint)}"
-    rows = [*trainer.communication.summary_rows(), *output_folders(config)]
+    rows = [*trainer.communication.summary_rows(), *output_folders(config.log, config.checkpoint)]
     if run.ranks.global_rank == 0:
         rows += report_rows(config.log)
     console.ending(run.metrics.history, rows, sample, title)
@@ -167,81 +253,7 @@ def last_checkpoint(checkpoint: CheckpointConfig) -> str:
     return f"{what}; {how_to_resume(checkpoint)}"
 
 
-def output_folders(config: Config) -> list[tuple[str, str]]:
+def output_folders(log: LogConfig, checkpoint: CheckpointConfig) -> list[tuple[str, str]]:
     """Where the TensorBoard logs and the checkpoints are."""
-    rows = [("TensorBoard", config.log.tensorboard_dir), ("checkpoints", config.checkpoint.save)]
+    rows = [("TensorBoard", log.tensorboard_dir), ("checkpoints", checkpoint.save)]
     return [(name, folder) for name, folder in rows if folder]
-
-
-def _with_heartbeat(
-    config: Config, ranks: Ranks, console: Console, stopping: Stopping, open_model: OpenModel
-) -> int:
-    """Run `pretrain` while the ranks detect each other's failures; return the exit status."""
-    heartbeat = None
-    if ranks.num_ranks > 1:
-        limit = 60 * config.parallel.distributed_timeout_minutes
-        heartbeat = Heartbeat(ranks.store, ranks.rank, ranks.num_ranks, ranks.main_thread, limit)
-    status = _pretrain_and_report(config, ranks, console, stopping, open_model, heartbeat)
-    ranks.replicas.close(succeeded=status == 0)
-    if heartbeat:
-        heartbeat.close(keeps_store=ranks.rank == 0 and not ranks.environment.launcher_has_store)
-    if status and ranks.global_rank == 0:
-        for name, value in report_after_failure(config.log):
-            console.line(f"{name} so far: {value}")
-    if status == 0 or heartbeat is None:  # after a failure this could wait for a rank that has died
-        dist.destroy_process_group()
-    return status
-
-
-def _pretrain_and_report(
-    config: Config,
-    ranks: Ranks,
-    console: Console,
-    stopping: Stopping,
-    open_model: OpenModel,
-    heartbeat: Heartbeat | None,
-) -> int:
-    """Run `pretrain` and report its failure, on several ranks only the first one's."""
-    try:
-        pretrain(config, ranks, console, stopping, open_model)
-        return 0
-    except Interrupted as interruption:
-        return _report_interruption(interruption, config, console, heartbeat)
-    except Exception as error:
-        if stopping.interruption:  # which torch's checkpoint code caught, and then failed
-            return _report_interruption(stopping.interruption, config, console, heartbeat)
-        stopping.ignore_signals()
-        if isinstance(error, InputError):
-            is_first = heartbeat is None or heartbeat.publish_own_failure(str(error))
-            environment = ranks.environment  # all raise it alike: each machine says it
-            if is_first or (environment.machines > 1 and environment.local_rank == 0):
-                console.notice(logging.ERROR, str(error))
-            return FAILED
-        failure = heartbeat.find_failure() if heartbeat else None
-        if failure is None:
-            if heartbeat:
-                heartbeat.publish_own_failure(f"{type(error).__name__}: {error}")
-            if isinstance(error, WaitError):
-                console.notice(logging.ERROR, str(error))
-                return FAILED
-            raise
-        if heartbeat.is_of_this_rank(failure):
-            console.notice(logging.ERROR, failure)
-            return FAILED
-        console.notice(logging.ERROR, f"{failure}; this rank ends too")
-        return OTHER_RANK_FAILED
-
-
-def _report_interruption(
-    interruption: Interrupted, config: Config, console: Console, heartbeat: Heartbeat | None
-) -> int:
-    """Say that a signal ends this rank, or which failure it follows from; return the status."""
-    failure = None
-    if heartbeat and interruption.number == signal.SIGTERM:
-        failure = heartbeat.find_failure()  # a launcher sends it when another rank has died
-    if heartbeat and failure is None:  # ranks of other machines may have got no signal
-        heartbeat.publish_own_failure(str(interruption))
-    console.notice(logging.ERROR, failure or str(interruption))
-    if failure is None:
-        console.line(last_checkpoint(config.checkpoint))
-    return interruption.code

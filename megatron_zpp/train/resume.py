@@ -27,7 +27,6 @@ from megatron_zpp.train.inputs import Batches, data_bytes, sample_sizes
 from megatron_zpp.train.saved_run import SavedRun
 from megatron_zpp.train.trained import Trained
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
-from zeropp import InputError
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.folder_lock import FolderLock
 from zeropp.settings.capabilities import declared
@@ -193,7 +192,8 @@ def load(
         log.info("--load %s holds no checkpoint: starting from the beginning", options.load)
         return beginning
     log.info("loaded checkpoint of iteration %d from %s", state.iteration, options.load)
-    _require_same_adapters(config, state)
+    for each in capabilities:
+        each.require_saved(state.configuration, options.load)
     if trained.scaler and state.loss_scaler and not (options.no_load_optim or options.finetune):
         trained.scaler.load_state_dict(state.loss_scaler)
     if options.finetune or options.reset_iteration or not state.iteration:
@@ -301,25 +301,3 @@ def setting_changes(
         for name in names
         if name in saved.get(section, {}) and current[section][name] != saved[section][name]
     ]
-
-
-def _require_same_adapters(config: Config, state: TrainingState) -> None:
-    """Raise InputError if the loaded LoRA adapters were trained with another scaling.
-
-    Logs a line if they were trained with another base model.
-    """
-    lora, saved = config.lora, state.configuration.get("lora", {})
-    if not lora.lora_rank or not saved.get("lora_rank"):
-        return
-    if lora.scaling != saved["lora_alpha"] / saved["lora_rank"]:
-        raise InputError(
-            f"--lora-alpha {lora.lora_alpha:g}: the adapters in {config.checkpoint.load} were "
-            f"trained with {saved['lora_alpha']:g}: give that value, as another one would change "
-            "what they add to the weights"
-        )
-    if lora.pretrained_checkpoint != saved["pretrained_checkpoint"]:
-        log.info(
-            f"the adapters in {config.checkpoint.load} were trained on the model "
-            f"{saved['pretrained_checkpoint']}, not {lora.pretrained_checkpoint}: they fit no "
-            "other weights"
-        )

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import zeropp
 from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
-from zeropp.wire.frozen_weights import QuantizedShard
+from zeropp.wire.quantized_shard import QuantizedShard
 
 RANK, LR = 2, 1e-2
 

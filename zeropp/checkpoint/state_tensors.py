@@ -29,7 +29,7 @@ from zeropp.checkpoint.shard_files import read_shards, saved_tensors
 from zeropp.errors import InputError, first_few
 from zeropp.optim.sharded_optimizer import sharded
 from zeropp.ranks.coordination import fail_together
-from zeropp.wire.frozen_weights import is_quantized
+from zeropp.wire.quantized_shard import is_quantized
 
 MODEL, OPTIMIZER, NUMBER, BEHIND = "model.", "optimizer.", "number.", "behind."
 _OPTIMIZERS = (OPTIMIZER, LOCAL, PLAIN, NUMBER)  # what the optimizer's names begin with

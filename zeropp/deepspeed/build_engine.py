@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeropp.deepspeed.comm import DEEPSPEED_PORT, init_distributed, refuse_port
 from zeropp.deepspeed.engine import Engine
-from zeropp.deepspeed.engine_optimizer import build_optimizer, build_schedule
-from zeropp.deepspeed.expert_parallel.ranks import experts_to_split, split
-from zeropp.deepspeed.fp32_weights import use_fp32_weights
+from zeropp.deepspeed.engine_optimizer import build_optimizer, build_schedule, use_fp32_weights
+from zeropp.deepspeed.expert_parallel.split_experts import describe, experts_to_split, split
 from zeropp.deepspeed.parameter_values import found
 from zeropp.deepspeed.runtime.config import as_refusals
 from zeropp.deepspeed.runtime.dataloader import build_loader
@@ -37,6 +36,8 @@ from zeropp.sharding.grid import data_axis
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.recorded_tensor import not_recording
 from zeropp.sharding.shard import shard
+from zeropp.wire.rank_group import AXES
+from zeropp.wire.traffic import Traffic
 
 AXIS = "fsdp"  # by this name PEFT knows that a sharded layer computes with full weights
 log = logging.getLogger("zeropp")
@@ -83,8 +84,9 @@ def initialize(
     copy_from_first_rank(model, mesh.get_group(), device)
     held = parameters or getattr(optimizer, "param_groups", ())
     use_fp32_weights(model, parameters_in(held), zero.compute_format)
-    experts = split(model, to_split, mesh, zero)
-    sharding = shard(model, mesh, zero.without_engine(), experts=experts.meshes)
+    tokens = Traffic(AXES)
+    experts = split(model, to_split, mesh, zero, tokens)
+    sharding = shard(model, mesh, zero.without_engine(), experts=experts)
     _require_memory(model)
     if not sharding.units:
         model.to(device)
@@ -93,11 +95,11 @@ def initialize(
     loader = build_loader(training_data, collate_fn, batch, mesh)
     engine = Engine(sharding, zero, batch, environment, device, optimizer, schedule)
     engine.training_dataloader = loader
-    engine.token_traffic = experts.traffic
+    engine.token_traffic = tokens
     if optimizer is not None:  # DeepSpeed has this call on the optimizer
         optimizer.quantize_nontrainable_params = engine.quantize_nontrainable_params
     if mesh.get_local_rank() == 0:
-        _log(engine, (*notices, *experts.lines))
+        _log(engine, (*notices, *describe(experts)))
     return engine, optimizer, loader, schedule
 
 

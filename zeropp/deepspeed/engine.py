@@ -31,7 +31,6 @@ from zeropp.deepspeed.gradient_accumulation import GradientAccumulation
 from zeropp.deepspeed.parameter_values import ParameterOwner, mark_sharded, take_gradients
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
-from zeropp.deepspeed.whole_steps import WholeSteps
 from zeropp.errors import InputError, RefusedCall, Unavailable
 from zeropp.fsdp_adapter.owner_hooks import GradientHook, OwnerHook
 from zeropp.optim.adam import parameters_in
@@ -57,9 +56,7 @@ class ThroughputTimer:
         self.epoch_count += 1
 
 
-class Engine(
-    EngineFiles, EngineSettings, GradientAccumulation, WholeSteps, ParameterOwner, nn.Module
-):
+class Engine(EngineFiles, EngineSettings, GradientAccumulation, ParameterOwner, nn.Module):
     """A sharded model with its optimizer, schedule, loss scale and counters.
 
     `global_steps` counts optimizer steps, including skipped ones, and `global_samples` their
@@ -117,7 +114,7 @@ class Engine(
         self._gradient_hook = GradientHook(self._divisor_of_pass)
         self._hook_gradients()
         mark_sharded(self.module.parameters(), are_sharded=sharding.stage == 3)
-        if sharding.stage < 3 and not config.stores_frozen:  # MixZ++ may add units
+        if sharding.stage < 3 and config.placement.frozen_bits is None:  # MixZ++ may add units
             sharding.keep_whole()
         self.module.register_forward_pre_hook(OwnerHook(self._before_forward))
         self.module.register_forward_hook(OwnerHook(self._after_forward), always_call=True)

@@ -1,6 +1,7 @@
 """The optimizer and the schedule of an engine: given, made by a function, or named in the JSON."""
 
 import logging
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,7 @@ from zeropp.ranks.coordination import among
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.sharding import Sharding
 
+HALVES = (torch.bfloat16, torch.float16)
 JSON_LR = 1e-3  # DeepSpeed's default if the JSON names an optimizer without a rate
 ADAM = MappingProxyType({"lr": JSON_LR, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
 OFFLOADABLE = (torch.optim.AdamW, torch.optim.Adam, FusedAdam, CPUAdam)
@@ -69,7 +71,7 @@ def _made(
         if not parameters:
             raise RefusedCall(
                 "all parameters are frozen, and an optimizer is named or given: leave it out, or "
-                "train some (requires_grad_(True)); adapters may be added before zeropp.initialize"
+                "train some (requires_grad_(True)); layers may be added before zeropp.initialize"
             )
     else:
         parameters = remapped(chosen, names, model)
@@ -193,3 +195,33 @@ def _muon(zero: ZeroConfig, parameters: list[Any], model: nn.Module) -> Muon:
         log.info("%s: %d parameters at lr %g", name, len(group["params"]), group["lr"])
     settings |= {"options": MuonOptions.of(zero), "parts": stacks_of(model)}
     return Muon(groups, config=zero, **settings)
+
+
+def use_fp32_weights(model: nn.Module, also: Iterable[torch.Tensor], compute_format: str) -> None:
+    """Make fp32, in place, the 16-bit parameters that are trained, and those in `also`.
+
+    In 16 bit most updates would be rounded away. DeepSpeed has fp32 copies for its optimizer; here
+    FSDP2's shards are those, and are cast to the compute format when they are gathered.
+    Frozen parameters and buffers stay as they are, unless the model computes in fp32. Statistics of
+    batches become fp32 too: the share of a new batch would be rounded away.
+    """
+    also_ids = {id(parameter) for parameter in also}
+    whole = compute_format == "float32"
+    tensors = [
+        parameter
+        for parameter in model.parameters()
+        if whole or parameter.requires_grad or id(parameter) in also_ids
+    ]
+    if whole:
+        tensors += model.buffers()
+    else:
+        keeping = (module for module in model.modules() if hasattr(module, "running_mean"))
+        tensors += (buffer for module in keeping for buffer in module.buffers(recurse=False))
+    halves = [tensor for tensor in tensors if tensor.dtype in HALVES]
+    for tensor in halves:
+        tensor.data = tensor.data.float()
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad.float()
+    if halves:
+        elements = sum(tensor.numel() for tensor in halves)
+        log.info("converted %s 16-bit weights of the model to fp32", f"{elements:,}")

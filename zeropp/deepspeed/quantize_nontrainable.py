@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.deepspeed.fp32_weights import HALVES
+from zeropp.capabilities.mixz.storage import store
+from zeropp.deepspeed.engine_optimizer import HALVES
 from zeropp.errors import InputError
 from zeropp.optim.sharded_optimizer import sharded
 from zeropp.settings.zero_config import ZeroConfig
@@ -21,7 +22,6 @@ from zeropp.sharding.cut import Subunits, by_unit, by_user, cut, unit_of
 from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.places import Place, places_of
 from zeropp.sharding.plan import UnitPlan
-from zeropp.sharding.shard import store_frozen
 from zeropp.sharding.sharding import Sharding
 
 
@@ -37,7 +37,7 @@ def quantize_nontrainable_params(
     frozen, where the model has run already and there are new parameters, and where the
     optimizer holds copies of the weights.
     """
-    if not config.stores_frozen:
+    if config.placement.frozen_bits is None:
         raise InputError(
             "quantize_nontrainable_params() needs zero_optimization."
             "zero_quantized_nontrainable_weights = true in the JSON"
@@ -47,7 +47,7 @@ def quantize_nontrainable_params(
             f"{why}: freeze and add adapters before zeropp.initialize, which then stores the "
             "frozen weights quantized by itself"
         )
-    sharding = store_frozen(adopt(sharding, device), config)
+    sharding = store(adopt(sharding, device), config)
     if optimizer is not None:
         hold_trained(optimizer, sharding.model)
     return sharding

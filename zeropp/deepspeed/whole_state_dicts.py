@@ -24,7 +24,7 @@ from zeropp.errors import InputError
 from zeropp.ranks.meeting import AbsentRanksError, meet
 from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.sharding import Sharding
-from zeropp.wire.frozen_weights import as_numbers
+from zeropp.wire.quantized_shard import as_numbers
 
 StateDict = MutableMapping[str, Any]
 log = logging.getLogger("zeropp")
@@ -144,7 +144,7 @@ class WholeStateDicts:
                 )
                 return lambda shard: shard.to_local().new_empty(0)
             raise InputError(
-                "state_dict() of a model whose weights are sharded (at ZeRO stage 3, experts that "
+                "state_dict() of a model whose weights are sharded (at ZeRO stage 3, layers that "
                 f"ranks split, or before engine.step()) gathers them, and the ranks {error.ranks} "
                 f"of {self._group.size()} did not call it within {LIMIT.seconds} s: call it, or "
                 "save_pretrained, copy.deepcopy and whatever else calls it, on all ranks, and "

@@ -133,8 +133,7 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
         with available((*wholes, *others)), _in_place_of(sharded, wholes):
             yield
     if modifier_rank is not None:
-        _write_back(sharded, wholes, modifier_rank)
-        _send_whole(shards_of, modifier_rank)
+        _write_back([*wholes, *shards_of], meshed, modifier_rank)
         for each in holders(ScalarGradients):
             each.send(modifier_rank, scalars)
         if sharded or scalars:
@@ -192,14 +191,6 @@ def _shards_of_whole(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, D
     }
 
 
-def _send_whole(shards_of: dict[nn.Parameter, DTensor], source: int) -> None:
-    """Give all ranks what the rank `source` wrote to parameters that are kept whole."""
-    for whole, shard in shards_of.items():
-        _broadcast(whole.detach(), shard.device_mesh, source)
-        if is_whole(shard):  # at stage 0, where all ranks must have the same fp32 weights
-            _broadcast(local_part(found(whole).weight.detach()), shard.device_mesh, source)
-
-
 def _require_shards(parameters: list[nn.Parameter]) -> None:
     """Raise InputError for weights of some model, as they are gathered for a pass."""
     for root in holders(Root):
@@ -244,7 +235,7 @@ def _free_gathered(shards: list[DTensor]) -> None:
 def _groups_of(parameter: DTensor) -> list[dist.ProcessGroup]:
     """This rank's group along each axis of a parameter's mesh that has several ranks.
 
-    The mesh of stage 0 has all ranks on its first axis, that of experts some on each.
+    The mesh of stage 0 has all ranks on its first axis, that of layers they split some on each.
     """
     mesh = parameter.device_mesh
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
@@ -260,15 +251,18 @@ def _broadcast(values: torch.Tensor, mesh: DeviceMesh, source: int) -> None:
             dist.broadcast(values, src=dist.get_global_rank(group, place), group=group)
 
 
-def _write_back(
-    sharded: list[DTensor], wholes: list[fsdp.WholeParameter], modifier_rank: int
-) -> None:
+@torch.no_grad()
+def _write_back(wholes: list[torch.Tensor], shards: list[DTensor], source: int) -> None:
     """Broadcast each whole tensor from the rank that changed it, and keep this rank's shard."""
-    with torch.no_grad():
-        for parameter, whole in zip(sharded, wholes, strict=True):
-            values = whole.detach().as_subclass(torch.Tensor).contiguous()
-            _broadcast(values, parameter.device_mesh, modifier_rank)
-            parameter.to_local().copy_(part_for_rank(values, parameter))
+    for whole, shard in zip(wholes, shards, strict=True):
+        values = whole.detach().as_subclass(torch.Tensor).contiguous()
+        _broadcast(values, shard.device_mesh, source)
+        if isinstance(whole, fsdp.WholeParameter):
+            shard.to_local().copy_(part_for_rank(values, shard))
+            continue
+        whole.data.copy_(values)  # which engines keep
+        if is_whole(shard):  # at stage 0, where all ranks must have the same fp32 weights
+            _broadcast(local_part(found(whole).weight.detach()), shard.device_mesh, source)
 
 
 __getattr__ = attribute_of(__name__)

@@ -71,12 +71,14 @@ from zeropp.fsdp_adapter.gradients import (
     take_gradients,
     unreduced_gradient,
 )
-from zeropp.fsdp_adapter.param_groups import ParamGroup, Unit, module_of
 from zeropp.fsdp_adapter.parameters import (
+    ParamGroup,
+    Unit,
     Versions,
     has_accumulation_hooks,
     hook_gradient,
     inherit,
+    module_of,
     share_version,
     versions,
 )

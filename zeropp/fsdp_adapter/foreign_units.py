@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from zeropp.fsdp_adapter.param_groups import (
+from zeropp.fsdp_adapter.parameters import (
     ParamGroup,
     Unit,
     groups_of,

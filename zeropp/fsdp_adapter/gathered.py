@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Train
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from zeropp.fsdp_adapter.param_groups import Unit, groups_of, parameters_of, state_of
+from zeropp.fsdp_adapter.parameters import Unit, groups_of, parameters_of, state_of
 from zeropp.fsdp_adapter.passes import backward_id
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from zeropp.fsdp_adapter import parameters
-from zeropp.fsdp_adapter.param_groups import (
+from zeropp.fsdp_adapter.parameters import (
     Unit,
     groups_of,
     groups_of_state,

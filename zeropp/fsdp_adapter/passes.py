@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeropp.errors import InputError
 from zeropp.fsdp_adapter.gradients import forget_forward
-from zeropp.fsdp_adapter.param_groups import Unit, groups_of_state, state_of
+from zeropp.fsdp_adapter.parameters import Unit, groups_of_state, state_of
 
 
 def backward_id() -> int:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from zeropp.fsdp_adapter.gathered import free_gathered
-from zeropp.fsdp_adapter.param_groups import groups_of, state_of
+from zeropp.fsdp_adapter.parameters import groups_of, state_of
 from zeropp.fsdp_adapter.passes import backward_id
 from zeropp.fsdp_adapter.whole_parameters import WholeParameter
 

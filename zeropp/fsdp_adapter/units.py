@@ -20,8 +20,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from zeropp.fsdp_adapter.param_groups import Unit, groups_of, groups_of_state, parameters_of
-from zeropp.fsdp_adapter.parameters import inherit, inherit_when_gathered
+from zeropp.fsdp_adapter.parameters import (
+    Unit,
+    groups_of,
+    groups_of_state,
+    inherit,
+    inherit_when_gathered,
+    parameters_of,
+)
 from zeropp.fsdp_adapter.passes import backward_id
 from zeropp.fsdp_adapter.whole_parameters import keep_shard_of_whole
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from zeropp.errors import InputError
-from zeropp.fsdp_adapter.param_groups import Unit, groups_of, parameters_of
+from zeropp.fsdp_adapter.parameters import Unit, groups_of, parameters_of
 
 
 def gather_whole(tensor: DTensor) -> torch.Tensor:

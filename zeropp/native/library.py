@@ -1,15 +1,15 @@
-"""Loading a compiled library through ctypes, if there is one that was built from these sources.
+"""Compiled libraries: the hash of their sources, and how they are loaded through ctypes.
 
 The libraries have a plain C interface, so that they build in seconds and work with any torch.
-ctypes releases the interpreter's lock during a call.
+ctypes releases the interpreter's lock during a call. setup.py runs this file by itself, before
+torch or the package can be imported.
 """
 
 import ctypes
+import hashlib
 from collections.abc import Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-
-from zeropp.native.source_hash import expected_hash
 
 SUFFIX = EXTENSION_SUFFIXES[-1]  # the one without a version of Python, as setup.py names them
 INT, ADDRESS = ctypes.c_int64, ctypes.c_void_p
@@ -39,3 +39,26 @@ def load(
     for name, types in functions.items():
         getattr(library, name).argtypes = types
     return library
+
+
+PACKAGE = Path(__file__).resolve().parents[1]
+SOURCES = PACKAGE.parent / "csrc"
+RECORD = "native/csrc.sha256"  # in the package; only in installed copies, which have no csrc/
+SUFFIXES = (".cpp", ".cu", ".h", ".py")
+
+
+def source_hash(folder: Path = SOURCES) -> str:
+    """A hexadecimal hash of the names and contents of all sources in `folder`, flags included."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in SUFFIXES:
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def expected_hash() -> str:
+    """The hash that libraries must have: recorded when the package was built, or of csrc/ here."""
+    record = PACKAGE / RECORD
+    return record.read_text().strip() if record.exists() else source_hash()

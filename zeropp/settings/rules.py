@@ -21,7 +21,6 @@ RULES = (
         for name, why in (
             (_QUANTIZED_WEIGHTS, "stage 0 gathers no weights to quantize"),
             (_ZERO + "zero_quantized_gradients", "stage 0 shards no gradients to quantize"),
-            (_ZERO + "zero_quantized_nontrainable_weights", "stage 0 shards no weights"),
         )
     ),
     *declared("RULES", CAPABILITIES),

@@ -40,11 +40,10 @@ class _ZeroOptimization(JsonSection):
     zero_quantized_weights: bool = key(False)
     zero_hpz_partition_size: int = key(1, minimum=1)
     zero_quantized_gradients: bool = key(False)
-    zero_quantized_nontrainable_weights: bool = key(False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroOptimization(*keys_of("zero_optimization"), _ZeroOptimization):
+class ZeroOptimization(*reversed(keys_of("zero_optimization")), _ZeroOptimization):
     stage3_gather_16bit_weights_on_model_save: bool = key(False)
 
 
@@ -194,12 +193,11 @@ class Scheduler(_Named):
 class Zeropp(*keys_of("zeropp"), JsonSection):
     """What DeepSpeed's JSON cannot say.
 
-    A node is `ranks_per_node` ranks, as launched by default. `nontrainable_weight_bits`: of frozen
-    weights that are stored quantized. `gradient_bits` is [within a node, across nodes].
-    `weight_steps`: hpZ's copies are brought up to date after an optimizer's step, by what changes
-    in their codes; after every `weight_step_check_interval` of a unit's messages they are compared
-    (0: never). `code_messages`: what crosses nodes quantized is coded to its entropy, without loss;
-    null, or "auto", where that takes less time.
+    A node is `ranks_per_node` ranks, as launched by default. `gradient_bits` is [within a node,
+    across nodes]. `weight_steps`: hpZ's copies are brought up to date after an optimizer's step, by
+    what changes in their codes; after every `weight_step_check_interval` of a unit's messages they
+    are compared (0: never). `code_messages`: what crosses nodes quantized is coded to its entropy,
+    without loss; null, or "auto", where that takes less time.
     `secondary_in_evaluation`: passes in eval() mode keep hpZ's copies, as training does.
     `reduce_gradients_once`: ranks accumulate whole gradients and average them at the end of a step,
     as stages 0 and 1 do.
@@ -210,9 +208,6 @@ class Zeropp(*keys_of("zeropp"), JsonSection):
     ranks_per_node: int | None = key(None, minimum=1)
     weight_bits: int = key(
         8, choices=BITS, no_effect=needs("zero_optimization.zero_quantized_weights")
-    )
-    nontrainable_weight_bits: int = key(
-        8, choices=(8, 4), no_effect=needs("zero_optimization.zero_quantized_nontrainable_weights")
     )
     gradient_bits: tuple[int, int] = key(
         (8, 4), choices=GRADIENT_BITS, no_effect=needs("zero_optimization.zero_quantized_gradients")

@@ -142,17 +142,12 @@ class ZeroConfig(*keys_of(""), Placed, _TopLevel):
     @property
     def always_gathers(self) -> bool:
         """Whether one rank gathers too, as shards are kept elsewhere than used, or as codes."""
-        return self.placement.weights is not None or self.stores_frozen
+        return self.placement.weights is not None or self.placement.frozen_bits is not None
 
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are averaged once per step, whole ones accumulated until then."""
         return self.stage < 2 or self.zeropp.reduce_gradients_once
-
-    @property
-    def stores_frozen(self) -> bool:
-        """Whether frozen weights are stored quantized (MixZ++)."""
-        return self.zero_optimization.zero_quantized_nontrainable_weights
 
     @property
     def compute_format(self) -> str:

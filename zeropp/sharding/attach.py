@@ -33,10 +33,9 @@ from zeropp.sharding.checks import (
     require_types,
     unit_values,
 )
-from zeropp.sharding.forecast import rank_bytes
+from zeropp.sharding.forecast import Rows, describe, rank_bytes
 from zeropp.sharding.grid import find_nodes_of, lines_of_ranks
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
-from zeropp.sharding.report import Rows, describe
 from zeropp.sharding.wiring import Wiring
 from zeropp.wire.gradient_use import GradientUse
 from zeropp.wire.kept_weights import KeptWeights

@@ -18,6 +18,7 @@ from zeropp.quant.packing import FLOATS
 from zeropp.ranks.coordination import among, require_same
 from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.zero_config import ZeroConfig
+from zeropp.sharding.own_meshes import require_apart
 from zeropp.sharding.places import Parts, Place
 from zeropp.wire.collectives import WeightGather
 from zeropp.wire.route import UNQUANTIZED, Route
@@ -39,30 +40,6 @@ def require_same_model(
         values |= {f"buffer {name}": list(each.shape) for name, each in model.named_buffers()}
     with among(mesh.get_group()):
         require_same(values, "build the same model on all ranks", caller=caller)
-
-
-def require_own_meshes(meshes: Mapping[nn.Module, DeviceMesh]) -> None:
-    """Raise InputError for modules whose parameters cannot be split as their meshes say.
-
-    They are split in the first dim, evenly, over the last of a mesh's two axes.
-    """
-    for module, mesh in meshes.items():
-        if mesh.ndim != 2 or not mesh.mesh_dim_names:
-            raise InputError(
-                f"{_own(module)} has a mesh of {mesh.ndim} axes: expected two axes with names, of "
-                "the ranks that share each expert and of those that split the experts"
-            )
-    for module, mesh in meshes.items():
-        size = mesh.size(1)
-        for owner in module.modules():
-            for name, parameter in owner.named_parameters(recurse=False):
-                shape = parameter.shape
-                if not isinstance(parameter, DTensor) and (not shape or shape[0] % size):
-                    raise InputError(
-                        f"experts= of zeropp.shard: {type(module).__name__}.{name} has the shape "
-                        f"{list(shape)}, and {size} ranks split its first dim evenly: choose a "
-                        "number of ranks that divides it"
-                    )
 
 
 def require_shardable(
@@ -91,8 +68,8 @@ def require_shardable(
             "what is offloaded or stored quantized: init_device_mesh makes one, also of one rank"
         )
     _require_blocks(model, blocks)
-    if own_meshes or config.expert_ranks > 1:
-        _require_apart(own_meshes, parts, blocks, data, config)
+    if own_meshes or config.expert_parallel.enabled:
+        require_apart(own_meshes, parts, blocks, data, config)
     for place in places:
         _require_plain(place.name, place.parameter)
     owners: dict[nn.Parameter, Place] = {}
@@ -151,53 +128,6 @@ def _require_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             )
         for module in block.modules():
             taken.setdefault(module, name)
-
-
-def _require_apart(
-    meshes: Mapping[nn.Module, DeviceMesh],
-    parts: Parts,
-    blocks: Sequence[nn.Module],
-    data: DeviceMesh,
-    config: ZeroConfig,
-) -> None:
-    """Raise InputError for modules on meshes of their own that cannot be units inside `blocks`.
-
-    And for none, where the configuration splits some. `parts` are those of their parameters.
-    """
-    if config.expert_ranks > 1 and not meshes:
-        raise InputError(
-            f"expert_parallel.autoep_size = {config.expert_ranks}: zeropp.shard replaces no layers "
-            "of a model; give the model to zeropp.initialize, which does, or leave it out and give "
-            "experts="
-        )
-    inside = {module for block in blocks for module in block.modules()}.difference(blocks)
-    ranks = data.mesh.flatten().tolist()
-    for module, mesh in meshes.items():
-        what = _own(module)
-        if module not in inside:
-            raise InputError(f"{what} is not inside a unit: give modules inside those of units=")
-        if not {*ranks} <= {*mesh.mesh.flatten().tolist()} or mesh.size() % len(ranks):
-            raise InputError(
-                f"{what} has a mesh of the ranks {mesh.mesh.tolist()}, and the data axis has "
-                f"{ranks}: both must be of the same ranks"
-            )
-        if not {*mesh.mesh[:, mesh.get_local_rank(1)].tolist()} <= {*ranks}:
-            raise InputError(
-                f"{what}: its ranks with the same experts must all be ranks of the data axis, "
-                f"{ranks}: let ranks with consecutive numbers split the experts"
-            )
-        last = mesh.mesh_dim_names[-1]
-        for name, parameter in module.named_parameters():
-            part = parts.get(parameter, parameter)
-            if not isinstance(part, DTensor) or part.device_mesh != mesh[last]:
-                raise InputError(
-                    f"{what}: its {name} is not split over {last!r}: it must be a DTensor on that "
-                    "axis of the experts' mesh"
-                )
-
-
-def _own(module: nn.Module) -> str:
-    return f"experts= of zeropp.shard: a {type(module).__name__}"
 
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
@@ -276,8 +206,7 @@ def require_attachable_settings(config: ZeroConfig) -> None:
             "let transformers split its experts, by DistributedConfig(ep_size=...), and leave it "
             "out"
         )
-    stored = ("zero_quantized_nontrainable_weights",) * config.stores_frozen
-    for key in (*config.placement.keys, *stored):
+    for key in config.placement.keys:
         raise InputError(
             f"zero_optimization.{key} changes where or how weights are stored, which "
             "zeropp.attach leaves as it is: shard the model with zeropp.shard, or leave it out"

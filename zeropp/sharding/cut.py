@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import device_of, find_nodes, first_axis, ranks_of
-from zeropp.sharding.places import Parts, Place, Places
+from zeropp.sharding.places import Place, Places
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
-from zeropp.wire.frozen_weights import stored_layout
+from zeropp.wire.quantized_shard import stored_layout
 
 Subunits = dict[nn.Module, set[nn.Parameter]]  # module -> parameters its forward pass uses
 
@@ -96,7 +96,6 @@ def plan_units(
         regathers=config.stage == 3 and has_shards,
         casts_inputs=casts_inputs,
         num_shards=1 if config.stage == 0 else axis.nodes.num_ranks,
-        stored_bits=config.zeropp.nontrainable_weight_bits if config.stores_frozen else None,
         placement=config.placement,
     )
     units: list[UnitPlan] = []
@@ -123,8 +122,8 @@ def plan_units(
 def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan]:
     """Return a unit, and what is gathered apart from it as one or two more.
 
-    These are, under MixZ++ and hpZ, the trained parameters beside its frozen ones, and in 16 bit
-    the parameters of layers that keep statistics.
+    These are, with hpZ and where frozen parameters are codes, the trained ones beside these, and in
+    16 bit the parameters of layers that keep statistics.
     """
     own = sharded_parameters(places)
     statistical = {} if like.dtype == torch.float32 else _statistical_layers(places)
@@ -148,7 +147,7 @@ def unit_of(
 ) -> UnitPlan:
     """Return a unit like another one, of parameters that these modules use."""
     parameters = tuple(parameters)
-    specs = (_spec_of(each, like.num_shards, like.stored_bits) for each in parameters)
+    specs = (_spec_of(each, like.num_shards, like.placement.frozen_bits) for each in parameters)
     return replace(like, modules=tuple(modules), parameters=parameters, specs=tuple(specs))
 
 
@@ -182,32 +181,6 @@ def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
             pin_memory=plan.placement.is_pinned and plan.axis.mesh.device_type != "cpu",
         )
     return tuple(plan.modules[0] for plan in plans)
-
-
-def parts_of(meshes: Mapping[nn.Module, DeviceMesh]) -> Parts:
-    """Return this rank's part of each whole parameter of these modules, a DTensor.
-
-    The first dim, which must be divisible, is split over the last axis of the module's mesh.
-    """
-    parts: dict[nn.Parameter, nn.Parameter] = {}
-    for module, mesh in meshes.items():
-        axis = mesh[mesh.mesh_dim_names[-1]]
-        for whole in module.parameters():
-            if not isinstance(whole, DTensor) and whole not in parts:
-                local = whole.detach().chunk(axis.size())[axis.get_local_rank()].clone()
-                part = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
-                parts[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
-                fsdp.inherit(parts[whole], whole)
-    return parts
-
-
-def replace_by_parts(modules: Iterable[nn.Module], parts: Parts) -> None:
-    """Let each rank keep its part of the whole parameters of these modules, in place."""
-    for module in modules:
-        for owner in module.modules():
-            for name, parameter in tuple(owner.named_parameters(recurse=False)):
-                if parameter in parts:
-                    owner.register_parameter(name, parts[parameter])
 
 
 def trained_subunits(

@@ -79,8 +79,7 @@ class UnitPlan:
     is_apart: its modules are inside those of another unit, which has their other parameters.
     regathers: weights are freed after forward and gathered again for backward.
     num_shards: over how many ranks it is cut; 1 where each rank has a replica.
-    stored_bits: of the codes as which its frozen matrices are stored; None for numbers.
-    placement: where its shards are kept.
+    placement: where and as what its shards are kept.
     mixed_bytes: of one rank's shard, which is gathered as bytes; None unless it has several dtypes.
     """
 
@@ -93,7 +92,6 @@ class UnitPlan:
     regathers: bool = False
     casts_inputs: bool = True
     num_shards: int = 1
-    stored_bits: int | None = None
     placement: Placement = Placement()
     mixed_bytes: int | None = None
     modules: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
@@ -105,7 +103,7 @@ class UnitPlan:
 
         Those are stored as codes, or a node keeps them for the whole run.
         """
-        return self.stored_bits is not None or self.axis.weights.keeps
+        return self.placement.frozen_bits is not None or self.axis.weights.keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +140,7 @@ class Plan:
         return 1 if self.axis is None else self.axis.nodes.num_ranks
 
     @property
-    def stores_frozen(self) -> bool:
+    def has_codes(self) -> bool:
         """Whether frozen weights are stored as codes."""
         return any(spec.packed_bytes for unit in self.units for spec in unit.specs)
 

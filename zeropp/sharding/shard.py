@@ -18,33 +18,28 @@ for fewer bytes. At stage 3 the root then stays gathered from a step's first use
 Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs/adr/0001.
 """
 
-import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.errors import InputError
+from zeropp.settings.capabilities import modules_of
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.checks import require_own_meshes, require_same_model, require_shardable
-from zeropp.sharding.cut import cut, parts_of, plan_model, replace_by_parts
+from zeropp.sharding.checks import require_same_model, require_shardable
+from zeropp.sharding.cut import cut, plan_model
 from zeropp.sharding.grid import Grid, data_axis, device_of, inherit_time_limits
 from zeropp.sharding.materialize import (
     allocate_meta_tensors,
     materialize_shards,
     replace_by_meta,
 )
+from zeropp.sharding.own_meshes import parts_of, replace_by_parts
 from zeropp.sharding.places import outermost_blocks, places_of
 from zeropp.sharding.recorded_tensor import not_recording
 from zeropp.sharding.root import Root
 from zeropp.sharding.sharding import Sharding
-from zeropp.wire.frozen_weights import quantize_frozen, stored_bytes
-
-MIB = 2**20
-log = logging.getLogger("zeropp")
 
 
 @not_recording()
@@ -116,8 +111,8 @@ def _shard(
         inherit_time_limits(mesh)
         require_same_model(model, data)
     recorded_tensors = replace_by_meta(model)
-    require_own_meshes(own_meshes)
-    parts, blocks = parts_of(own_meshes), tuple(outermost_blocks(model) if units is None else units)
+    parts = parts_of(own_meshes) if own_meshes else {}
+    blocks = tuple(outermost_blocks(model) if units is None else units)
     places = places_of(model, {*blocks, *own_meshes}, parts)
     known = dict(blocks=blocks, places=places, own_meshes=own_meshes)
     is_cut = require_shardable(model, data, config, **known, parts=parts)
@@ -125,7 +120,8 @@ def _shard(
     plan = plan_model(
         model, mesh, data if is_cut else None, config, **known, keeps_root=keeps_root, **plans
     )
-    replace_by_parts(own_meshes, parts)
+    if parts:
+        replace_by_parts(own_meshes, parts)
     group, device, roots = None if data is None else data.get_group(), device_of(data), ()
     if plan.units:
         cut_units = cut(plan.units)
@@ -134,53 +130,34 @@ def _shard(
     sharding = Sharding(model=model, plan=plan, grid=grid, roots=roots, group=group)
     materialize_shards(recorded_tensors, group, torch.device(config.placement.weights or device))
     sharding.refresh()
-    return _store_frozen_values(sharding, config) if config.stores_frozen else sharding
+    return sharding if config.placement.frozen_bits is None else _stored(sharding, config)
 
 
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
     """Allocate uninitialized memory for parameters that were sharded on the meta device.
 
     They are allocated on `device` or where the configuration places them: trained ones where their
-    optimizer is. With MixZ++, frozen matrices get memory for codes only, and
-    values copied into them are quantized on the way: no rank holds more than one of them
-    unquantized.
+    optimizer is. Matrices that are stored as codes get memory for these only, and values copied
+    into them are quantized on the way: no rank holds more than one of them unquantized.
     """
     frozen = torch.device(config.placement.weights or device)
     trained = torch.device(config.placement.trained or device)
-    if config.stores_frozen:
-        sharding = store_frozen(sharding, config, frozen)
+    if config.placement.frozen_bits is not None:
+        sharding = _stored(sharding, config, frozen)
     allocate_meta_tensors(sharding.model, lambda each: trained if each.requires_grad else frozen)
     sharding.refresh()
     return sharding
 
 
-def store_frozen(
+def _stored(
     sharding: Sharding, config: ZeroConfig, meta_device: torch.device | None = None
 ) -> Sharding:
-    """Quantize the frozen weights of two and more dims in place, once (MixZ++).
+    """Return the sharding with frozen matrices as a capability stores them.
 
-    `shard` calls it if there are frozen weights that have values. Weights on the meta device get
-    memory for codes on `meta_device`. Raises InputError if nothing is frozen, and for frozen
-    weights on the meta device if `meta_device` is None.
+    Those on the meta device get memory on `meta_device`; without they wait until all have values.
     """
-    bits = config.zeropp.nontrainable_weight_bits
-    quantize_frozen(sharding.units, bits, meta_device)
-    num_bytes, elements = stored_bytes(sharding.model)
-    if all(parameter.requires_grad for parameter in sharding.model.parameters()):
-        raise InputError(
-            "zero_quantized_nontrainable_weights stores frozen weights quantized, but all weights "
-            "are trained: freeze some (requires_grad_(False)), as LoRA does, or leave it out"
-        )
-    sharding.weights_changed()
-    log.info(
-        f"MixZ++: {elements:,} frozen weights of this rank are stored as INT{bits}, "
-        f"{num_bytes / MIB:.1f} MiB ({2 * elements / MIB:.1f} in bf16)"
-    )
-    return replace(sharding, plan=sharding.plan.with_specs_of(sharding.units))
-
-
-def _store_frozen_values(sharding: Sharding, config: ZeroConfig) -> Sharding:
-    """Quantize frozen weights, if all of them have values."""
-    frozen = [each for each in sharding.model.parameters() if not each.requires_grad]
-    have_values = bool(frozen) and not any(parameter.is_meta for parameter in frozen)
-    return store_frozen(sharding, config) if have_values else sharding
+    are_meta = [each.is_meta for each in sharding.model.parameters() if not each.requires_grad]
+    if meta_device is None and (not are_meta or any(are_meta)):
+        return sharding
+    (storage,) = modules_of("storage")
+    return storage.store(sharding, config, meta_device)

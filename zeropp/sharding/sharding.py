@@ -11,13 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import close_groups
-from zeropp.sharding.forecast import rank_bytes
+from zeropp.sharding.forecast import Rows, describe, rank_bytes
 from zeropp.sharding.grid import Grid, num_replicas
 from zeropp.sharding.plan import Plan
-from zeropp.sharding.report import Rows, describe
 from zeropp.sharding.root import Root
-from zeropp.wire.frozen_weights import require_frozen
 from zeropp.wire.gradients import Gradients
+from zeropp.wire.quantized_shard import require_frozen
 from zeropp.wire.traffic import JoinedTraffic, Sent
 
 
@@ -109,7 +108,7 @@ class Sharding:
         With `accumulate`, it only adds up this rank's gradients, at every stage, until
         `reduce_accumulated`.
         """
-        if self.plan.stores_frozen:
+        if self.plan.has_codes:
             require_frozen(self.model)
         for root in self.roots:
             root.begin_micro_step(last=last, accumulate=accumulate)

@@ -13,8 +13,8 @@ n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a pac
 | dequantized, reordered | (W, C), every rank    | after the outer hop          | (N, P')          |
 |                        |                       | summed in fp32               | (C,)             |
 
-Units with quantized frozen weights (zeropp/wire/frozen_weights.py) are sent as bytes: those weights
-as they are stored, the others as numbers. Such a gather neither quantizes nor dequantizes.
+Units with weights stored as codes (zeropp/wire/quantized_shard.py) are sent as bytes: these weights
+as they are, the others as numbers. Such a gather neither quantizes nor dequantizes.
 *) hpZ's secondary copy (zeropp/wire/secondary_copies.py). A gather that uses it begins below here.
    One that is out of date is brought up to date by what has changed in the codes.
 +) Divided by R here, rather than at the end, if sums are sent in fp16, where they could overflow.

@@ -1,19 +1,20 @@
 """The ranks that split the experts of a layer.
 
 In a node they send each other the rows of tokens (zeropp/capabilities/experts/exchange.py).
-E experts, T tokens times experts of each on a rank, M rows that arrive, H hidden.
 """
 
 from dataclasses import dataclass
+from math import gcd
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.axes import part_of
 from megatron_zpp.parallel.rank_grid import RankGrid
-from zeropp.capabilities.experts.exchange import Dispatched, combine, dispatch
-from zeropp.wire.rank_group import RankGroup
+from megatron_zpp.settings.config import Config
+from zeropp.errors import InputError
+from zeropp.wire.rank_group import Nodes, RankGroup
 
 NAME = "experts"  # of the axis, among those of a `Part`
 AXIS_NAMES = ("expert_data", "expert")
@@ -45,17 +46,6 @@ class ExpertAxis:
         mesh = None if self.mesh is None else self.mesh[AXIS_NAMES[1]]
         return part_of(parameter, 0, self.size, mesh)
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> Dispatched:
-        """Send `rows` [T, H], by expert, of which each expert gets as many as `counts` [E] says.
-
-        E counts the experts of a node.
-        """
-        return dispatch(rows, counts, self.group)
-
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return [T, H], in the order of what was dispatched, of what experts made of it [M, H]."""
-        return combine(rows, dispatched, self.group)
-
 
 def axis_of(part: Part) -> ExpertAxis | None:
     """Return the axis over which the experts of a part's layers are split, if they are."""
@@ -78,3 +68,48 @@ def expert_axis(ranks: RankGrid, size: int, bits: int = 16) -> ExpertAxis | None
         across = ranks.rank_group("expert", range(first + place, first + size, per_node))
     mesh = ranks.stage_mesh(AXIS_NAMES, size)
     return ExpertAxis(group=group, across=across, bits=bits, mesh=mesh)
+
+
+def expert_ranks(config: Config, nodes: Nodes) -> int:
+    """Return how many consecutive ranks split the experts of a layer; 1 for a dense model.
+
+    Raises InputError for a --expert-model-parallel-size that does not fit.
+    """
+    if not config.model.has_experts:
+        return 1
+    model, parallel = config.model, config.parallel
+    size, tensor = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    num_experts, ranks_per_node = model.num_experts, nodes.ranks_per_node
+    stage_ranks = nodes.num_ranks // parallel.pipeline_model_parallel_size
+    repeats_tokens = tensor > 1 and not parallel.sequence_parallel
+    if size is None:
+        if repeats_tokens or config.zero.stage == 0:
+            return 1
+        most = gcd(num_experts, stage_ranks, ranks_per_node)
+        return most if most % tensor == 0 else 1
+    shown = f"--expert-model-parallel-size {size}"
+    if size > 1 and repeats_tokens:
+        raise InputError(
+            f"{shown} needs tensor ranks with tokens of their own: add --sequence-parallel "
+            "beside --tensor-model-parallel-size, or set 1"
+        )
+    for number, what in (
+        (num_experts, f"the {num_experts} experts of --num-experts"),
+        (stage_ranks, f"the {stage_ranks} ranks that share the layers"),
+    ):
+        if number % size:
+            raise InputError(
+                f"{shown} does not divide {what}: use {gcd(num_experts, stage_ranks)} or a "
+                "divisor of it"
+            )
+    if ranks_per_node % size and size % ranks_per_node:
+        raise InputError(
+            f"{shown} is neither a part of a node's {ranks_per_node} ranks nor whole nodes: "
+            f"use a divisor or a multiple of {ranks_per_node}"
+        )
+    if size > 1 and size % tensor:
+        raise InputError(
+            f"{shown} is not a multiple of --tensor-model-parallel-size {tensor}: the tensor "
+            "ranks of a sequence send its tokens to other experts each; use a multiple, or 1"
+        )
+    return size

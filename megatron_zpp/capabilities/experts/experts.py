@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.capabilities.experts.axis import axis_of
-from megatron_zpp.model.lora import adapt, adapters_of
+from megatron_zpp.model.delta import TakesDelta
 from megatron_zpp.model.mlp import activate, gated
 from megatron_zpp.model.part import WHOLE, Part
-from megatron_zpp.settings.config import LoraConfig, ModelConfig
+from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim.step_or_skip import local_part
 
 ALIGNMENT = 16  # bytes: grouped products need rows of a multiple
@@ -22,23 +22,19 @@ class Experts(nn.Module):
     """MLPs, each of which computes its own rows.
 
     Matrices are two-dimensional and biases one-dimensional, expert after expert, so that names,
-    shapes and first values do not depend on how many ranks share the experts out. They have
-    adapters only if these are named.
+    shapes and first values do not depend on how many ranks share the experts out.
     """
 
-    def __init__(self, config: ModelConfig, part: Part = WHOLE, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, part: Part = WHOLE) -> None:
         super().__init__()
         self.axis = axis_of(part)
         num, hidden, width = config.num_experts, config.hidden_size, config.expert_ffn_size
         self.config, bias = config, config.has_mlp_bias
 
-        def matrices(name: str, rows: int, columns: int) -> Matrices:
-            lora = adapters_of(part.lora, layer, f"mlp.experts.{name}", by_default=False)
-            return Matrices(num, rows, columns, part, bias=bias, lora=lora)
-
-        self.gate = matrices("gate", width, hidden) if config.is_gated else None
-        self.input = matrices("input", width, hidden)
-        self.output = matrices("output", hidden, width)
+        has_gate = config.is_gated
+        self.gate = Matrices(num, width, hidden, part, bias=bias) if has_gate else None
+        self.input = Matrices(num, width, hidden, part, bias=bias)
+        self.output = Matrices(num, hidden, width, part, bias=bias)
 
     @property
     def own_mesh(self) -> DeviceMesh | None:
@@ -60,25 +56,20 @@ class Experts(nn.Module):
         return self.output.product(hidden, counts)
 
 
-class Matrices(nn.Module):
+class Matrices(TakesDelta):
     """The matrices [out, in] of all experts, in one [E out, in], and their biases, in [E out].
 
     It has no forward pass, so that what shards a model gathers the matrices of all three layers of
     an expert at once, with `Experts`.
     """
 
+    by_default = False
+
     def __init__(
-        self,
-        num: int,
-        rows: int,
-        columns: int,
-        part: Part,
-        *,
-        bias: bool = False,
-        lora: LoraConfig | None = None,
+        self, num: int, rows: int, columns: int, part: Part, *, bias: bool = False
     ) -> None:
         super().__init__()
-        self.rows = rows  # of an expert's matrix
+        self.part, self.num, self.rows = part, num, rows  # rows of an expert's matrix
         self.weight = nn.Parameter(torch.empty(num * rows, columns))
         self.bias = nn.Parameter(torch.empty(num * rows)) if bias else None
         self.split_dims: dict[str, int] = {}
@@ -86,31 +77,35 @@ class Matrices(nn.Module):
             self.split_dims["weight"], self.weight = 0, axis.part(self.weight)
             if bias:
                 self.split_dims["bias"], self.bias = 0, axis.part(self.bias)
-        self.lora = lora
-        if lora is not None:
-            self.lora_A = AdapterMatrices(num, lora.lora_rank, columns, part)
-            self.lora_B = AdapterMatrices(num, rows, lora.lora_rank, part)
+
+    def factors(self, rank: int) -> tuple["CalledMatrices", "CalledMatrices"]:
+        """Return A [E rank, in] and B [E out, rank] of all experts."""
+        columns = self.weight.shape[1]
+        return (
+            CalledMatrices(self.num, rank, columns, self.part),
+            CalledMatrices(self.num, self.rows, rank, self.part),
+        )
 
     def product(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return rows [N, in] times the matrix of their expert, [N, out].
 
-        Its bias and what its adapter makes of the rows are added.
+        Its bias and its delta are added.
         """
         y = products(rows, self.of_experts(len(counts)), counts)
         if self.bias is not None:
             biases = local_part(self.bias).unflatten(0, (len(counts), -1))
             y = y + rows_of_biases(biases, counts, y)
-        return y if self.lora is None else y + adapt(self, rows, counts)
+        return y if self.delta is None else y + self.delta.term(self, rows, counts)
 
     def of_experts(self, num: int) -> Tensor:
         """Return the matrices [e, out, in] of this rank's `num` experts."""
         return local_part(self.weight).unflatten(0, (num, -1))
 
 
-class AdapterMatrices(Matrices):
-    """A or B of the adapters of all experts.
+class CalledMatrices(Matrices):
+    """A factor of the matrices of all experts.
 
-    It is called, so that what shards a model gathers trained adapters apart from frozen matrices.
+    It is called, so that what shards a model gathers trained factors apart from frozen matrices.
     """
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:

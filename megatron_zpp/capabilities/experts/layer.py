@@ -23,6 +23,7 @@ from megatron_zpp.model.mlp import MLP, FeedForward
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.recipe.activation_forecast import Forecast
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.capabilities.experts.exchange import combine, dispatch
 from zeropp.capabilities.experts.rows import RowsOfPairs, RowsOfTokens
 from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.rank_group import Message
@@ -39,14 +40,14 @@ class MoE(FeedForward):
         super().__init__()
         self.config, self.layer, self.axis = config, layer, axis_of(part)
         self.router = Router(config)
-        self.experts = Experts(config, part, layer)
+        self.experts = Experts(config, part)
         self.losses = AuxiliaryLosses(config)
         whole = ("router", "shared_gate") + ("experts",) * (self.axis is None)
         self.grad_is_partial = whole if part.splits_rows else ()
         self.shared = self.shared_gate = None
         width = config.moe_shared_expert_intermediate_size
         if width is not None:
-            self.shared = MLP(config, layer, part, width=width, name="mlp.shared")
+            self.shared = MLP(config, layer, part, width=width)
             if config.moe_shared_expert_gate:
                 self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
@@ -54,11 +55,6 @@ class MoE(FeedForward):
     def is_split(self) -> bool:
         """Whether tensor ranks split any of it: they only split the shared MLP."""
         return self.shared is not None
-
-    @classmethod
-    def is_in(cls, config: ModelConfig, layer: int) -> bool:
-        """Whether a layer has experts."""
-        return config.moe_layers[layer]
 
     @classmethod
     def flops(cls, config: ModelConfig) -> float:
@@ -107,8 +103,9 @@ class MoE(FeedForward):
         """
         if self.axis is None or self.axis.group.size == 1:
             return self.experts(rows, counts), len(rows)
-        sent = self.axis.dispatch(rows, counts)
-        return self.axis.combine(self.experts(sent.rows, sent.counts), sent), len(sent.rows)
+        group = self.axis.group
+        sent = dispatch(rows, counts, group)
+        return combine(self.experts(sent.rows, sent.counts), sent, group), len(sent.rows)
 
     def _shared(self, x: Tensor, sequences: Sequences) -> Tensor:
         """Return what the shared MLP adds, [B, S, H]."""
@@ -160,4 +157,4 @@ def _kept(by_expert: Tensor, bounds: Tensor, capacity: int) -> Tensor:
     return kept
 
 
-FEED_FORWARDS = (MoE,)
+FEED_FORWARDS = {"moe_layers": MoE}

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 
-from megatron_zpp.capabilities.experts.balance import BUSIEST_EXPERT, BUSIEST_RANK
+# The share of a layer's tokens that its busiest expert has, and the rows that the experts of the
+# busiest rank compute, where 1 is the mean over the ranks of its stage.
+BUSIEST_EXPERT, BUSIEST_RANK = "experts/busiest expert", "experts/busiest rank"
 
 
 def fields(numbers: Mapping[str, float]) -> list[str]:

@@ -4,17 +4,17 @@ The names are Megatron-LM's flags; further names of a flag are Megatron-DeepSpee
 `--num-experts` is 0 or 1 is dense.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_zpp.settings.flag import NoEffect, Section, flag, needs
 from megatron_zpp.settings.gpt.layer_pattern import QUOTED, marks_of
-from megatron_zpp.settings.gpt.sizes import model_flag
+from megatron_zpp.settings.gpt.sizes import SizeConfig, model_flag
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule, at_most, requires
+from zeropp.settings.schema import Rule, at_most, requires, settings_of
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 NO_LOSS = "none"
@@ -31,8 +31,6 @@ _NOT_BALANCED_SO = MappingProxyType(
 _NEEDS_CAPACITY = needs(
     "--moe-expert-capacity-factor", lambda c: c.model.moe_expert_capacity_factor is not None
 )
-
-
 _NO_PADDING = NoEffect("experts take any number of rows, and padding would not change them")
 
 
@@ -42,7 +40,7 @@ def _needs(flags: str, condition: Any) -> NoEffect:
 
 
 def _is_elsewhere(config: Any) -> bool:
-    return bool(config.lora.pretrained_checkpoint or config.checkpoint.use_checkpoint_args)
+    return bool(config.pretrained_checkpoint or config.checkpoint.use_checkpoint_args)
 
 
 NEEDS_EXPERTS = _needs("--num-experts above 1", lambda model: model.has_experts)
@@ -74,6 +72,8 @@ _training_flag = partial(_flag_of_experts, flag)  # which no checkpoint decides
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig(Section):
     """Mixtures of experts: sizes, the router, losses that balance the load (of ModelConfig)"""
+
+    marked_by: ClassVar[str] = "has_experts"  # by what a model says that it uses these
 
     num_experts: int | None = model_flag(
         None,
@@ -240,11 +240,6 @@ class MoeConfig(Section):
         ),
     )
 
-    @staticmethod
-    def is_in(model: Any) -> bool:
-        """Whether these settings say anything of a model."""
-        return model.has_experts
-
     @property
     def has_experts(self) -> bool:
         """Whether there are experts to choose from."""
@@ -329,3 +324,76 @@ class MoeConfig(Section):
                 f"{shown} and --moe-aux-loss-coeff {' '.join(f'{c:g}' for c in coefficients)}: "
                 f"{len(types)} types need as many coefficients, in their order"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallelConfig(Section):
+    """How ranks share out experts (of ParallelConfig)"""
+
+    expert_model_parallel_size: int | None = flag(
+        None,
+        "consecutive ranks that split the experts of a layer (default: as many of a node as divide "
+        "the experts; 1 without ZeRO, and with tensor parallelism that does not split sequences)",
+        minimum=1,
+        aliases=("moe-expert-parallel-size",),
+        no_effect=NEEDS_EXPERTS,
+    )
+    moe_dispatch_bits: int = flag(
+        16,
+        "bits of a number in rows that cross nodes on their way to experts, where nodes split them",
+        choices=(8, 16),
+        no_effect=NEEDS_EXPERTS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFlags(Section):
+    """A switch of Megatron-DeepSpeed's (of ModelFlags)"""
+
+    expert_interval: int | None = flag(
+        None,
+        "experts in every N-th layer, counted from 1, instead of --moe-layer-freq",
+        minimum=1,
+        no_effect=NEEDS_EXPERTS,
+    )
+
+
+_OF_MODEL = (*settings_of(MoeConfig), *settings_of(ExpertFlags))
+_OF_RANKS = settings_of(ExpertParallelConfig)
+
+
+def without_unused(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values without those of experts if the model is dense, and layers by --expert-interval.
+
+    Raises InputError for flags of experts without --num-experts.
+    """
+    if values.get("pretrained_checkpoint") or values.get("use_checkpoint_args"):
+        return values
+    given = [entry for entry in _OF_MODEL if entry.name in values]
+    if values.get("num_experts", 1) > 1:
+        return {**values, **_expert_layers(values)}
+    if given and "num_experts" not in values:
+        shown = ", ".join(entry.assignment(values[entry.name]) for entry in given)
+        raise InputError(
+            f"{shown}: how many experts are there? Give --num-experts, or 1 for a dense model"
+        )
+    names = {entry.name for entry in (*given, *_OF_RANKS)}
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _expert_layers(values: Mapping[str, Any]) -> dict[str, str]:
+    """What --expert-interval, as Megatron-DeepSpeed counts, says of the layers with experts."""
+    interval = values.get("expert_interval")
+    if interval is None:
+        return {}
+    if "moe_layer_freq" in values:
+        raise InputError(
+            f"--expert-interval {interval} and --moe-layer-freq {values['moe_layer_freq']} both "
+            "say which layers have experts: give one"
+        )
+    marks = marks_of(
+        str(interval),
+        values.get("num_layers", SizeConfig.setting("num_layers").default),
+        "--expert-interval",
+    )
+    return {"moe_layer_freq": str(list(map(int, marks))).replace(" ", "")}

@@ -2,7 +2,7 @@
 
 Experts that several nodes split are reached by two hops, as weights are by qwZ. Across nodes a
 token goes to the rank at the same place there, its relay, which takes it for one of its own: it
-sends rows to the ranks of its node (`ExpertAxis.dispatch`), and sums what comes back, times its
+sends rows to the ranks of its node (`dispatch`), and sums what comes back, times its
 weights. One row crosses back, and the rank of the token adds up those of all nodes.
 
     rank  ->  relay in each node  ->  ranks with the experts  ->  relay: Σ w y  ->  rank: Σ

@@ -77,21 +77,11 @@ class RoutingRecord:
     own_counts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
 
-class RoutingStep(Sequence):
-    """The records of a step's micro-batches."""
-
-    def __init__(
-        self, num_micro_batches: int, scale: float | Tensor = 1.0, groups: TokenGroups = ONE_RANK
-    ) -> None:
-        self.groups = groups
-        self._records: list[RoutingRecord] = []
-        for index in range(num_micro_batches):
-            earlier = tuple(self._records[:index])
-            record = RoutingRecord(scale=scale, groups=groups, earlier=earlier)
-            self._records.append(record)
-
-    def __getitem__(self, index: int) -> RoutingRecord:
-        return self._records[index]
-
-    def __len__(self) -> int:
-        return len(self._records)
+def routing_records(
+    num_micro_batches: int, scale: float | Tensor = 1.0, groups: TokenGroups = ONE_RANK
+) -> list[RoutingRecord]:
+    """Return the records of a step's micro-batches."""
+    records: list[RoutingRecord] = []
+    for _ in range(num_micro_batches):
+        records.append(RoutingRecord(scale=scale, groups=groups, earlier=tuple(records)))
+    return records

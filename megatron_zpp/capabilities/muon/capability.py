@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.capabilities.muon.matrix_parts import matrix_parts
-from megatron_zpp.model.lora import is_adapter
+from megatron_zpp.model.delta import is_of_delta
 from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.recipe.capability import Capability, OwnGroup
 from megatron_zpp.settings.config import Config
@@ -28,8 +28,8 @@ def muon_options(config: Config) -> MuonOptions:
 
 
 def uses_muon(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether Muon moves a parameter of a GPT: matrices of blocks, but not adapters."""
-    return name.startswith("blocks.") and parameter.ndim == 2 and not is_adapter(name)
+    """Whether Muon moves a parameter of a GPT: matrices of blocks, but not those of deltas."""
+    return name.startswith("blocks.") and parameter.ndim == 2 and not is_of_delta(name)
 
 
 @dataclass(kw_only=True)

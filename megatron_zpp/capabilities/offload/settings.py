@@ -2,44 +2,30 @@
 
 from dataclasses import dataclass
 
-from megatron_zpp.settings.flag import SameAs, Section, flag, flag_that_needs
+from megatron_zpp.settings.flag import SameAs, Section, flags_in
 
-_ZERO = "zero_optimization"
-_optimizer_flag = flag_that_needs("--cpu-optimizer", lambda c: c.zero.offloads_optimizer)
+_flag = flags_in(
+    "flags.toml",
+    {"--cpu-optimizer": lambda c: c.zero.offloads_optimizer},
+    package=__package__,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadFlags(Section):
     """Where the optimizer and the weights are."""
 
-    cpu_optimizer: bool = flag(
+    cpu_optimizer: bool = _flag(
         False,
-        "optimizer state and step on the CPU",
-        aliases=("optimizer-cpu-offload",),
         same_as=SameAs(
-            f"{_ZERO}.offload_optimizer.device",
+            "zero_optimization.offload_optimizer.device",
             to_flag=lambda device: device == "cpu",
             to_json=lambda is_on: "cpu" if is_on else None,
         ),
     )
-    optimizer_offload_fraction: float = _optimizer_flag(
-        1.0,
-        "share of the optimizer that is on the CPU",
-        minimum=0,
-        maximum=1,
-        same_as=f"{_ZERO}.offload_optimizer.ratio",
-    )
-    remote_device: str = flag(
-        "none",
-        "where sharded weights are kept",
-        choices=("none", "cpu", "nvme"),
-        same_as=f"{_ZERO}.offload_param.device",
-    )
-    use_pin_memory: bool = _optimizer_flag(
-        False,
-        "page-locked memory for what is offloaded",
-        same_as=f"{_ZERO}.offload_optimizer.pin_memory",
-    )
+    optimizer_offload_fraction: float = _flag(1.0)
+    remote_device: str = _flag("none")
+    use_pin_memory: bool = _flag(False)
 
 
 JSON_FLAGS = (OffloadFlags,)

@@ -16,6 +16,7 @@ from itertools import islice
 import numpy as np
 
 from megatron_zpp.data.gpt_dataset import refuse_split
+from megatron_zpp.data.indexed_dataset import id_outside
 from megatron_zpp.data.instructions.examples import Example, read_examples
 from megatron_zpp.data.split import SPLITS, parse_split, sequence_range
 from megatron_zpp.settings.config import DataConfig
@@ -163,13 +164,12 @@ class _Encoder:
 
     def _check(self, prompt: list[int], answer: list[int], location: str) -> None:
         vocab_size = self.tokenizer.vocab_size
-        for token in (*prompt, *answer):
-            if not 0 <= token < vocab_size:
-                raise InputError(
-                    f"{location}: {self.tokenizer.name} makes token id {token} of it, but has "
-                    f"{vocab_size} entries (ids 0 to {vocab_size - 1}): its files do not fit "
-                    "together"
-                )
+        ids = np.array([*prompt, *answer], dtype=np.int64)
+        if (token := id_outside(ids, vocab_size)) is not None:
+            raise InputError(
+                f"{location}: {self.tokenizer.name} makes token id {token} of it, but has "
+                f"{vocab_size} entries (ids 0 to {vocab_size - 1}): its files do not fit together"
+            )
         if not answer:
             raise InputError(f"{location}: {self.tokenizer.name} makes no token of the answer")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.merged_weights import WEIGHT
+from megatron_zpp.capabilities.lora.merged_weights import WEIGHT
+from megatron_zpp.capabilities.lora.settings import A, B
 from megatron_zpp.checkpoint.weight_source import parameter_shapes
 from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS, read_peft_config
 from megatron_zpp.interchange.adapters.peft_experts import (
@@ -23,7 +24,6 @@ from megatron_zpp.interchange.converted_weights import joined_parts, split_by_na
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.families.names import NameRow, NameTable
 from megatron_zpp.interchange.hf_folder import FolderTensors
-from megatron_zpp.model.lora import A, B
 from zeropp.errors import InputError, first_lines
 
 PREFIX = "base_model.model."  # of names, from PEFT's wrapper modules

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.merged_weights import WEIGHT, CheckpointAdapters
+from megatron_zpp.capabilities.lora.merged_weights import WEIGHT, CheckpointAdapters
+from megatron_zpp.capabilities.lora.settings import A, B
 from megatron_zpp.checkpoint.safetensors_files import Item, write_safetensors
 from megatron_zpp.checkpoint.weight_source import parameter_shapes
 from megatron_zpp.interchange.adapters.peft_adapters import adapter_names, is_peft, module_names
@@ -33,7 +34,6 @@ from megatron_zpp.interchange.adapters.peft_experts import (
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.families.names import NameRow, NameTable
 from megatron_zpp.interchange.hf_folder import write_json
-from megatron_zpp.model.lora import A, B
 from zeropp.errors import InputError, first_few
 
 OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj|w1|w2|w3)")  # PEFT's names of experts

@@ -17,7 +17,6 @@ from megatron_zpp.model.attention.rotary import GLOBAL, LOCAL, NONE, Rotary, rot
 from megatron_zpp.model.attention.scores import Scores
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
 from megatron_zpp.model.execution import recomputed
-from megatron_zpp.model.lora import adapters_of
 from megatron_zpp.model.normalization import (
     NormPerHead,
     apply_norm,
@@ -109,8 +108,7 @@ class Attention(CoreAttention):
 
     def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
         super().__init__(config, layer, part)
-        axis, adapters = part.tensor, partial(adapters_of, part.lora, layer)
-        self.head_dim = config.head_dim
+        axis, self.head_dim = part.tensor, config.head_dim
         num_ranks = 1 if axis is None else axis.size
         self.kv_heads = max(config.kv_heads // num_ranks, 1)
         self.group_size = config.num_attention_heads // max(config.kv_heads, num_ranks)
@@ -119,9 +117,7 @@ class Attention(CoreAttention):
         self.turns_first = config.qk_layernorm_after_rope
         hidden, width = config.hidden_size, config.num_attention_heads * self.head_dim
         kv_width = config.kv_heads * self.head_dim
-        self.qkv = ColumnParallelLinear(
-            hidden, width + 2 * kv_width, config.has_qkv_bias, axis, adapters("attention.qkv")
-        )
+        self.qkv = ColumnParallelLinear(hidden, width + 2 * kv_width, config.has_qkv_bias, axis)
         self.q_norm = self.k_norm = self.queries_norm = self.keys_norm = None
         self.grad_is_partial = ()
         if config.qk_layernorm and config.qk_layernorm_across_heads:
@@ -135,7 +131,7 @@ class Attention(CoreAttention):
             self.k_norm = make_norm(config, self.head_dim, part.norms)
             self.grad_is_partial = ("q_norm", "k_norm")  # of a rank's heads
         bias = config.has_attention_output_bias
-        self.output = RowParallelLinear(width, hidden, bias, axis, adapters("attention.output"))
+        self.output = RowParallelLinear(width, hidden, bias, axis)
 
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H]."""

@@ -9,8 +9,6 @@ Shapes: B batch, S sequence, T cached tokens, H hidden, N query heads; L channel
 turned channels, C other channels of a query, V channels of a value.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,6 @@ from megatron_zpp.model.attention.attention import CoreAttention
 from megatron_zpp.model.attention.cache import LayerCache
 from megatron_zpp.model.attention.rotary import Rotary, rotate
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
-from megatron_zpp.model.lora import adapters_of
 from megatron_zpp.model.normalization import apply_norm, make_norm
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import (
@@ -42,24 +39,21 @@ class LatentAttention(CoreAttention):
 
     def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
         super().__init__(config, layer, part)
-        axis, adapters = part.tensor, partial(adapters_of, part.lora, layer)
         hidden, rank, latent = config.hidden_size, config.q_lora_rank, config.kv_lora_rank
-        all_heads, bias = config.num_attention_heads, config.has_qkv_bias
+        axis, all_heads, bias = part.tensor, config.num_attention_heads, config.has_qkv_bias
         self.heads = all_heads if axis is None else all_heads // axis.size
         self.plain, self.turned = config.qk_head_dim, config.qk_pos_emb_head_dim  # C and R
         self.latent = latent
         self.q = self.q_down = self.q_down_norm = self.q_up = self.kv_down_norm = None
         width = all_heads * config.head_dim
         if rank is None:
-            self.q = ColumnParallelLinear(hidden, width, False, axis, adapters("attention.q"))
+            self.q = ColumnParallelLinear(hidden, width, False, axis)
         else:
-            self.q_down = WholeLinear(hidden, rank, bias, adapters("attention.q_down"))
-            self.q_up = ColumnParallelLinear(rank, width, False, axis, adapters("attention.q_up"))
-        self.kv_down = WholeLinear(
-            hidden, latent + self.turned, bias, adapters("attention.kv_down")
-        )
+            self.q_down = WholeLinear(hidden, rank, bias)
+            self.q_up = ColumnParallelLinear(rank, width, False, axis)
+        self.kv_down = WholeLinear(hidden, latent + self.turned, bias)
         width = all_heads * (self.plain + config.v_head_dim)
-        self.kv_up = ColumnParallelLinear(latent, width, False, axis, adapters("attention.kv_up"))
+        self.kv_up = ColumnParallelLinear(latent, width, False, axis)
         if config.qk_layernorm:
             self.kv_down_norm = make_norm(config, latent, part.norms, EPSILON)
             if rank is not None:
@@ -67,7 +61,7 @@ class LatentAttention(CoreAttention):
         latents = ("q_down", "q_down_norm", "kv_down", "kv_down_norm")
         self.grad_is_partial = latents if part.splits_rows else ()
         width, bias = all_heads * config.v_head_dim, config.has_attention_output_bias
-        self.output = RowParallelLinear(width, hidden, bias, axis, adapters("attention.output"))
+        self.output = RowParallelLinear(width, hidden, bias, axis)
 
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H]."""
@@ -128,7 +122,7 @@ class LatentAttention(CoreAttention):
         cached = cache.extend(latent[:, :, None])  # [B, 1, T, L + R]
         if was_empty:
             return self.core(q, *self._keys_and_values(latent))
-        if self.kv_up.lora is not None:
+        if self.kv_up.delta is not None:
             both = self._keys_and_values(cached[:, 0])
             keys, values = (each.transpose(1, 2) for each in both)
             return cache.attention(q, keys, values, self.scores_of(q))

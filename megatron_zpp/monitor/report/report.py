@@ -5,7 +5,6 @@ import logging
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -76,14 +75,6 @@ def report_after_failure(config: LogConfig) -> list[tuple[str, str]]:
     return report_rows(config)
 
 
-@dataclass(frozen=True)
-class Expectations:
-    """What was expected of a step beside what was measured, as a table."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
 def page(record: RunRecord) -> str:
     """The report as HTML, which refers to nothing outside it."""
     facts, strict = record.facts, jinja2.StrictUndefined
@@ -141,7 +132,8 @@ def _summary(record: RunRecord) -> str:
     return " · ".join(parts)
 
 
-def _expectations(record: RunRecord) -> Expectations | None:
+def _expectations(record: RunRecord) -> dict[str, Sequence] | None:
+    """What was expected of a step beside what was measured, as columns and rows of a table."""
     facts, rows = record.facts, []
     plan = facts.expected_step
     if plan is not None and record.intervals:
@@ -151,7 +143,7 @@ def _expectations(record: RunRecord) -> Expectations | None:
     if record.purposes:
         rows += _byte_rows(record)
     columns = (f"plain ZeRO-{facts.zero_stage}", "expected", "measured")
-    return Expectations(columns, rows) if rows else None
+    return {"columns": columns, "rows": rows} if rows else None
 
 
 def _byte_rows(record: RunRecord) -> list[tuple[str, str, str, str]]:

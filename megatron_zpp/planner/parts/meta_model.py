@@ -11,10 +11,11 @@ from torch import nn
 
 from megatron_zpp.model.block import Block
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.part import Part, parts_of_stages
+from megatron_zpp.model.part import WHOLE, Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_optimizer import PlannedOptimizer
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.recipe.capability import capabilities_of, extended
 from megatron_zpp.settings.config import Config
 
 META = torch.device("meta")
@@ -29,8 +30,8 @@ class MetaModel:
 
     def __init__(self, config: Config, vocab_size: int) -> None:
         self._config, self._vocab_size = config, vocab_size
-        self._adapted = Part(lora=config.lora if config.lora.lora_rank else None)
-        self.whole = self._build(GPT, self._adapted)
+        self._capabilities = capabilities_of(config)
+        self.whole = self._build(GPT, WHOLE)
         self._kept: dict[tuple, Any] = {}
 
     def _once(self, make: Callable[[], Kept], *key: object) -> Kept:
@@ -42,14 +43,14 @@ class MetaModel:
     def stages(self, ranks: PlannedRanks) -> list[Part]:
         """Return the stages of a rank."""
         layers = ranks.parallel.stages(self._config.model.num_layers)
-        part = replace(self._adapted, axes=ranks.axes)
+        part = replace(WHOLE, axes=ranks.axes)
         return parts_of_stages(part, layers, ranks.pipeline_place, ranks.pipeline_size)
 
     def split(self, ranks: PlannedRanks) -> GPT:
         """Return all layers, with a rank's parts of their matrices."""
         if ranks.tensor_size == ranks.context_size == ranks.expert_ranks == 1:
             return self.whole
-        return self._once(lambda: self._build(GPT, self._adapted, ranks), "all", _axes_key(ranks))
+        return self._once(lambda: self._build(GPT, WHOLE, ranks), "all", _axes_key(ranks))
 
     def ends(self, ranks: PlannedRanks, stage: Part) -> GPT:
         """Return what a stage has beside its blocks, which one stands for that does nothing."""
@@ -123,7 +124,8 @@ class MetaModel:
             tensor, context = ranks.tensor_axis(parallel), ranks.context_axis(parallel)
             part = replace(part, tensor=tensor, context=context, axes=ranks.axes)
         with META:
-            return kind(self._config.model, self._vocab_size, part)
+            model = kind(self._config.model, self._vocab_size, part)
+            return extended(model, self._capabilities) if kind is GPT else model
 
 
 class PassingBlock(Block):

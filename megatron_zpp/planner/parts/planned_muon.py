@@ -46,7 +46,7 @@ class PlannedMuon(PlannedOptimizer):
 
     def state_numbers(self, spec: ShardSpec, *, is_root: bool) -> int:
         """Return 1, the momentum, for matrices of blocks, and Adam's moments for others."""
-        has_momentum = spec.ndim == 2 and not is_root and not self.config.lora.lora_rank
+        has_momentum = spec.ndim == 2 and not is_root and self.config.trains_all
         return 1 if has_momentum else super().state_numbers(spec, is_root=is_root)
 
     @cached_property

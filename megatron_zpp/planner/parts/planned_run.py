@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from megatron_zpp.capabilities.experts.capability import expert_ranks
+from megatron_zpp.capabilities.experts.axis import expert_ranks
 from megatron_zpp.capabilities.experts.experts import Experts
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.balanced_stages import layer_kinds

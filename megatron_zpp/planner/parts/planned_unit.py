@@ -14,9 +14,9 @@ FP32_BYTES = 4  # of a weight or a gradient
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unit:
-    """A block, the experts of one that ranks split, or a root, with its adapters.
+    """A block, the experts of one that ranks split, or a root.
 
-    parts: the units of the plan that are gathered and reduced together; adapters beside frozen
+    parts: the units of the plan that are gathered and reduced together; trained ones beside frozen
     weights are one of their own. Blocks that are alike have the same unit, with the parameters of
     the first of them. Experts are gathered and reduced within the passes of their block.
     """

@@ -116,7 +116,7 @@ def _passes(
 
 def _backward_products(config: Config) -> int:
     """Return the products of a backward pass, in forward passes."""
-    return BACKWARD - 1 if config.lora.lora_rank else BACKWARD
+    return BACKWARD if config.trains_all else BACKWARD - 1
 
 
 def _mlp_bytes(config: Config) -> float:

@@ -10,7 +10,7 @@ from zeropp.settings.schema import Rule, at_most
 
 PRETRAINED = NoEffect(
     "the model in --pretrained-checkpoint says what it is",
-    when=lambda c: c.lora.pretrained_checkpoint is not None,
+    when=lambda c: c.pretrained_checkpoint is not None,
 )
 _flag = flags_in(
     "gpt/sizes.toml",

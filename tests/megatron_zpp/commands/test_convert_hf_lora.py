@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_zpp.checkpoint.merged_weights import MergedWeights
+from megatron_zpp.capabilities.lora.merged_weights import MergedWeights
 from megatron_zpp.commands.convert_hf import main
 from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS, shortest_suffixes
 from megatron_zpp.interchange.open_model import load_model, open_model
@@ -115,25 +115,6 @@ def test_target_module_names_are_as_short_as_possible() -> None:
     assert shortest_suffixes(modules[:1], modules) == ["1.attn.c_proj"]
 
 
-OTHER = {
-    "an A for each of queries, keys and values": dict(target_modules="all-linear"),
-    "queries and values": dict(target_modules=["q_proj", "v_proj"], lora_alpha=3),
-    "one layer, rsLoRA": dict(target_modules=["layers.1.mlp.up_proj"], use_rslora=True),
-}
-
-
-@pytest.mark.parametrize("settings", OTHER.values(), ids=OTHER)
-def test_adapters_that_peft_trained(settings: dict, tmp_path: Path) -> None:
-    base, out = saved(llama(), tmp_path / "base"), tmp_path / "adapters"
-    theirs = of_peft(AutoModelForCausalLM.from_pretrained(base), out, **settings)
-    ours, _ = load_model(out)
-    torch.testing.assert_close(logits(ours), logits(theirs), **LOGITS)
-    moved = base.rename(tmp_path / "moved")
-    run("--load", out, "--to-hf", tmp_path / "merged", "--base", moved)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(logits(merged), logits(theirs), **LOGITS)
-
-
 def test_adapters_of_fused_layers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """PEFT has one adapter for queries, keys and values, as we have, and one for gate and input."""
     theirs = of_peft(phi3(), tmp_path / "adapters", target_modules="all-linear")
@@ -152,15 +133,6 @@ def test_adapters_of_fused_layers(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "blocks.0.mlp.gate is a part of Hugging Face's layer model.layers.0.mlp.gate_up" in text
     assert "merge the adapters into the model, --to-hf" in text
     assert not (tmp_path / "refused").exists()
-
-
-def test_gpt2_adapters_that_peft_trained(tmp_path: Path) -> None:
-    base, out = saved(gpt2(), tmp_path / "base"), tmp_path / "adapters"
-    layers = ["c_attn", "attn.c_proj", "c_fc"]
-    theirs = of_peft(
-        AutoModelForCausalLM.from_pretrained(base), out, target_modules=layers, fan_in_fan_out=True
-    )
-    torch.testing.assert_close(logits(load_model(out)[0]), logits(theirs), **LOGITS)
 
 
 def test_16_bit_bases_lose_nothing_unless_asked(tmp_path: Path) -> None:
@@ -194,6 +166,9 @@ def test_a_base_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     )
     message = error(capsys, "--load", save, "--to-peft", tmp_path / "no", "--base", save)
     assert "cannot be its own base" in message
+    run("--load", out, "--to-hf", tmp_path / "whole", "--base", moved)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    torch.testing.assert_close(logits(whole), expected, **LOGITS)
     moved.rename(tmp_path / "gone")
     message = error(capsys, "--load", out, "--to-hf", tmp_path / "merged")
     assert f"its base model '{moved}' is not a folder here" in message and "--base" in message

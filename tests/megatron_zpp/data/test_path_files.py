@@ -8,8 +8,7 @@ import pytest
 
 from megatron_zpp.data.gpt_dataset import build_datasets
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.path_files import with_named_paths
-from megatron_zpp.data.text_source import resolve_data
+from megatron_zpp.data.text_source import resolve_data, with_named_paths
 from megatron_zpp.settings.config import DataConfig, TokenizerConfig
 from zeropp.errors import InputError
 

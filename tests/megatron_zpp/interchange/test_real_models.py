@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from megatron_zpp.capabilities.lora.adapters import add_adapters, initialize_adapters
+from megatron_zpp.capabilities.lora.settings import LoraConfig
 from megatron_zpp.interchange.conversion import export_model, import_model
 from megatron_zpp.interchange.open_model import OpenedModel, load_model, open_model
+from megatron_zpp.model.delta import is_of_delta
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.lora import initialize_adapters, is_adapter
-from megatron_zpp.model.part import Part
-from megatron_zpp.settings.config import LoraConfig
 from tests.documents import ROOT
 from tests.zeropp.lora_model import with_quantized_weights
 from tools.fetch_model import MODELS
@@ -114,14 +114,14 @@ def test_int8_weights_change_the_loss_by_less_than_half_a_percent() -> None:
     """Loss and gradients of the adapters on real text, with weights as four ranks store them."""
     opened = open_model(downloaded("smollm2"))
     lora = LoraConfig(lora_rank=8, pretrained_checkpoint="m")
-    model = GPT(opened.config, opened.tokenizer.vocab_size, Part(lora=lora)).eval()
+    model = add_adapters(GPT(opened.config, opened.tokenizer.vocab_size), lora).eval()
     opened.fill(model)
     tokenizer = opened.tokenizer
     initialize_adapters(model, 1)
     torch.manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if is_adapter(name) and not parameter.any():
+            if is_of_delta(name) and not parameter.any():
                 parameter.normal_(0, 0.01)  # with B = 0, A would have no gradient
     text = torch.tensor([tokenizer.encode(TEXT.read_text())[: 256 + 1]])
     loss, gradient = loss_and_gradient(model, text)

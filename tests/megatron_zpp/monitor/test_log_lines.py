@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_zpp.capabilities.experts.balance import BUSIEST_EXPERT, BUSIEST_RANK
+from megatron_zpp.capabilities.experts.log import BUSIEST_EXPERT, BUSIEST_RANK
 from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines, duration
 from megatron_zpp.monitor.matmul_rate import MatmulRate

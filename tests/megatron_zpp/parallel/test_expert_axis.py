@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.capabilities.experts.axis import ExpertAxis
 from tests.ranks import ranks
+from zeropp.capabilities.experts.exchange import combine, dispatch
 from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 
@@ -14,13 +14,12 @@ SIZE, EXPERTS, WIDTH = 4, 8, 5
 OWN = EXPERTS // SIZE
 
 
-def expert_axis(rank: int, group: dist.ProcessGroup | None) -> ExpertAxis:
+def expert_axis(rank: int, group: dist.ProcessGroup | None) -> RankGroup:
     """All ranks, two to a node."""
-    of_rank = RankGroup(
+    return RankGroup(
         members=tuple(range(SIZE)), position=rank, nodes=Nodes(num_ranks=SIZE, ranks_per_node=2),
         purpose="expert", ledger=Traffic(AXES), group=group,
     )  # fmt: skip
-    return ExpertAxis(group=of_rank)
 
 
 def counts_of(case: str) -> Tensor:
@@ -53,13 +52,13 @@ def test_rows_go_to_their_experts_and_back(case: str) -> None:
     rank, counts = dist.get_rank(), counts_of(case)
     axis, rows = expert_axis(rank, dist.group.WORLD), rows_of(counts)
     own = rows[rank].requires_grad_()
-    dispatched = axis.dispatch(own, counts[rank])
+    dispatched = dispatch(own, counts[rank], axis)
     assert torch.equal(dispatched.counts, counts.sum(0)[OWN * rank :][:OWN])
     arrived = torch.cat(rows)
     for expert, part in enumerate(dispatched.rows.split(dispatched.counts.tolist())):
         assert torch.equal(part, arrived[arrived[:, 1] == OWN * rank + expert])
     scale = torch.arange(1.0, OWN + 1).repeat_interleave(dispatched.counts)[:, None]
-    back = axis.combine(dispatched.rows * scale, dispatched)
+    back = combine(dispatched.rows * scale, dispatched, axis)
     factor = own.detach()[:, 1:2] % OWN + 1
     assert torch.equal(back, own.detach() * factor)
     (back * (rank + 1)).sum().backward()
@@ -71,8 +70,8 @@ def test_the_ledger_counts_the_rows_that_leave_a_rank() -> None:
     rank, counts = dist.get_rank(), counts_of("3")
     axis = expert_axis(rank, dist.group.WORLD)
     own = rows_of(counts)[rank].requires_grad_()
-    dispatched = axis.dispatch(own, counts[rank])
-    axis.combine(dispatched.rows, dispatched).sum().backward()
+    dispatched = dispatch(own, counts[rank], axis)
+    combine(dispatched.rows, dispatched, axis).sum().backward()
     by_rank = counts.view(SIZE, SIZE, OWN).sum(2)  # rows from each rank to each
     for hop, others in (
         ("in_node", [rank ^ 1]),
@@ -81,4 +80,4 @@ def test_the_ledger_counts_the_rows_that_leave_a_rank() -> None:
         there = sum(int(by_rank[rank, other]) for other in others)
         back = sum(int(by_rank[other, rank]) for other in others)
         numbers = 8 * OWN * len(others)  # how many rows each expert gets, int64
-        assert axis.group.ledger.sent["expert", hop] == 8 * WIDTH * (there + back) + numbers
+        assert axis.ledger.sent["expert", hop] == 8 * WIDTH * (there + back) + numbers

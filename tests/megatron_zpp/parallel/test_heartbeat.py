@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 import zeropp
 from megatron_zpp.parallel import heartbeat
-from megatron_zpp.parallel.heartbeat import Heartbeat
-from megatron_zpp.parallel.main_thread import WAITING_IN, Glance, MainThread
+from megatron_zpp.parallel.heartbeat import WAITING_IN, Glance, Heartbeat, MainThread
 from tests.launched import LAUNCH, kill_all, start, wait_for
 from tests.ranks import ranks
 
@@ -218,7 +217,7 @@ STORE_ENDS = """
 import os
 import torch.distributed as dist
 from megatron_zpp.parallel.heartbeat import Heartbeat
-from megatron_zpp.parallel.main_thread import MainThread
+from megatron_zpp.parallel.heartbeat import MainThread
 
 server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
@@ -240,7 +239,7 @@ import threading, time
 import torch.distributed as dist
 import zeropp
 from megatron_zpp.parallel import heartbeat
-from megatron_zpp.parallel.main_thread import MainThread
+from megatron_zpp.parallel.heartbeat import MainThread
 
 heartbeat.BEAT_SECONDS = 0.05
 heartbeat.Heartbeat._last_beat = lambda *_: threading.Event().wait()

@@ -5,6 +5,9 @@ from itertools import product
 import pytest
 
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes, waiting_share
+from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.settings.config import ParallelConfig
+from zeropp.wire.rank_group import Nodes
 
 SIZES = [
     (ranks, count, chunks)
@@ -64,3 +67,27 @@ def test_a_rank_holds_no_more_micro_batches_than_stages_follow(ranks, count, chu
 def test_the_share_of_waiting():
     assert waiting_share(2, 1) == 0.5 and waiting_share(1, 4) == 0.0
     assert waiting_share(4, 8, 2) == pytest.approx(3 / 19)
+
+
+P, R, C, T = 2, 3, 2, 2
+AXES_OF_GRID = ParallelConfig(
+    pipeline_model_parallel_size=P, context_parallel_size=C, tensor_model_parallel_size=T
+)
+
+
+def number(p: int, replica: int, c: int, t: int) -> int:
+    """The number of the rank at these places."""
+    return ((p * R + replica) * C + c) * T + t
+
+
+def test_a_rank_knows_its_places_and_who_shares_its_work():
+    nodes = Nodes(num_ranks=P * R * C * T, ranks_per_node=4)
+    for p, replica, c, t in product(range(P), range(R), range(C), range(T)):
+        ranks = PlannedRanks(parallel=AXES_OF_GRID, nodes=nodes, rank=number(p, replica, c, t))
+        places = ranks.pipeline_place, ranks.replica, ranks.context_place, ranks.tensor_place
+        assert places == (p, replica, c, t)
+        assert (ranks.num_ranks, ranks.num_replicas) == (P * R * C * T, R)
+        assert ranks.pipeline == tuple(number(each, replica, c, t) for each in range(P))
+        assert ranks.tensor_group.members == tuple(number(p, replica, c, i) for i in range(T))
+        assert ranks.context_group.members == tuple(number(p, replica, i, t) for i in range(C))
+        assert ranks.tensor_group.index == t and ranks.context_group.index == c

@@ -1,111 +1,88 @@
 """Random models on random sizes of the axes print the losses and norms of one rank.
 
-They stop on the way and go on with other ZeRO settings and on other nodes; with steps of codes they
-go on with the same ones, to the last digit. Set RANDOM_PARALLEL to draw more runs than the suite
-does.
+They stop on the way and go on with other ZeRO settings, on other nodes, and where other ranks have
+the experts; what is quantized goes on with the same ones, to the last digit. Set RANDOM_PARALLEL to
+draw more runs than the suite does.
 """
 
 import os
-import random
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.megatron_zpp.train.stopped_runs import require_no_digit_lost, require_numbers_of_one_rank
-from tests.megatron_zpp.train.training_runs import with_json
+from tests.megatron_zpp.train.drawn_runs import (
+    ALL_THREE,
+    OF_FOUR,
+    Drawn,
+    require_no_digit_lost,
+    require_numbers_of_one_rank,
+)
+from tests.megatron_zpp.train.training_runs import field, losses, run, with_json
 
-# Ranks of tensor and context parallelism and of a pipeline, of 4.
-SIZES = [
-    (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2),
-    (1, 2, 2),
-]  # fmt: skip
-STEPPED = [(1, 1, 2), (1, 1, 2), (1, 1, 1), (2, 1, 1), (1, 2, 1)]  # whose data axis has 2 or more
 RUNS = int(os.environ.get("RANDOM_PARALLEL", "2"))
+KINDS = ("dense", "experts", "muon")
+# Of axes of four ranks those whose data axis has two or more, a pipeline twice.
+STEPPED = ((1, 1, 2), (1, 1, 2), (1, 1, 1), (2, 1, 1), (1, 2, 1))
+CODES = {"ranks_per_node": 1, "weight_steps": True, "code_messages": True}
 
 
-ALL_THREE = {
-    "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 4,
-    "zero_quantized_gradients": True,
-}  # fmt: skip
-
-
-class Drawn:
-    """The flags of a model, and of the ranks that train it.
-
-    With `steps`, weights cross nodes of one rank as steps of their codes, mostly of pipelines.
-    """
-
-    def __init__(self, seed: int, *, steps: bool = False) -> None:
-        self.draw = draw = random.Random(seed)
-        self.steps = steps
-        self.draw_sizes()
-        num_layers = self.pipe * self.chunks * draw.randint(1, 2)
-        heads = draw.choice([4, 8])
-        divisors = [each for each in (1, 2, 4, 8) if heads % each == 0]
-        positions = draw.choice(["learned_absolute", "rope", "none"])
-        model = [
-            f"--num-layers {num_layers} --hidden-size {heads * draw.choice([4, 6])}",
-            f"--num-attention-heads {heads} --num-query-groups {draw.choice(divisors)}",
-            f"--ffn-hidden-size {4 * draw.randint(3, 9)} --position-embedding-type {positions}",
-            f"--normalization {draw.choice(['LayerNorm', 'RMSNorm'])}",
-            f"--vocab-size {draw.randint(20, 60)} --seq-length {8 * draw.randint(1, 3)}",
-        ]
-        for flag in (
-            "--swiglu", "--untie-embeddings-and-output-weights", "--disable-bias-linear",
-            "--fp32-residual-connection", "--apply-residual-connection-post-layernorm",
-            "--reset-attention-mask", "--eod-mask-loss", "--reset-position-ids",
-        ):  # fmt: skip
-            if draw.random() < 0.4:
-                model.append(flag)
-        micro_batches = draw.randint(1, 3)
-        self.model = " ".join(model) + (
-            f" --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --train-iters 3 "
-            f"--global-batch-size {4 * micro_batches} --lr 1e-3 --log-params-norm "
-            f"{draw.choice(['', '--clip-grad 0.1', '--clip-grad 0'])} "
-        )
-
-    def draw_sizes(self) -> None:
-        """Draw how many ranks share out the weights, the sequences and the layers."""
-        self.tensor, self.context, self.pipe = self.draw.choice(STEPPED if self.steps else SIZES)
-        self.chunks = self.draw.choice([1, 1, 2]) if self.pipe > 1 else 1
-
-    def ranks(self) -> str:
-        """The flags of the ranks, a JSON among them."""
-        draw, stage = self.draw, self.draw.randint(0, 3)
-        per_node = draw.choice([each for each in (1, 2, 4) if each % self.tensor == 0 or each == 1])
-        zero, zeropp = {"stage": stage}, {"ranks_per_node": per_node}
-        if stage == 3 and per_node > 1 and draw.random() < 0.6:
-            zero["zero_hpz_partition_size"] = per_node
-        zeropp["reduce_gradients_once"] = draw.random() < 0.4
-        if self.steps:
-            steps = {"weight_steps": True, "code_messages": draw.random() < 0.7}
-            zero, zeropp = ALL_THREE, zeropp | {"ranks_per_node": 1} | steps
-        words = [
-            f"--tensor-model-parallel-size {self.tensor}",
-            f"--context-parallel-size {self.context} {with_json(zero, **zeropp)}",
-            f"--pipeline-model-parallel-size {self.pipe}",
-            draw.choice(["", "--recompute-granularity full", "--recompute-granularity selective"]),
-        ]
-        if self.tensor > 1 and draw.random() < 0.6:
-            words.append("--sequence-parallel")
-        if self.context > 1:
-            words.append(f"--cp-comm-type {draw.choice(['a2a', 'allgather'])}")
-        if self.chunks > 1:
-            words.append(f"--num-virtual-stages-per-pipeline-rank {self.chunks}")
-        return " ".join(words)
+@pytest.mark.parametrize(("kind", "seed"), [*product(KINDS, range(RUNS))])
+def test_the_numbers_are_those_of_one_rank(kind: str, seed: int, tmp_path: Path) -> None:
+    drawn = Drawn(seed, kind)
+    model = drawn.model + (drawn.losses_of_experts() if kind == "experts" else "")
+    log, expected = require_numbers_of_one_rank(model, drawn.ranks, tmp_path)
+    for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss"):
+        numbers, others = (list(map(float, field(each, name))) for each in (log, expected))
+        assert numbers == pytest.approx(others, rel=1e-5), name
+    assert drawn.experts or "(formula: " not in log  # of bytes, where it is not what was counted
 
 
 @pytest.mark.parametrize("seed", range(RUNS))
-def test_the_numbers_are_those_of_one_rank(seed: int, tmp_path: Path) -> None:
-    """It stops after two iterations, and goes on with other ZeRO settings and nodes."""
-    drawn = Drawn(seed)
-    log, _ = require_numbers_of_one_rank(drawn.model, drawn.ranks, tmp_path)
-    assert "(formula: " not in log  # of bytes, where it is not what was counted
+def test_adapters_learn_what_they_do_on_one_rank(seed: int, tmp_path: Path) -> None:
+    """Some of experts, beside weights that train for a step first; with a stop as above."""
+    drawn = Drawn(2000 + seed, "experts")
+    run(1, f"{drawn.model} --train-iters 1 --save {tmp_path}/base", tmp_path)
+    flags = f"{drawn.model} {drawn.adapters(tmp_path / 'base')} --lr 1e-2"
+
+    def ranks() -> str:
+        kept = {"stage": 3, "zero_hpz_partition_size": 2}  # frozen weights in each node
+        return drawn.ranks(drawn.draw.choice([kept, {"stage": 1}]), ranks_per_node=2)
+
+    log, _ = require_numbers_of_one_rank(flags, ranks, tmp_path)
+    assert len({*losses(log)}) == 3
 
 
-@pytest.mark.parametrize("seed", range(RUNS // 2))
-def test_with_steps_of_codes_a_stop_changes_no_digit(seed: int, tmp_path: Path) -> None:
-    drawn = Drawn(seed, steps=True)
-    flags = f"{drawn.model} {drawn.ranks()} --lr 1e-2"
-    second = require_no_digit_lost(flags, tmp_path)
+@pytest.mark.parametrize(("kind", "seed"), [*product(KINDS, range(RUNS // 2))])
+def test_with_zeropp_a_stop_changes_no_digit(kind: str, seed: int, tmp_path: Path) -> None:
+    """Weights cross nodes as steps of codes; Muon has blocks of nodes, whole in some steps."""
+    drawn = Drawn(1000 + seed, kind, STEPPED if kind == "dense" else OF_FOUR)
+    how = {
+        "dense": drawn.ranks(ALL_THREE | {"zero_hpz_partition_size": 4}, **CODES),
+        "experts": drawn.ranks(ALL_THREE | {"zero_hpz_partition_size": 2}, ranks_per_node=2),
+        "muon": drawn.ranks(
+            ALL_THREE | {"zero_hpz_partition_size": 2} if drawn.has_replicas else {"stage": 3},
+            ranks_per_node=2, muon_blocks="node", muon_whole_every=3,
+            weight_steps=drawn.has_replicas,
+        ),
+    }[kind]  # fmt: skip
+    bf16 = "" if kind == "dense" else "--bf16"
+    second = require_no_digit_lost(f"{drawn.model} {how} --lr 1e-2 {bf16}", tmp_path)
     assert "whole codes cross the nodes once more" not in second
+
+
+def test_muon_goes_on_from_adamw_and_on_other_ranks(tmp_path: Path) -> None:
+    """Momentum starts anew, with a line; on other ranks a line says why updates differ."""
+    model = "--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --train-iters 3"
+    flags = f"{model} --optimizer muon --load {tmp_path}/saved --save {tmp_path}/saved "
+    flags += "--exit-interval 1 "
+    run(1, f"{flags} --optimizer adam", tmp_path)
+    first = run(1, flags, tmp_path)
+    assert "of 8 parameters starts anew: what was saved is another optimizer's" in first
+    assert "optimizer is muon now, adam in the checkpoint: this changes the updates" in first
+    changed = "--muon-num-ns-steps 4" + with_json(muon_whole_every=2)
+    second = run(2, f"{flags} --zero-stage 3 {changed}", tmp_path)
+    assert "muon_num_ns_steps is 4 now, 5 in the checkpoint: this changes the updates" in second
+    changed = "muon_blocks node, muon_whole_every {}, ranks_per_node None on {} ranks".format
+    assert f"{changed(2, 2)} now, {changed(None, 1)} in the checkpoint" in second
+    assert len(losses(first) + losses(second)) == 2

@@ -183,7 +183,7 @@ def require_peak(flags: str, settings: dict, folder: Path) -> Estimate | None:
     if predicted is None:
         return None
     foretold, plan = predicted.host_bytes, predicted.plan
-    by_block = plan.num_ranks > 1 and (plan.stage > 0 or plan.stores_frozen)
+    by_block = plan.num_ranks > 1 and (plan.stage > 0 or plan.has_codes)
     gathered = block_bytes(predicted) if by_block else 0
     numbers = f"{foretold:,} bytes foretold, {measured:,} measured, {gathered:,} of a block"
     assert (1 - LEEWAY) * measured - gathered <= foretold <= (1 + LEEWAY) * measured, numbers

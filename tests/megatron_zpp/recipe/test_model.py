@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
+from megatron_zpp.capabilities.lora.adapters import add_adapters
+from megatron_zpp.capabilities.lora.settings import LoraConfig
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.part import Part
 from megatron_zpp.recipe import model as recipe
-from megatron_zpp.settings.config import LoraConfig
 from tests.megatron_zpp.interchange.family_flags import FLAGS
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2, TWO_STAGES
@@ -49,7 +49,7 @@ def test_a_model_holds_no_function(flags):
 @pytest.mark.parametrize("config", [GPT2, LLAMA])
 def test_adapters_hold_no_function(config):
     lora = LoraConfig(pretrained_checkpoint="m", lora_rank=2)
-    model = GPT(config, VOCABULARY, Part(lora=lora))
+    model = add_adapters(GPT(config, VOCABULARY), lora)
     assert list(functions_held(model)) == []
     model.norm.forward = model.norm.forward
     assert list(functions_held(model)) == ["norm.forward"]

@@ -7,8 +7,11 @@ import torch.distributed as dist
 
 pytest.importorskip("lm_eval", reason='pip install "megatron-zpp[eval]"')
 
+import json
+
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_zpp.interchange.open_model import open_model  # noqa: E402
 from megatron_zpp.text.generate import Request, complete  # noqa: E402
@@ -22,7 +25,6 @@ from tests.megatron_zpp.interchange.foreign_models import (  # noqa: E402
     llama,
     saved,
 )
-from tests.megatron_zpp.text.chat_files import write_chat_files  # noqa: E402
 from tests.megatron_zpp.text.peaked_model import (  # noqa: E402
     POSITIONS,
     log_probabilities,
@@ -236,3 +238,26 @@ def test_on_ranks_that_share_the_weights(tmp_path: Path) -> None:
     requests = [(text, {"max_gen_toks": 5}) for text in prompts]
     assert lm.generate_until(instances("generate_until", *requests)) == expected_texts
     model.close()
+
+
+SPECIAL = ("<|begin|>", "<|end|>")
+TEMPLATE = (
+    "{% for message in messages %}\n"
+    "<|begin|>{{ message['role'] }}\n{{ message['content'] }}{{ eos_token }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}\n<|begin|>assistant\n{% endif %}"
+)
+
+
+def write_chat_files(folder: Path, template: str = TEMPLATE) -> dict[str, int]:
+    """Write them; returns the vocabulary, 256 bytes and the 2 special tokens."""
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: index for index, byte in enumerate(bytes_)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    eos = {"__type": "AddedToken", "content": "<|end|>"}
+    config = {"eos_token": eos, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokenizer.get_vocab(with_added_tokens=True)

@@ -24,7 +24,7 @@ from tests.megatron_zpp.text.text_models import save_text_model
 from tests.ranks import ranks
 from zeropp.errors import InputError
 from zeropp.ranks.topology import Environment
-from zeropp.wire.frozen_weights import is_quantized
+from zeropp.wire.quantized_shard import is_quantized
 
 REQUESTS = [
     Request(prompt=tuple(b"ab"), max_new_tokens=7, sampling=Sampling(seed=1)),

@@ -5,13 +5,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_zpp.capabilities.lora.adapters import add_adapters
+from megatron_zpp.capabilities.lora.settings import LoraConfig
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
 from megatron_zpp.interchange.open_model import open_model
+from megatron_zpp.model.delta import is_of_delta
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.lora import is_adapter
-from megatron_zpp.model.part import Part
-from megatron_zpp.settings.config import Config, LoraConfig
+from megatron_zpp.settings.config import Config
 
 
 class InMemoryWeights:
@@ -39,12 +40,12 @@ def save_lora_checkpoint(
         pretrained_checkpoint=str(base), lora_rank=4, lora_alpha=8.0, lora_dropout=0.1,
         lora_target_modules=targets,
     )  # fmt: skip
-    model = GPT(opened.config, opened.tokenizer.vocab_size, Part(lora=lora))
+    model = add_adapters(GPT(opened.config, opened.tokenizer.vocab_size), lora)
     opened.fill(model)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if is_adapter(name):
+            if is_of_delta(name):
                 parameter.normal_(0.0, 0.1, generator=generator)
     config = Config(model=opened.config, tokenizer=opened.tokenizer_config, lora=lora)
     state = TrainingState(
@@ -55,7 +56,7 @@ def save_lora_checkpoint(
     tensors = {
         name: parameter.detach()
         for name, parameter in model.named_parameters()
-        if is_whole or is_adapter(name) or parameter.ndim < 2
+        if is_whole or is_of_delta(name) or parameter.ndim < 2
     }
     checkpoint.save_weights(save, InMemoryWeights(tensors), state)
     return model.eval()

@@ -148,7 +148,7 @@ def test_a_saved_run_opens_with_its_adapters_merged(base, stored, tmp_path):
         for name, tensor in before.tensors():
             merged = after.weights.read(name)
             moved = (merged - tensor).abs().max().item()
-            assert (moved > 1e-3) == (name.removesuffix(".weight") in after.adapters.layers), name
+            assert (moved > 1e-3) == (name.removesuffix(".weight") in after.added.layers), name
     # The first loss, with the same adapters beside and merged.
     beside = loss_values(log_of(f"{flags} --load {tmp_path}/first --finetune --train-iters 1"))
     merged = loss_values(log_of(f"{again} --train-iters 1"))

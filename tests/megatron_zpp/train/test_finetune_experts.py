@@ -16,7 +16,7 @@ from tests.megatron_zpp.train.training_runs import (
     with_json,
 )
 from tests.ranks import ranks
-from zeropp.wire.frozen_weights import is_quantized
+from zeropp.wire.quantized_shard import is_quantized
 
 NAMES = ("attention.qkv", "experts.gate", "experts.input", "experts.output")
 EXPERTS = f"--lora-target-modules {' '.join(NAMES)} "
@@ -42,7 +42,7 @@ def test_beside_codes_a_stop_changes_no_digit_and_peft_opens_the_result(base, tm
     assert first == pytest.approx(loss_values(exact)[0], rel=0.005)  # what INT8 may move it by
     start, opened = open_model(folder_of(base)), open_model(saved)
     for name, before in start.tensors():
-        is_adapted = name.removesuffix(".weight") in opened.adapters.layers
+        is_adapted = name.removesuffix(".weight") in opened.added.layers
         moved = (opened.weights.read(name) - before).abs().max()
         assert (moved > 1e-3) == is_adapted, name
         assert is_adapted == name.removesuffix(".weight").endswith(NAMES), name

@@ -1,5 +1,6 @@
-"""Settings of nodes that step alone which meet others: each works, or is named."""
+"""Settings of nodes that step alone which meet others, and what the nodes send, by formula too."""
 
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.monitor.communication import Communication
 from megatron_zpp.train.inputs import TRAIN
 from megatron_zpp.train.run import Run
 from tests.megatron_zpp.interchange.foreign_models import llama
@@ -26,6 +28,8 @@ from zeropp.capabilities.local_sgd.outer_group import join_outer_group
 from zeropp.ranks.topology import Environment
 
 BATCH = "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 "
+LONG_BATCH = "--micro-batch-size 1 --global-batch-size 4 --log-interval 100 "
+OUTER = "outer", "across_nodes"
 
 
 def flags_of(zero: dict | None = None, **zeropp: object) -> str:
@@ -96,7 +100,7 @@ def test_experts_over_nodes_that_step_alone_are_refused(tmp_path: Path) -> None:
     folder = shared_folder(str(tmp_path))
     flags = f"{BATCH}{flags_of({'stage': 1})}"
     flags += "--num-experts 2 --expert-model-parallel-size 2"
-    problem = "size 2 does not divide the 1 ranks that share the layers in a node, which zeropp.sy"
+    problem = "size 2 does not divide the 1 ranks that share the layers"
     with worlds(1, folder) as outer, pytest.raises(InputError, match=problem):
         log_of(flags, outer=outer)
 
@@ -105,3 +109,54 @@ def test_a_single_node_is_refused() -> None:
     place = Environment(rank=0, world_size=2, local_rank=0, local_world_size=2)
     with pytest.raises(InputError, match="there is only one, of 2 ranks: start several"):
         join_outer_group(dist.HashStore(), place, place.within(2), timedelta(seconds=5))
+
+
+def steps(run: Run, number: int) -> Communication:
+    """Train for some steps, and return what a node has sent."""
+    with run.batches.loader(TRAIN, 0, ()) as batches:
+        for _ in range(number):
+            run.trainer.step(batches).result()
+    return run.trainer.communication.take()
+
+
+def flags_at(stage: int, **zeropp: object) -> str:
+    return LONG_BATCH + with_json({"stage": stage}, ranks_per_node=2, **zeropp)
+
+
+@pytest.mark.parametrize(("bits", "stage"), [(32, 3), (8, 1), (4, 0)])
+@ranks(4, timeout=120)
+def test_an_exchange_is_counted_once_for_the_steps_before_it(bits, stage, tmp_path):
+    zeropp = {"sync_every": 3, "sync_bits": bits}
+    flags = flags_at(stage, **zeropp) + "--train-iters 7"
+    with (
+        worlds(2, shared_folder(str(tmp_path))) as outer,
+        built_run(flags, outer) as run,
+    ):
+        taken, trained = steps(run, 6), run.trainer.sharding.model.num_parameters()
+        rank = dist.get_rank() + 2 * outer.node
+    sent, expected = taken.sent[OUTER], taken.expected[OUTER]
+    assert taken.sent["outer", "in_node"] == 0
+    # Twice, half of all weights go to the other node, and half come back.
+    per_weight = {32: 4, 8: 1 + 2 / 256, 4: 0.5 + 2 / 128}[bits]
+    assert expected == pytest.approx(2 * trained * per_weight, rel=0.05), rank  # padding
+    if bits == 32:
+        assert sent == pytest.approx(expected, rel=1e-12)
+    else:
+        assert 0 < sent != expected and sent < 1.02 * expected
+    # Plain ZeRO's rings over all 4 ranks send 16 bit, here 32, in each of 6 steps.
+    plain = sum(taken.plain[key] for key in taken.plain if key[1] == "across_nodes")
+    collectives = {0: 0, 1: 2, 3: 3}[stage]
+    if stage != 3:  # whose root is gathered once
+        assert plain == pytest.approx(6 * collectives * 4 * trained * 3 / 4, rel=0.05)
+
+
+def test_the_table_and_the_end_say_what_nodes_exchange(tmp_path: Path) -> None:
+    zeropp = {"sync_every": {"0": 1, "2": 2}, "sync_on_host": True}
+    flags = flags_at(1, **zeropp) + "--train-iters 4 --log-interval 2"
+    log = run_alone(4, 2, flags, tmp_path)
+    assert re.search(
+        r"nodes +2 that step alone, exchange every step, every 2 steps after step 2 in 4", log
+    )
+    assert re.search(r"\n +outer +0\.\d+ +0\.00\n", log), log
+    assert len(re.findall(r"\| outer: 0\.\d\d", log)) == 2
+    assert re.search(r"plain ZeRO-1 +\S+ \S+ per node and step: \d", log)

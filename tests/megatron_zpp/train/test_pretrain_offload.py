@@ -18,7 +18,6 @@ from tests.megatron_zpp.train.training_runs import (
     TINY,
     field,
     log_of,
-    loss_values,
     losses,
     with_json,
 )
@@ -102,14 +101,6 @@ def test_a_stop_changes_no_digit_and_offload_may_be_switched_off(tmp_path):
     first = losses(log_of(on + saved + "--exit-interval 2"))
     assert losses(log_of(f"{off} --load {tmp_path}")) == whole[2:]
     assert first + losses(log_of(on + saved)) == whole
-
-
-@ranks(2, timeout=180)
-def test_offload_may_be_switched_on_at_another_stage(tmp_path):
-    off, on = (f"{FLAGS} --zero-stage {stage} " for stage in (1, 3))
-    whole = loss_values(log_of(f"{off} --save {tmp_path} --save-interval 2"))
-    rest = loss_values(log_of(f"{on} --cpu-optimizer --load {tmp_path} --ckpt-step 2"))
-    assert rest == pytest.approx(whole[2:], rel=1e-3)
 
 
 @ranks(2, timeout=180)

@@ -69,7 +69,7 @@ def test_what_fails_after_an_interruption_was_caught_is_not_the_cause(monkeypatc
             os.kill(os.getpid(), signal.SIGINT)
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(pretrain, "pretrain", save)
+    monkeypatch.setattr(pretrain.RankProgram, "pretrain", save)
     assert main(TRAINING.removesuffix("--save ").split()) == 130
     *_, error, advice = capsys.readouterr().out.splitlines()
     assert error == "error: stopped by SIGINT"
@@ -96,14 +96,18 @@ def test_what_all_ranks_refuse_is_said_on_each_machine(
     def refuse(*_: object) -> None:
         raise InputError("no such folder")
 
-    monkeypatch.setattr(pretrain, "pretrain", refuse)
+    monkeypatch.setattr(pretrain.RankProgram, "pretrain", refuse)
     environment = Environment(world_size=4, machines=machines, local_rank=local_rank)
     said, heartbeat, stopping = [], MagicMock(), MagicMock(interruption=None)
     heartbeat.publish_own_failure.return_value = is_first
     console = MagicMock(notice=lambda level, text: said.append(text))
     ranks = MagicMock(environment=environment)
-    status = pretrain._pretrain_and_report(None, ranks, console, stopping, None, heartbeat)
-    assert status == 1
+    program = pretrain.RankProgram(
+        config=MagicMock(), ranks=ranks, console=console, stopping=stopping, open_model=None
+    )
+    program.heartbeat = heartbeat
+    ranks.num_ranks = 1  # so that `run` makes no heartbeat of its own
+    assert program.run() == 1
     assert said == ["no such folder"] * lines
 
 

@@ -22,7 +22,7 @@ from megatron_zpp.parallel.replicas import Replicas
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from megatron_zpp.train.build import build_run
-from megatron_zpp.train.pretrain import pretrain
+from megatron_zpp.train.pretrain import RankProgram
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Stopping
@@ -52,8 +52,10 @@ def log_of(
     The samples are made up unless `flags` name a dataset. With an `outer` group, nodes step alone.
     """
     printed = io.StringIO()
-    with _job(flags, printed, device, kind, outer) as job:
-        pretrain(*job, open_model)
+    with _job(flags, printed, device, kind, outer) as (config, ranks, console, stopping):
+        RankProgram(
+            config=config, ranks=ranks, console=console, stopping=stopping, open_model=open_model
+        ).pretrain()
     return printed.getvalue()
 
 

@@ -58,17 +58,6 @@ def test_a_parameter_unfrozen_later_is_an_error_before_a_gradient_is_lost(settin
 
 
 @ranks(2)
-def test_a_parameter_frozen_later_does_not_change():
-    def losses(zero: dict) -> list[float]:
-        engine = engine_of({"stage": 3} | zero, bf16={"enabled": True})
-        first = run(engine, 2)
-        engine.module.blocks[1].down.requires_grad_(False)
-        return first + run(engine, 2, first=2)
-
-    assert losses(ON_HOST) == losses({})
-
-
-@ranks(2)
 def test_a_schedule_of_a_passed_optimizer_continues_after_loading(tmp_path):
     def scheduled() -> Engine:
         model = small_model()

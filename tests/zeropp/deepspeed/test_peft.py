@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 import zeropp
+from megatron_zpp.capabilities.lora import adapters
+from megatron_zpp.capabilities.lora.settings import LoraConfig
 from megatron_zpp.interchange.families.table import FAMILIES
 from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.part import Part
-from megatron_zpp.settings.config import LoraConfig, TokenizerConfig
+from megatron_zpp.settings.config import TokenizerConfig
 from tests.megatron_zpp.interchange.foreign_models import gpt2, llama, saved
 from tests.ranks import ranks
 from tests.zeropp import lora_model
@@ -34,7 +35,7 @@ from tests.zeropp.small_model import loss_of as small_loss_of
 from tests.zeropp.small_model import small_model
 from tests.zeropp.small_model import tokens_of as small_tokens_of
 from zeropp import InputError
-from zeropp.wire.frozen_weights import is_quantized
+from zeropp.wire.quantized_shard import is_quantized
 
 RANK, ALPHA, STEPS = 4, 8, 4
 LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -249,7 +250,7 @@ def own_copy(theirs: nn.Module, folder: object, targets: tuple[str, ...] | None)
         pretrained_checkpoint="theirs", lora_rank=RANK, lora_alpha=ALPHA,
         lora_target_modules=targets,
     )  # fmt: skip
-    model = GPT(opened.config, opened.tokenizer.vocab_size, Part(lora=lora))
+    model = adapters.add_adapters(GPT(opened.config, opened.tokenizer.vocab_size), lora)
     opened.fill(model)
     return model
 

@@ -194,7 +194,7 @@ class Sequence:
                 weight.data = value
         target = self.reference.get_parameter(name).data.view(-1)
         target[some] = target[some] * factor + 0.01
-        if before is not None and self.engine.sharding.stage < 3:
+        if before is not None and type(self.weight(name)) is nn.Parameter:
             now = utils.safe_get_full_fp32_param(self.weight(name)).flatten()
             kept = torch.ones_like(now, dtype=torch.bool)
             kept[some] = False

@@ -103,27 +103,6 @@ def test_after_a_backward_pass_they_are_freed_until_the_step_or_zero_grad():
     assert all(map(torch.equal, before, held))
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@ranks(2)
-def test_one_rank_saves_copies_and_evaluates_alone(stage):
-    engine = engine_of(stage=stage, **BF16)
-    run(engine, steps=1)
-    if dist.get_rank() == 0:
-        file = io.BytesIO()
-        torch.save(engine.module.state_dict(), file)
-        loaded = torch.load(io.BytesIO(file.getvalue()))
-        for name, weight in engine.module.named_parameters():
-            assert torch.equal(loaded[name], weight)
-        plain = copy.deepcopy(engine.module)
-        engine.eval()
-        with torch.no_grad():
-            loss = loss_of(engine, tokens_of(0))
-            assert loss == loss_of(plain, tokens_of(0))
-        engine.train()
-        assert type(plain) is type(small_model()) and is_plain(plain)
-    run(engine, steps=1)
-
-
 @pytest.mark.parametrize("settings", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 2])
 @ranks(2)

@@ -23,28 +23,19 @@ OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {"stage": 3}, OFFLOADED], ids=str)
 @ranks(2)
-def test_a_model_built_later_trains_as_one_built_at_once(stage):
-    expected = run(engine_of(stage=stage))
+def test_a_model_built_later_trains_as_one_built_at_once(zero):
+    expected = run(engine_of(zero_optimization=zero))
     with Init(config_dict_or_path=config_of()):
         torch.manual_seed(5 + dist.get_rank())  # the first rank's seed is fresh_stack's
         model = SmallModel()
     assert all(isinstance(parameter, RecordedTensor) for parameter in model.parameters())
-    engine = engine_of(model, stage=stage)
+    engine = engine_of(model, zero_optimization=zero)
     plain = dict(small_model().named_parameters())
     for name, weight in gathered_parameters(engine.module).items():
         assert torch.equal(weight, plain[name].detach())
     assert run(engine) == expected
-
-
-@ranks(2)
-def test_the_optimizer_of_a_model_built_later_may_be_offloaded():
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    expected = run(engine_of(zero_optimization=zero))
-    with Init():
-        model = small_model()
-    assert run(engine_of(model, zero_optimization=zero)) == expected
 
 
 @ranks(2)

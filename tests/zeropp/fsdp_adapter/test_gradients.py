@@ -11,7 +11,7 @@ from tests.zeropp.sharded_training import shard_on_nodes
 from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import fsdp_adapter as fsdp
 from zeropp import shard
-from zeropp.fsdp_adapter.param_groups import groups_of
+from zeropp.fsdp_adapter.parameters import groups_of
 
 
 @pytest.mark.parametrize("settings", [FORMATS["fp32"], FORMATS["bf16"]], ids=["fp32", "bf16"])

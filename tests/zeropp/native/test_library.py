@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeropp.native import source_hash as module
-from zeropp.native.library import INT, SUFFIX, LibraryError, load
-from zeropp.native.source_hash import RECORD, SOURCES, expected_hash, source_hash
+from zeropp.native import library as module
+from zeropp.native.library import (
+    INT,
+    RECORD,
+    SOURCES,
+    SUFFIX,
+    LibraryError,
+    expected_hash,
+    load,
+    source_hash,
+)
 
 
 def build(folder: Path, source: str) -> Path:

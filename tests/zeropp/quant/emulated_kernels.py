@@ -13,8 +13,7 @@ import pytest
 
 from tests.zeropp.quant.layout_ops import LayoutOps
 from zeropp.native.kernels import CudaLibrary, load_cuda
-from zeropp.native.library import SUFFIX
-from zeropp.native.source_hash import source_hash
+from zeropp.native.library import SUFFIX, source_hash
 from zeropp.quant.cpu import CpuKernels
 
 ROOT = Path(__file__).resolve().parents[3]

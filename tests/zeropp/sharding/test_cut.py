@@ -19,7 +19,7 @@ from tests.zeropp.small_model import HIDDEN_SIZE, SmallModel, small_model
 from zeropp import InputError
 from zeropp.sharding.cut import trained_subunits
 from zeropp.sharding.places import places_of
-from zeropp.wire.frozen_weights import is_quantized
+from zeropp.wire.quantized_shard import is_quantized
 
 STEPS = 2
 MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}

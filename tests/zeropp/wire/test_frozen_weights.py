@@ -17,12 +17,13 @@ from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import random_like
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, optimizer_step, shard
+from zeropp.capabilities.mixz.storage import FrozenShard
 from zeropp.checkpoint import state_tensors as named
 from zeropp.optim.step_or_skip import local_part
 from zeropp.quant.packing import BLOCK
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.shard import allocate_parameters
-from zeropp.wire.frozen_weights import QuantizedShard, is_quantized, stored_bytes
+from zeropp.wire.quantized_shard import is_quantized, stored_bytes
 
 MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}
 HPZ = {"zero_hpz_partition_size": 2}
@@ -52,27 +53,27 @@ def losses_of(sharding, steps: int = STEPS, micro_batches: int = 2) -> list[floa
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_shard_reads_as_numbers_near_its_values(shape, dtype, bits):
     values = torch.randn(shape).to(dtype)
-    stored = QuantizedShard.of(values, 600, bits)
+    stored = FrozenShard.of(values, 600, bits)
     largest = values.abs().amax().item() if values.numel() else 0.0
     assert stored.shape == values.shape and stored.dtype == dtype
     error = (stored + 0 - values).abs()  # any op reads numbers
     # One step at most, two where the scale was cut off (docs/numerics.md), and dtype's rounding.
     assert not error.numel() or error.max() <= largest * (2 / 2 ** (bits - 1) + 2**-8)
-    assert torch.equal(QuantizedShard.of(stored.float(), 600, bits).packed, stored.packed) or (
+    assert torch.equal(FrozenShard.of(stored.float(), 600, bits).packed, stored.packed) or (
         dtype != torch.float32  # whose products of code and scale are exact
     )
     assert stored.packed.nbytes <= (600 * bits // 8) * (1 + 2 * 8 / (bits * BLOCK[bits])) + 3 * 16
 
 
 def test_only_whole_copies_may_be_written():
-    stored = QuantizedShard.of(torch.zeros(4, 64), 256, 8)
+    stored = FrozenShard.of(torch.zeros(4, 64), 256, 8)
     stored.copy_(torch.full((4, 64), 2.0))
     assert torch.allclose(stored + 0, torch.full((4, 64), 2.0), rtol=2**-7)
     for write in (stored.zero_, lambda: torch._foreach_add_([stored], 1.0)):
         with pytest.raises(InputError, match="is stored quantized"):
             write()
     copy = stored.detach().clone()
-    assert isinstance(copy, QuantizedShard) and torch.equal(copy.packed, stored.packed)
+    assert isinstance(copy, FrozenShard) and torch.equal(copy.packed, stored.packed)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_a_model_built_under_init_is_stored_quantized():
     with zeropp.zero.Init():
         model = lora_model()
     sharding = shard(model, data_mesh(), zero_config(MIXZ))
-    assert sharding.plan.stores_frozen and stored_bytes(sharding.model)[1]
+    assert sharding.plan.has_codes and stored_bytes(sharding.model)[1]
     assert losses_of(sharding) == expected
 
 

@@ -13,7 +13,7 @@ from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.sharded_training import shard_on_nodes
 from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import Sharding, shard
-from zeropp.fsdp_adapter import param_groups
+from zeropp.fsdp_adapter import parameters
 
 SHORT = {"weights_forward": "w", "weights_backward": "w", "gradients": "g"}
 
@@ -98,7 +98,7 @@ def test_every_hop_has_one_process_group_for_each_direction_whatever_the_blocks(
         assert len(sharding.units) == num_blocks + 1
         for unit in sharding.units:
             for hop in ("inner", "outer"):
-                (group,) = param_groups.groups_of(unit)
+                (group,) = parameters.groups_of(unit)
                 gather, mean = group._all_gather_comm, group._reduce_scatter_comm
                 groups.add((hop, "weights", getattr(gather, hop).group))
                 groups.add((hop, "gradients", getattr(mean, hop).group))

@@ -1,1 +1,1 @@
-"""DeepSpeed's AutoEP: layers whose experts ranks split, in the places of a model's own ones."""
+"""DeepSpeed's AutoEP."""

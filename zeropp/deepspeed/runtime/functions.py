@@ -3,9 +3,10 @@
 import gc
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.deepspeed.zero import GatheredParameters
-from zeropp.errors import Unavailable
 from zeropp.ranks.host_memory import free_bytes
 
-GB = 2**30
+SHARD_BYTES, COMPUTE_BYTES, GB = 16, 2, 2**30
 torch_info = MappingProxyType(
     {
         "version": torch.__version__,
@@ -71,16 +71,6 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 def is_zero_param(parameter: Any) -> bool:
     """Whether a parameter is sharded, so that its values must be gathered."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Mapping[str, Any] | list | tuple, max_group_size: float | None = None
-) -> list[Mapping[str, Any]]:
-    """Return the groups as a list. Raises InputError for parameters of DeepSpeed's own experts."""
-    groups = [param_groups] if isinstance(param_groups, Mapping) else [*param_groups]
-    if not all(getattr(each, "allreduce", True) for group in groups for each in group["params"]):
-        raise Unavailable("experts of DeepSpeed's class MoE are not available here: see AutoEP")
-    return groups
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
@@ -165,3 +155,40 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         lines.append(f"CPU memory that is free: {free / GB:.2f} GB")
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what a GPU needs, and a node's CPU with offload: the shards, times a factor.
+
+    For each weight the ranks have 16 bytes: of an fp32 weight, its gradient and two moments.
+    Computing takes 2 for each weight that is gathered: all at stage 2, the largest layer's at 3.
+    """
+    of_node = SHARD_BYTES * total_params / num_nodes
+    compute = COMPUTE_BYTES * largest_layer_params
+    sys.stdout.write(
+        f"{total_params / 1e6:.0f}M weights on {num_nodes} x {num_gpus_per_node} GPUs, of each\n"
+        f"{(compute + of_node / num_gpus_per_node) / GB:.2f} GB; with offload_optimizer "
+        f"{compute / GB:.2f} GB, and {of_node * additional_buffer_factor / GB:.2f} GB of each CPU\n"
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(total_params: int, *more: int, **k: int) -> None:
+    """Print the same at stage 2, for numbers of GPUs per node and nodes."""
+    estimate_zero3_model_states_mem_needs_all_cold(total_params, total_params, *more, **k)
+
+
+def _all_live(model: nn.Module, *more: int, stage: int, **k: int) -> None:
+    total = sum(each.numel() for each in model.parameters())
+    layers = ([*module.parameters(recurse=False)] for module in model.modules())
+    largest = total if stage == 2 else max(sum(each.numel() for each in own) for own in layers)
+    estimate_zero3_model_states_mem_needs_all_cold(total, largest, *more, **k)
+
+
+estimate_zero2_model_states_mem_needs_all_live = partial(_all_live, stage=2)
+estimate_zero3_model_states_mem_needs_all_live = partial(_all_live, stage=3)

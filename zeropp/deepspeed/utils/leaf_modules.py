@@ -1,6 +1,6 @@
 """`deepspeed.utils.z3_leaf_module`: modules that ZeRO-3 is to gather as a whole.
 
-DeepSpeed needs them where ranks run different parts of a module, as experts. Here a block is
+DeepSpeed needs them where ranks run different parts of a module. Here a block is
 gathered as a whole, and weights without a gradient on some rank get zeros: marks have no effect.
 """
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_zpp.capabilities.experts.auxiliary_losses import AuxiliaryLosses
 from megatron_zpp.capabilities.experts.router import Router
-from megatron_zpp.capabilities.experts.routing_record import RoutingStep
+from megatron_zpp.capabilities.experts.routing_record import routing_records
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
@@ -49,7 +49,7 @@ def balance(scores: Tensor, is_best: Tensor) -> Tensor:
 @pytest.mark.parametrize("config", [ALL, SIGMOID])
 def test_losses_and_their_gradients(config: ModelConfig) -> None:
     """A scale multiplies the gradients only; the global loss has the mean of the counts so far."""
-    step, losses = RoutingStep(2, scale=3.0), AuxiliaryLosses(config)
+    step, losses = routing_records(2, scale=3.0), AuxiliaryLosses(config)
     counts_before = 0
     for number, record in enumerate(step):
         generator = torch.Generator().manual_seed(number)
@@ -115,6 +115,6 @@ def test_a_recomputation_decides_nothing(granularity: str, monkeypatch: pytest.M
 
 def gradients_of(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
     torch.manual_seed(1)
-    for record in RoutingStep(2):
+    for record in routing_records(2):
         model(tokens[:, :-1], tokens[:, 1:], routing=record).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_zpp.data.masks import document_edges
+from megatron_zpp.data.loader import document_edges
 from megatron_zpp.model.attention.document_attention import attend_documents
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build
 

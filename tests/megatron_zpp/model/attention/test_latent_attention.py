@@ -14,6 +14,8 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
+from megatron_zpp.capabilities.lora.adapters import add_adapters
+from megatron_zpp.capabilities.lora.settings import LoraConfig
 from megatron_zpp.checkpoint.training_state import LATENT_ATTENTION, architecture
 from megatron_zpp.model.attention.cache import KeyValueCache
 from megatron_zpp.model.attention.latent_attention import LatentAttention
@@ -22,7 +24,7 @@ from megatron_zpp.model.attention.scores import Scores
 from megatron_zpp.model.attention.sequences import Sequences
 from megatron_zpp.model.flops import core_attention, latent_projections
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.settings.config import LoraConfig, ModelConfig
+from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.small import LLAMA, build, rows
 
 SIZES = {
@@ -126,9 +128,9 @@ def test_documents_are_apart() -> None:
 def test_generation_with_latents_in_the_cache(lora: LoraConfig | None, changes: dict) -> None:
     """Rows of two lengths, one token and then three at a time; only latents are kept."""
     config = replace(LATENT, q_lora_rank=12, init_method_std=0.3, **changes)
-    model, tokens = build(config, lora=lora).eval(), rows()
+    model, tokens = build(config).eval(), rows()
     if lora is not None:
-        randomized(model)
+        randomized(add_adapters(model, lora))
     cache, lengths = KeyValueCache(config.num_layers, 2, 17), [7, 5]
     with torch.no_grad():
         model(tokens[:, :7], cache=cache.prepare(lengths, tokens.device))

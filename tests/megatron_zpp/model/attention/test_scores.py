@@ -6,8 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_zpp.model.attention import prefix_attention
 from megatron_zpp.model.attention import scores as module
 from megatron_zpp.model.attention.cache import KeyValueCache
 from megatron_zpp.model.attention.document_attention import attend_documents
@@ -161,3 +163,24 @@ def test_dropout_of_scores(kind: str) -> None:
     mean = attend_last(*many, 0.5, scores).mean(0)
     # Σ w²v² ≤ max v² ≈ 9 bounds the variance of one draw: 3 / √3000 = 0.055 is one deviation.
     torch.testing.assert_close(mean, attend_last(q, k, v, 0.0, scores)[0], rtol=0, atol=0.3)
+
+
+@pytest.mark.parametrize("num_queries", [1, 7, 16, 33, 48, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_and_gradients_are_those_of_the_whole(num_queries, dtype, monkeypatch):
+    monkeypatch.setattr(prefix_attention, "BLOCK", 16)
+    prefix_attention.lower_right_mask.cache_clear()
+    generator = torch.Generator().manual_seed(num_queries)
+    q, k, v = (
+        torch.randn(2, heads, 50, 8, generator=generator).to(dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = expected[:, :, -num_queries:]
+    attended = attend_last(q[:, :, -num_queries:], k, v, 0.0)
+    wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    gradients = torch.autograd.grad(attended.square().sum(), (q, k, v))
+    limits = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    for tensor, other in zip((attended, *gradients), (expected, *wanted), strict=True):
+        torch.testing.assert_close(tensor, other, **limits)
+    prefix_attention.lower_right_mask.cache_clear()

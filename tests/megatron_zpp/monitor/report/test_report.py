@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.commands.__main__ import main
 from megatron_zpp.monitor.report import report
 from megatron_zpp.monitor.report.drawing import HEIGHT
 from megatron_zpp.monitor.report.report import (
@@ -302,3 +303,30 @@ def test_intervals_count_by_their_iterations(tmp_path: Path) -> None:
     # (20 x 1.5 + 1 x 23.5) / 21 MiB; 20 s and 0.1 s
     assert read(path).sections["Bytes of a step"] == "2.55MiB per node, mean"
     assert "40,400 tokens in 10 s of steps" in path.read_text()
+
+
+def test_the_folder_above_the_curves_will_do(tmp_path: Path, capsys) -> None:
+    usual(tmp_path / "run" / "tensorboard")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = tmp_path / "run" / "tensorboard" / "report.html"
+    assert capsys.readouterr().out == f"{page}\n"
+    assert "<title>run</title>" in page.read_text()
+    words = ["report", "--input", str(page.parent), "--output", str(tmp_path / "other.html")]
+    assert main(words) == 0
+    assert (tmp_path / "other.html").read_text().count("<svg") == page.read_text().count("<svg")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{}"], "{} has several runs: name one of {}/a, {}/b"),
+        (["{}/a", "--output", "{}"], "--output {}: is a folder; name a file"),
+        (["{}/empty"], "{}/empty has no metrics.jsonl with log lines"),
+    ],
+)
+def test_what_is_no_run_is_said(tmp_path: Path, words: list, message: str, capsys) -> None:
+    for name in "ab":
+        usual(tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    assert main(["report", *(word.format(tmp_path) for word in words)]) == 1
+    assert message.replace("{}", str(tmp_path)) in capsys.readouterr().err

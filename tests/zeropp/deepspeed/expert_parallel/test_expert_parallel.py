@@ -4,6 +4,7 @@ Sums of fp32 in another order differ by 1e-7 or so of themselves; an Adam step i
 learning rate, 1e-2, times the relative error of its gradient.
 """
 
+from datetime import timedelta
 from pathlib import Path
 
 import peft
@@ -25,6 +26,7 @@ from tests.zeropp.deepspeed.expert_parallel.mixtures import (
     run_alone,
 )
 from zeropp import InputError
+from zeropp.deepspeed import whole_state_dicts
 from zeropp.deepspeed.utils import safe_get_full_fp32_param
 from zeropp.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -137,6 +139,18 @@ def test_tokens_stay_in_their_node_unless_more_ranks_split_experts() -> None:
         sent = engine.token_traffic.take()
         assert sent["expert", "in_node"] > 0
         assert (sent["expert", "across_nodes"] > 0) == (size == 4)
+
+
+@ranks(2)
+def test_a_rank_that_alone_asks_for_split_experts_gets_an_error() -> None:
+    engine = engine_of(mixture("mixtral"), 2, stage=1)  # other weights are whole
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_state_dicts, "LIMIT", timedelta(seconds=1))
+        if dist.get_rank() == 0:
+            with pytest.raises(InputError, match=r"the ranks \[1\] of 2 did not call it"):
+                engine.module.state_dict()
+    dist.barrier()
+    assert engine.module.state_dict().keys() == mixture("mixtral").state_dict().keys()
 
 
 @ranks(4)

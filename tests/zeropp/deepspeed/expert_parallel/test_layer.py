@@ -25,10 +25,10 @@ import zeropp
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.expert_parallel.mixtures import config_of, mixture
 from zeropp import InputError
-from zeropp.deepspeed.expert_parallel.fused_experts import find_experts
 from zeropp.deepspeed.expert_parallel.layer import ExpertParallel, ExpertRanks
+from zeropp.deepspeed.expert_parallel.split_experts import find_experts
 from zeropp.sharding.checks import require_attachable_settings
-from zeropp.sharding.cut import parts_of, replace_by_parts
+from zeropp.sharding.own_meshes import parts_of, replace_by_parts
 from zeropp.wire.rank_group import AXES, Nodes, RankGroup
 from zeropp.wire.traffic import Traffic
 

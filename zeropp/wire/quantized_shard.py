@@ -1,15 +1,14 @@
-"""MixZ++: frozen weights that are stored quantized, gathered as stored, computed with as numbers.
+"""Shards that are stored quantized, gathered as they are stored, and computed with as numbers.
 
     shard (n,) of a frozen matrix -> quantized once -> packed codes and scales (P,), in its place
     gather: packed rows of all ranks (W, P) -> numbers (W, n) in the compute format, on arrival
 
 A rank's shard takes P bytes for n elements: codes, and a bf16 scale for each block of 256 (INT8)
-or 128 (INT4) of them; no block crosses a shard. Parameters of fewer than two dims stay numbers.
-Source: DeepSpeed's MixZ++; ZeRO++ (Wang et al. 2023), section 3.1.
+or 128 (INT4) of them; no block crosses a shard.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +32,10 @@ class QuantizedShard(Tensor):
 
     packed: uint8 (P,), as `packing` says; it has one segment, the shard padded as all ranks' are.
     Reading, also a part, makes numbers anew each time. Copying into the whole of it quantizes; any
-    other write raises InputError.
+    other write raises InputError, which names the `setting` that asks for codes.
     """
+
+    setting: ClassVar[str]
 
     @staticmethod
     def __new__(
@@ -115,35 +116,11 @@ class QuantizedShard(Tensor):
             raise InputError(
                 f"{func.__name__} would change a frozen weight of shape {list(written.shape)} that "
                 "is stored quantized: only whole weights can be copied into it; to train it, leave "
-                "zero_quantized_nontrainable_weights out"
+                f"{written.setting} out"
             )
         return func(*pytree.tree_map(_numbers, args), **pytree.tree_map(_numbers, kwargs))
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-
-
-def quantize_frozen(
-    units: Sequence[fsdp.FSDPModule], bits: int, room: torch.device | None = None
-) -> None:
-    """Store the units' frozen weights of two and more dims as INT8 or INT4.
-
-    Those that are stored so already stay. Weights of the meta device have nothing to quantize yet:
-    they get memory for codes on the device `room`; without one they raise InputError.
-    """
-    for unit in units:
-        for shard in fsdp.own_shards(unit):
-            spec, local = shard.spec, shard.local.detach()
-            if spec.trainable or spec.ndim < 2 or isinstance(local, QuantizedShard):
-                continue
-            if not local.is_meta:
-                fsdp.store(shard, QuantizedShard.of(local, spec.elements, bits))
-            elif room is not None:
-                fsdp.store(shard, QuantizedShard.zeros(local, spec.elements, bits, room))
-            else:
-                raise InputError(
-                    "frozen weights have no values yet, and quantizing would keep none: load them "
-                    "first"
-                )
 
 
 def stored_layout(elements: int, bits: int) -> RowLayout:
@@ -166,7 +143,7 @@ def require_frozen(model: nn.Module) -> None:
             raise InputError(
                 f"{name} requires gradients, and it is stored quantized, so no step could change "
                 "it: leave it frozen (requires_grad_(False)), or leave "
-                "zero_quantized_nontrainable_weights out"
+                f"{parameter._local_tensor.setting} out"
             )
 
 
@@ -193,7 +170,7 @@ def _packed(values: Tensor, layout: RowLayout) -> Tensor:
 
 
 def _same(shard: QuantizedShard, packed: Tensor) -> QuantizedShard:
-    return QuantizedShard(packed, shard.packing, shard.shape, shard.dtype)
+    return type(shard)(packed, shard.packing, shard.shape, shard.dtype)
 
 
 def _numbers(value: Any) -> Any:

@@ -11,9 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_zpp.capabilities.lora.settings import A, B, LoraConfig
 from megatron_zpp.checkpoint.weight_source import WeightSource
-from megatron_zpp.model.lora import A, B
-from megatron_zpp.settings.config import LoraConfig
 from zeropp.checkpoint.state_tensors import shape_differences
 from zeropp.errors import InputError, first_lines
 

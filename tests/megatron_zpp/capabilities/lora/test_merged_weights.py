@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_zpp.checkpoint.merged_weights import CheckpointAdapters, MergedWeights
-from megatron_zpp.settings.config import LoraConfig
+from megatron_zpp.capabilities.lora.merged_weights import CheckpointAdapters, MergedWeights
+from megatron_zpp.capabilities.lora.settings import LoraConfig
 from tests.megatron_zpp.train.lora_checkpoint import InMemoryWeights
 from zeropp import InputError
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_zpp.capabilities.lora.adapters import Adapter, add_adapters, initialize_adapters
+from megatron_zpp.capabilities.lora.settings import A, B, LoraConfig
+from megatron_zpp.model.delta import is_of_delta
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.model.lora import initialize_adapters, is_adapter
-from megatron_zpp.model.part import Part
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron_zpp.settings.config import LoraConfig, ModelConfig
+from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
 
 CONFIG = ModelConfig(
@@ -26,7 +27,7 @@ def lora(**changes: object) -> LoraConfig:
 
 
 def model_with(config: LoraConfig) -> GPT:
-    model = GPT(CONFIG, 64, Part(lora=config))
+    model = add_adapters(GPT(CONFIG, 64), config)
     initialize(model, 1, CONFIG)
     initialize_adapters(model, 1)
     return model
@@ -37,19 +38,19 @@ def test_the_model_starts_unchanged_with_the_same_names():
     initialize(plain, 1, CONFIG)
     model = model_with(lora())
     assert torch.equal(model(TOKENS), plain(TOKENS))
-    names = {name for name, _ in model.named_parameters() if not is_adapter(name)}
+    names = {name for name, _ in model.named_parameters() if not is_of_delta(name)}
     assert names == {name for name, _ in plain.named_parameters()}
     assert all(
-        parameter.requires_grad == is_adapter(name) for name, parameter in model.named_parameters()
+        parameter.requires_grad == is_of_delta(name) for name, parameter in model.named_parameters()
     )
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_adds_the_scaled_product_of_dropped_inputs(kind):
-    layer = kind(6, 4, True, lora=lora(lora_alpha=3.0, lora_dropout=0.5))
-    x = torch.randn(5, 6)
+    layer, x = kind(6, 4, True), torch.randn(5, 6)
+    layer.take(Adapter(scaling=1.5, dropout=0.5), dict(zip((A, B), layer.factors(2), strict=True)))
     down, up = layer.lora_A.weight, layer.lora_B.weight
-    expected = F.linear(x, layer.weight + 3.0 / 2 * up @ down, layer.bias)
+    expected = F.linear(x, layer.weight + 1.5 * up @ down, layer.bias)
     assert torch.allclose(layer.eval()(x), expected, atol=1e-6)
     torch.manual_seed(4)
     output = layer.train()(x)
@@ -63,14 +64,14 @@ def test_adds_the_scaled_product_of_dropped_inputs(kind):
     [(None, 5), (("qkv",), 1), (("output",), 2), (("mlp.gate", "attention.output"), 2)],
 )
 def test_targets_are_endings_of_names(targets, count):
-    model = GPT(CONFIG, 64, Part(lora=lora(lora_target_modules=targets)))
+    model = add_adapters(GPT(CONFIG, 64), lora(lora_target_modules=targets))
     adapters = sum(hasattr(each, "lora_A") for each in model.modules())
     assert adapters == 2 * count
 
 
 def test_an_unknown_target_raises_with_the_nearest_names():
     with pytest.raises(InputError, match=r"mlp\.gates names no.*did you mean mlp\.gate.*there are"):
-        GPT(CONFIG, 64, Part(lora=lora(lora_target_modules=("qkv", "mlp.gates"))))
+        add_adapters(GPT(CONFIG, 64), lora(lora_target_modules=("qkv", "mlp.gates")))
 
 
 MIXTURE = dict(num_experts=4, moe_ffn_hidden_size=12, moe_router_topk=2)
@@ -79,14 +80,14 @@ OF_EXPERTS = ("experts.gate", "experts.input", "experts.output")
 
 def mixture_with(config: LoraConfig, **changes: object) -> GPT:
     model_config = replace(CONFIG, **MIXTURE | changes)
-    model = GPT(model_config, 64, Part(lora=config))
+    model = add_adapters(GPT(model_config, 64), config)
     initialize(model, 1, model_config)
     initialize_adapters(model, 1)
     return model
 
 
 def test_experts_have_adapters_only_if_named():
-    names = [name for name, _ in mixture_with(lora()).named_parameters() if is_adapter(name)]
+    names = [name for name, _ in mixture_with(lora()).named_parameters() if is_of_delta(name)]
     assert {name.split(".")[2] for name in names} == {"attention"}
     shapes = {
         name.removeprefix("blocks.1.mlp.experts."): list(parameter.shape)
@@ -107,7 +108,7 @@ def test_adapters_of_experts_add_what_is_merged_into_their_matrices(rank: int):
     assert torch.equal(model(TOKENS), mixture_with(lora())(TOKENS))
     weights = {}
     for name, parameter in model.named_parameters():
-        if is_adapter(name):
+        if is_of_delta(name):
             torch.nn.init.normal_(parameter)
         else:
             weights[name] = parameter.detach().clone()
@@ -131,7 +132,7 @@ def test_what_cannot_have_an_adapter_is_no_target():
 def test_experts_in_some_layers_are_named():
     marks = "[0,1]"
     model = mixture_with(lora(lora_target_modules=("gate",)), moe_layer_freq=marks)
-    names = {name.split(".lora")[0] for name, _ in model.named_parameters() if is_adapter(name)}
+    names = {name.split(".lora")[0] for name, _ in model.named_parameters() if is_of_delta(name)}
     assert names == {"blocks.0.mlp.gate", "blocks.1.mlp.experts.gate"}
     with pytest.raises(InputError, match=r"blocks\.0\.mlp\.experts\.gate names no linear layer"):
         mixture_with(lora(lora_target_modules=("blocks.0.mlp.experts.gate",)), moe_layer_freq=marks)
@@ -139,7 +140,7 @@ def test_experts_in_some_layers_are_named():
 
 def test_adapters_have_the_standard_deviation_of_pefts():
     config = ModelConfig(num_layers=1, hidden_size=256, num_attention_heads=2)
-    layer = GPT(config, 64, Part(lora=LoraConfig(pretrained_checkpoint="m", lora_rank=64)))
+    layer = add_adapters(GPT(config, 64), LoraConfig(pretrained_checkpoint="m", lora_rank=64))
     initialize_adapters(layer, 7)
     lora_a = layer.blocks[0].attention.qkv.lora_A.weight
     # The standard deviation of n = 64 * 256 draws has itself one of 1 / sqrt(2 n); 4 are allowed.

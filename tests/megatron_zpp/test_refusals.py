@@ -1,7 +1,7 @@
-"""What functions refuse: each message names the culprit and says what to do.
+"""What flags, commands and functions refuse: each message names the culprit and says what to do.
 
 `tests/data/refused_calls.tsv` has a call, its arguments, the files that it meets, where FOLDER is a
-folder of the test's own, and the words of the error in their order, with " ... " between them.
+folder of the test's own, and words of the error, with " ... " between them.
 """
 
 import json
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.checkpoint.pretrained_model import with_initial_model
+from megatron_zpp.commands.__main__ import main
 from megatron_zpp.data.blend import parse_blend
 from megatron_zpp.data.instructions.examples import read_examples
-from megatron_zpp.data.path_files import with_named_paths
+from megatron_zpp.data.text_source import with_named_paths
 from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import (
@@ -31,7 +32,9 @@ from megatron_zpp.text.perplexity import measure_perplexity
 from megatron_zpp.text.sampling import Sampling
 from megatron_zpp.tokenizer import build_tokenizer
 from megatron_zpp.tokenizer.base import NullTokenizer
+from tests.launched import ROOT
 from tests.megatron_zpp.model.small import GPT2, VOCABULARY, build
+from tests.megatron_zpp.settings.command_lines import error_of
 from tests.megatron_zpp.settings.tables import rows
 from tests.megatron_zpp.text.peaked_model import peaked_model
 from zeropp.errors import InputError
@@ -78,3 +81,51 @@ def test_what_is_refused_is_named(row: dict[str, str], tmp_path: Path) -> None:
     message = str(caught.value)
     for words in row["words"].replace("FOLDER", str(tmp_path)).split(" ... "):
         assert words.strip() in message
+
+
+BESIDE_COMMANDS = {
+    "plan": "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --bf16 "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --hidden-dropout 0 --attention-dropout 0 "
+}
+
+
+@pytest.mark.parametrize(
+    "row", rows("refused_commands.tsv"), ids=lambda row: f"{row['command']} {row['arguments']}"
+)
+def test_commands_say_in_one_line_what_to_do(row, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = [*BESIDE_COMMANDS.get(row["command"], "").split(), *row["arguments"].split()]
+    assert main([row["command"], *words]) == int(row["status"])
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert row["words"] in error
+
+
+BESIDE_FLAGS = {
+    "": "",
+    "experts": "--num-experts 8 --disable-bias-linear ",
+    "latent": "--mock-data --multi-latent-attention ",
+    "pipeline": "--pipeline-model-parallel-size 4 ",
+    "tiny": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 50 --make-vocab-size-divisible-by 8 ",
+}
+
+
+@pytest.mark.parametrize("row", rows("refusals.tsv"), ids=lambda row: row["flags"][:60])
+def test_flags_that_are_refused_are_named(row: dict[str, str], tmp_path: Path) -> None:
+    """Where a JSON contradicts flags, the message names its file too."""
+    file = json.loads(row["json"]) if row["json"] else None
+    message = error_of(
+        BESIDE_FLAGS[row["beside"]] + row["flags"], int(row["ranks"]), file, tmp_path
+    )
+    for words in row["words"].split(" ... "):
+        assert words in message
+    assert "contradict" not in message or file is None or "ds.json" in message
+
+
+def test_all_mistakes_of_a_command_line_are_reported_at_once() -> None:
+    first, *mistakes = error_of("--vocab-fil 2 --lr fast --seed 1 --hidden-sise").splitlines()
+    assert first == "3 mistakes in the command line:" and len(mistakes) == 3
+    assert mistakes[0].startswith("  unknown flag --vocab-fil; ")
+    assert mistakes[1].startswith("  --lr fast: expected a number")
+    assert mistakes[2].startswith("  unknown flag --hidden-sise; ")

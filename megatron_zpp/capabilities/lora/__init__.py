@@ -1,0 +1,1 @@
+"""LoRA: low-rank adapters beside frozen weights, and checkpoints that hold them."""

@@ -1,0 +1,1 @@
+"""MixZ++: frozen weights are stored and gathered as codes."""
