@@ -78,6 +78,19 @@ def test_files_and_functions_are_short_and_named_after_one_thing() -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_megatron_zpp_imports_rooms_of_zeropp_and_no_file_of_them() -> None:
+    room = re.compile(r"zeropp(\.(capabilities\.)?\w+)?")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}"
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[0] == "megatron_zpp"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zeropp")
+        if not room.fullmatch(node.module)
+    ]
+    assert not wrong, "the room's __init__.pyi says what it exports:\n" + "\n".join(wrong)
+
+
 def test_no_two_public_classes_have_one_name() -> None:
     files = {}  # of each name
     for path in SOURCES:

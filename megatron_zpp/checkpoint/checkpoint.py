@@ -36,34 +36,28 @@ from megatron_zpp.checkpoint.training_state import (
     state_text,
 )
 from megatron_zpp.checkpoint.weight_source import AdamState, WeightSource
-from zeropp.checkpoint.async_save import AsyncWriter
-from zeropp.checkpoint.checksums import file_entry
-from zeropp.checkpoint.complete_or_absent import require_visible
-from zeropp.checkpoint.folder_lock import FolderLock
-from zeropp.checkpoint.kept_codes import codes_to_save
-from zeropp.checkpoint.rank_values import name_by_rank
-from zeropp.checkpoint.shard_files import (
+from zeropp.checkpoint import (
     METADATA,
+    MODEL,
+    OPTIMIZER,
+    AsyncWriter,
+    FolderLock,
+    codes_to_save,
+    file_entry,
+    hold_folder,
+    load_state,
+    name_by_rank,
+    names_elsewhere,
+    new_checkpoint,
     os_errors_as_input_errors,
+    require_visible,
+    state_to_save,
+    with_owner,
     write_one_by_one,
     write_shards,
 )
-from zeropp.checkpoint.shared_folder import hold_folder, new_checkpoint, with_owner
-from zeropp.checkpoint.state_tensors import (
-    MODEL,
-    OPTIMIZER,
-    load_state,
-    names_elsewhere,
-    state_to_save,
-)
 from zeropp.errors import InputError, first_few
-from zeropp.ranks.coordination import (
-    broadcast_object,
-    fail_together,
-    gather_objects,
-    rank,
-    world_size,
-)
+from zeropp.ranks import broadcast_object, fail_together, gather_objects, rank, world_size
 
 log = logging.getLogger("megatron_zpp")
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.checkpoint import choose, damage
 from megatron_zpp.checkpoint.iteration_folders import folder_of_node, iteration_of
 from megatron_zpp.checkpoint.training_state import STATE, read_state
-from zeropp.checkpoint.shard_files import OneByOneReader, saved_tensors
-from zeropp.checkpoint.state_tensors import MODEL, model_part
+from zeropp.checkpoint import MODEL, OneByOneReader, model_part, saved_tensors
 from zeropp.errors import InputError
 
 log = logging.getLogger("megatron_zpp")

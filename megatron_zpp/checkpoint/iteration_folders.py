@@ -16,11 +16,17 @@ from pathlib import Path
 from megatron_zpp.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, write_manifest
 from megatron_zpp.checkpoint.training_state import STATE
 from zeropp.atomic import write_atomically
-from zeropp.checkpoint.checkpoint_formats import FormatKind, find_format, foreign_error, format_of
-from zeropp.checkpoint.checksums import FileEntry, file_entry
-from zeropp.checkpoint.complete_or_absent import CheckpointFolder
-from zeropp.checkpoint.folder_lock import FolderLock
-from zeropp.checkpoint.writer_process import Note
+from zeropp.checkpoint import (
+    CheckpointFolder,
+    FileEntry,
+    FolderLock,
+    FormatKind,
+    Note,
+    file_entry,
+    find_format,
+    foreign_error,
+    format_of,
+)
 from zeropp.errors import InputError
 
 IMPORT = "tools/convert_hf.py --from-hf FOLDER --save OTHER imports a Hugging Face folder"

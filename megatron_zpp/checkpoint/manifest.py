@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zeropp.atomic import write_atomically
-from zeropp.checkpoint.checksums import FileEntry, file_entry
+from zeropp.checkpoint import FileEntry, file_entry
 
 MANIFEST = "manifest.json"
 FORMAT = 1

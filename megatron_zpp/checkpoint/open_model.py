@@ -24,7 +24,7 @@ from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer, tokenizer_config_of
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import modules_of
+from zeropp.settings import modules_of
 
 ORIGIN_FOLDER = "hugging_face"  # beside checkpoints: the files of the model they were imported from
 HF_CONFIG = "config.json"

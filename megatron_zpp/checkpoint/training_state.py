@@ -14,7 +14,7 @@ from megatron_zpp.settings.gpt.model import OF_CAPABILITIES, OF_TRAINING
 from megatron_zpp.settings.gpt.positions import PositionConfig
 from megatron_zpp.settings.gpt.sizes import LatentAttentionConfig
 from zeropp.errors import InputError, first_lines
-from zeropp.settings.capabilities import declared
+from zeropp.settings import declared
 
 STATE = "state.json"
 FORMAT = 1

@@ -11,9 +11,9 @@ from megatron_zpp.model.delta import is_of_delta
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import local_ranges
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.checkpoint.state_tensors import names_elsewhere, shape_differences
+from zeropp.checkpoint import names_elsewhere, shape_differences
 from zeropp.errors import InputError, first_lines
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part
 
 
 class WeightSource(Protocol):

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from megatron_zpp.settings.command_line import HELP, typed_words
 from zeropp import __version__
-from zeropp.ranks.exit import exit_process
+from zeropp.ranks import exit_process
 
 ZEROPP = {  # read by `zeropp --module` before it starts the ranks
     "check": "megatron_zpp.commands.pretrain:check_command",

@@ -25,8 +25,7 @@ from megatron_zpp.text.text_model import TextModelConfig, open_text_model
 from megatron_zpp.tokenizer.base import load_package
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import broadcast_object
-from zeropp.ranks.topology import Environment
+from zeropp.ranks import Environment, broadcast_object
 
 USAGE = """\
 usage: {program} --load MODEL --data-path DATA ... [flags]

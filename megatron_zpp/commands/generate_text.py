@@ -32,7 +32,7 @@ from megatron_zpp.text.text_model import (
 from megatron_zpp.tokenizer.base import read_text, require_unicode
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
-from zeropp.ranks.topology import Environment
+from zeropp.ranks import Environment
 
 USAGE = "usage: {program} --load FOLDER [--prompt TEXT] [flags]"
 STDIN = "-"

@@ -38,11 +38,10 @@ from megatron_zpp.settings.command_line import (
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.flag import Section, flag
 from megatron_zpp.settings.flags_without_effect import flags_without_effect
+from zeropp import ZeroConfig
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import declared
-from zeropp.settings.deepspeed_json import read_json
-from zeropp.settings.zero_config import ZeroConfig
+from zeropp.settings import declared, read_json
 
 USAGE = """\
 usage: {program} [FLAGS OF THE RUN] --cluster NAME --nodes N [FLAGS]

@@ -18,7 +18,7 @@ from megatron_zpp.commands.run_command import run_command
 from megatron_zpp.preprocess import PreprocessConfig, preprocess
 from megatron_zpp.preprocess.preprocess_config import IDLE
 from megatron_zpp.settings.config import TokenizerConfig
-from zeropp.ranks.topology import use_one_rust_thread
+from zeropp.ranks import use_one_rust_thread
 
 USAGE = "usage: {program} --input FILE|FOLDER --output-prefix PREFIX --tokenizer-type TYPE [flags]"
 

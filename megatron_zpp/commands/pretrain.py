@@ -24,7 +24,7 @@ from megatron_zpp.settings.config import Config, DataConfig, TokenizerConfig
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.tokenizer import build_tokenizer
 from zeropp.errors import InputError, unwritable
-from zeropp.ranks.topology import Environment
+from zeropp.ranks import Environment
 
 if TYPE_CHECKING:
     from megatron_zpp.monitor.console import Console

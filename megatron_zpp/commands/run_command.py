@@ -20,8 +20,8 @@ from megatron_zpp.settings.command_line import (
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.settings.flag import Flag, Section
 from zeropp.errors import InputError, NetworkError
-from zeropp.ranks.topology import Environment
-from zeropp.settings.schema import no_effect_line
+from zeropp.ranks import Environment
+from zeropp.settings import no_effect_line
 
 if TYPE_CHECKING:
     from megatron_zpp.checkpoint.open_model import OpenedModel

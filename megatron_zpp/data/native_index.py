@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from zeropp.native.library import ADDRESS, INT, LibraryError, load
+from zeropp.native import ADDRESS, INT, LibraryError, load
 
 FOLDER = Path(__file__).parent
 FUNCTIONS = MappingProxyType(

@@ -45,7 +45,7 @@ from megatron_zpp.interchange.tokenizer_files import (
 from megatron_zpp.settings.config import Config, TokenizerConfig
 from megatron_zpp.tokenizer import tokenizer_config_of
 from zeropp.errors import InputError
-from zeropp.settings.schema import settings_of
+from zeropp.settings import settings_of
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, the newer first
 

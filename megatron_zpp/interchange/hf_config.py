@@ -16,7 +16,7 @@ from megatron_zpp.interchange.families.table import FAMILIES, why_unsupported
 from megatron_zpp.settings.config import Config, ModelConfig
 from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS, pattern_text, window_text
 from zeropp.errors import InputError
-from zeropp.settings.schema import settings_of
+from zeropp.settings import settings_of
 
 QUANTIZATION = "quantization_config"
 ADDED_BIASES = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor, nn
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from zeropp.settings.capabilities import declared
+from zeropp.settings import declared
 
 MODULES = frozenset(declared("DELTA_MODULES", CAPABILITIES))  # names of modules of deltas
 

@@ -23,7 +23,7 @@ from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron_zpp.parallel.collectives import gather_columns
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part
 
 
 class GPT(nn.Module):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_zpp.model.xielu import XIELU
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in fp32; another number would change the weights of a seed
 SCALED_WEIGHTS = ".output.weight"  # last of a residual branch

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_zpp.parallel.collectives import largest, sum_whole
-from zeropp.wire.rank_group import RankGroup
+from zeropp.wire import RankGroup
 
 CPU_CHUNK = 2**18  # logits computed at a time: 1 MiB in fp32 fits in a core's cache
 DEVICE_CHUNK = 2**25  # on other devices: 128 MiB of workspace, few kernel launches

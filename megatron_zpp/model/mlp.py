@@ -16,8 +16,8 @@ from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallel
 from megatron_zpp.model.xielu import XIELU
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.settings.capabilities import declared
-from zeropp.wire.rank_group import Message
+from zeropp.settings import declared
+from zeropp.wire import Message
 
 if TYPE_CHECKING:
     from megatron_zpp.recipe.activation_forecast import Forecast

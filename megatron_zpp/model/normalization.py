@@ -8,7 +8,7 @@ from megatron_zpp.model.part import TORCH_NORMS, NormClasses, Part
 from megatron_zpp.model.tensor_parallel import ParallelRMSNorm
 from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part
 
 
 def make_norm(

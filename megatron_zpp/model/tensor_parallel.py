@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from megatron_zpp.model.delta import TakesDelta
 from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.parallel.collectives import moved, sum_whole
-from zeropp.optim.step_or_skip import gradient_parts, local_part
-from zeropp.wire.rank_group import RankGroup
+from zeropp.optim import gradient_parts, local_part
+from zeropp.wire import RankGroup
 
 
 class LocalLinear(nn.Linear):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part
 
 
 class XIELU(nn.Module):

@@ -19,10 +19,9 @@ from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
-from zeropp.optim.sharded_optimizer import OPTIMIZER, sharded
-from zeropp.settings.capabilities import declared
-from zeropp.wire.rank_group import AXES, sum_of
-from zeropp.wire.traffic import HOPS, PURPOSES, CodedMessages
+from zeropp.optim import OPTIMIZER, sharded
+from zeropp.settings import declared
+from zeropp.wire import AXES, HOPS, PURPOSES, CodedMessages, sum_of
 
 OTHERS = (OPTIMIZER, OUTER, *AXES, *declared("PURPOSES", CAPABILITIES))  # named if in use
 ALL_PURPOSES = (*PURPOSES, *OTHERS)

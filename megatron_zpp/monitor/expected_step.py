@@ -9,7 +9,7 @@ from typing import Any
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import declared
+from zeropp.settings import declared
 
 
 @dataclass(frozen=True, kw_only=True)

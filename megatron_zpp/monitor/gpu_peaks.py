@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from zeropp.settings.no_effect_tables import read_toml
+from zeropp.settings import read_toml
 
 FORMATS = MappingProxyType({torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"})
 BY_NAME = MappingProxyType(  # TFLOP/s by format

@@ -18,7 +18,7 @@ from megatron_zpp.monitor.communication import (
 from megatron_zpp.monitor.memory import MemoryUse
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from zeropp.settings.capabilities import declared
+from zeropp.settings import declared
 
 COLUMNS = 80
 GAP = "  "

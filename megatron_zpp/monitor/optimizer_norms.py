@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from zeropp.optim.sharded_optimizer import sharded
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part, sharded
 
 MOMENTS = (("variance", "exp_avg_sq"), ("momentum", "exp_avg"), ("momentum", "momentum_buffer"))
 VARIANCE = "exp_avg_sq"

@@ -23,7 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_zpp.monitor.communication import ACROSS_NODES, Communication, sum_over
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation, Writer
 from megatron_zpp.settings.config import LogConfig
-from zeropp.wire.traffic import HOPS, CodedMessages
+from zeropp.wire import HOPS, CodedMessages
 
 FLUSH_SECONDS = 30
 FILENAME_SUFFIX = ".zpp"  # tells the event files of this program from those of others

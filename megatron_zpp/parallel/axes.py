@@ -37,7 +37,7 @@ from megatron_zpp.parallel.collectives import (
     sum_rows,
     sum_whole,
 )
-from zeropp.wire.rank_group import RankGroup
+from zeropp.wire import RankGroup
 
 
 def part_of(parameter: nn.Parameter, dim: int, size: int, mesh: DeviceMesh | None) -> nn.Parameter:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp.wire.rank_group import RankGroup
+from zeropp.wire import RankGroup
 
 Move = Callable[[Tensor, RankGroup], Tensor]
 

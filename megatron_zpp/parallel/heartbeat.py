@@ -21,8 +21,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from zeropp.errors import first_few
-from zeropp.ranks.exit import OTHER_RANK_FAILED
-from zeropp.ranks.pulse import Liveness, Pulse
+from zeropp.ranks import OTHER_RANK_FAILED, Liveness, Pulse
 
 BEAT_SECONDS = 1.0
 DEAD_SECONDS = 30.0  # without a heartbeat, or half of the time limit of collectives

@@ -20,12 +20,17 @@ from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.parallel.replicas import Joining, Replicas
 from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.settings.config import ParallelConfig
-from zeropp.ranks.coordination import fail_together, require_same
-from zeropp.ranks.groups import set_time_limit, shared_group, time_limit
-from zeropp.ranks.process_group import pick_device, start_process_group
-from zeropp.ranks.topology import Environment
-from zeropp.wire.rank_group import AXES, Nodes, RankGroup
-from zeropp.wire.traffic import Traffic
+from zeropp.ranks import (
+    Environment,
+    fail_together,
+    pick_device,
+    require_same,
+    set_time_limit,
+    shared_group,
+    start_process_group,
+    time_limit,
+)
+from zeropp.wire import AXES, Nodes, RankGroup, Traffic
 
 SAME_COMMAND = (
     "start all ranks with the same command line, the same JSON and the same versions; only paths "

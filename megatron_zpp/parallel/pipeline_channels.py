@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch.distributed as dist
 
 from megatron_zpp.parallel.mesh import Ranks
-from zeropp.wire.rank_group import RankGroup
+from zeropp.wire import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
 from megatron_zpp.settings.config import ParallelConfig
-from zeropp.wire.rank_group import RankGroup
+from zeropp.wire import RankGroup
 
 
 class RankGrid(ABC):

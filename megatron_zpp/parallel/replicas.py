@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config, ParallelConfig
 from zeropp import Sharding
-from zeropp.ranks.topology import Environment
-from zeropp.settings.capabilities import modules_of
-from zeropp.wire.traffic import Traffic
+from zeropp.ranks import Environment
+from zeropp.settings import modules_of
+from zeropp.wire import Traffic
 
 OUTER = "outer"  # the purpose of what replicas send each other, in ledgers
 

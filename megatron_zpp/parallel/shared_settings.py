@@ -12,11 +12,9 @@ import torch
 
 from megatron_zpp.settings.config import SECTIONS, Config
 from megatron_zpp.settings.data import SOURCES
-from zeropp import __version__
-from zeropp.native.library import PACKAGE, source_hash
-from zeropp.settings.deepspeed_json import all_keys
-from zeropp.settings.schema import settings_of
-from zeropp.settings.zero_config import ZeroConfig
+from zeropp import ZeroConfig, __version__
+from zeropp.native import PACKAGE, source_hash
+from zeropp.settings import all_keys, settings_of
 
 OWN = ("logging_level", "num_workers", "tensorboard_queue_size")  # each machine may have its own
 OWN_KEYS = ("zeropp.sync_store",)  # a host may have other names elsewhere

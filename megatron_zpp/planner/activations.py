@@ -30,8 +30,8 @@ from megatron_zpp.planner.parts.meta_model import META, MetaModel, largest_block
 from megatron_zpp.planner.parts.meta_tensors import AsOnCpus, AttentionOfCpus, run_backward
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.step_or_skip import local_part
-from zeropp.wire.in_flight import InFlightTensor
+from zeropp.optim import local_part
+from zeropp.wire import InFlightTensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from megatron_zpp.planner.search import MUCH_FASTER, TIE, ClusterPlan, Row, Sear
 from megatron_zpp.planner.timing.balanced_stages import stage_flags
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
-from zeropp.wire.rank_group import Nodes
+from zeropp.wire import Nodes
 
 MOST_RANKS = 8192
 MIB = 2**20

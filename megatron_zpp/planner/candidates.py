@@ -15,10 +15,10 @@ from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, STAGES_PER_RANK
 from megatron_zpp.settings.scheduled_values import Schedules
+from zeropp import ZeroConfig
 from zeropp.errors import InputError
-from zeropp.settings.json_keys import JsonSection
-from zeropp.settings.zero_config import ZeroConfig
-from zeropp.wire.rank_group import Nodes
+from zeropp.settings import JsonSection
+from zeropp.wire import Nodes
 
 # Two step times that differ by less are not told apart: the median error of predicted speedups
 # (docs/planning.md).

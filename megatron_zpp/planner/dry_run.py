@@ -16,11 +16,9 @@ from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
 from megatron_zpp.planner.replicas import PlannedReplicas
 from megatron_zpp.settings.config import Config
-from zeropp.ranks.host_memory import free_bytes
-from zeropp.ranks.topology import Environment
-from zeropp.sharding.forecast import describe
-from zeropp.wire.rank_group import AXES, Nodes
-from zeropp.wire.traffic import PURPOSES
+from zeropp.ranks import Environment, free_bytes
+from zeropp.sharding import describe
+from zeropp.wire import AXES, PURPOSES, Nodes
 
 DOES_NOT_FIT = 1  # exit status
 MIB, GIB = 2**20, 2**30

@@ -32,8 +32,8 @@ from megatron_zpp.planner.step_simulation import (
 )
 from megatron_zpp.planner.timing.balanced_stages import layer_kinds
 from megatron_zpp.settings.config import Config
-from zeropp.sharding.plan import Plan
-from zeropp.wire.rank_group import Nodes
+from zeropp.sharding import Plan
+from zeropp.wire import Nodes
 
 KINDS = (
     WEIGHTS, MOMENTS, AGREED, OUTER_STATE, GRADIENTS, GATHERED, COPIES, IN_FLIGHT, ACTIVATIONS,

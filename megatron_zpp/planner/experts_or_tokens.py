@@ -13,8 +13,8 @@ from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.parts.planned_run import plan_places
 from megatron_zpp.settings.scheduled_values import Schedules
-from zeropp.sharding.forecast import first_bytes
-from zeropp.wire.rank_group import Nodes
+from zeropp.sharding import first_bytes
+from zeropp.wire import Nodes
 
 ACROSS = "across_nodes"
 IN_JSON = (

@@ -16,10 +16,8 @@ from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.planner.timing.hardware import Rates
 from megatron_zpp.planner.timing.links import Load, collective, exchange, ring
-from zeropp.sharding import forecast
-from zeropp.sharding.plan import Plan, UnitPlan
-from zeropp.wire.rank_group import REDUCE, Message
-from zeropp.wire.route import Route
+from zeropp.sharding import Plan, UnitPlan, forecast
+from zeropp.wire import REDUCE, Message, Route
 
 Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes of a node's ranks
 Loads = tuple[Load, ...]  # of a collective's hops, one after the other

@@ -7,11 +7,10 @@ from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
 from megatron_zpp.planner.replicas import PlannedReplicas
 from megatron_zpp.recipe.activation_forecast import Forecast
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from zeropp.optim.sharded_optimizer import OPTIMIZER
-from zeropp.settings.capabilities import declared
-from zeropp.sharding.forecast import node_bytes
-from zeropp.wire.rank_group import AXES, Message, sum_of
-from zeropp.wire.traffic import HOPS, PURPOSES
+from zeropp.optim import OPTIMIZER
+from zeropp.settings import declared
+from zeropp.sharding import node_bytes
+from zeropp.wire import AXES, HOPS, PURPOSES, Message, sum_of
 
 Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
 

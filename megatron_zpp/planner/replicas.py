@@ -20,13 +20,10 @@ from megatron_zpp.planner.state_memory import MOMENTS, SAVED_COPY, WEIGHTS
 from megatron_zpp.planner.timing.hardware import GB, Rates, hardware_table
 from megatron_zpp.planner.timing.links import exchange
 from megatron_zpp.settings.config import Config
-from zeropp.capabilities.local_sgd.fragment import places_in
-from zeropp.capabilities.local_sgd.outer_group import PURPOSE
-from zeropp.capabilities.local_sgd.outer_mean import OuterMean
-from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
+from zeropp.capabilities.local_sgd import PURPOSE, OuterMean, SyncSchedule, places_in
 from zeropp.errors import InputError
-from zeropp.settings.no_effect_tables import read_toml
-from zeropp.wire.rank_group import Nodes
+from zeropp.settings import read_toml
+from zeropp.wire import Nodes
 
 # Buffers of an exchange, in fp32: differences, what comes back from each owner, and both joined; of
 # the elements that a replica owns, their sum and what becomes of it; and messages, both ways.

@@ -30,9 +30,8 @@ from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
 from megatron_zpp.recipe.capability import settled
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.scheduled_values import Schedules
-from zeropp.optim.sharded_optimizer import OPTIMIZER
-from zeropp.wire.rank_group import Nodes
-from zeropp.wire.traffic import HOPS
+from zeropp.optim import OPTIMIZER
+from zeropp.wire import HOPS, Nodes
 
 BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit
 # Local steps lose loss, which more computing makes up for: three times as much lowers the loss by

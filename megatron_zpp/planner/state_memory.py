@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES
-from zeropp.ranks.host_memory import pinned_bytes
+from zeropp.ranks import pinned_bytes
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
 SAVED_COPY = "copy for --async-save"

@@ -39,7 +39,7 @@ from megatron_zpp.planner.timing.hardware import (
 from megatron_zpp.planner.timing.links import Load
 from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds, pipeline_seconds
 from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork, step_seconds
-from zeropp.wire.route import UNQUANTIZED
+from zeropp.wire import UNQUANTIZED
 
 Works = tuple[list[UnitWork], UnitWork]  # of a stage: its blocks and their experts, and its root
 

@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from zeropp.errors import InputError
-from zeropp.ranks.topology import use_one_rust_thread
+from zeropp.ranks import use_one_rust_thread
 
 ITEMS_PER_WORKER = 3  # in progress
 Item = TypeVar("Item")

@@ -22,9 +22,8 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
-from zeropp.optim.step_or_skip import local_part
-from zeropp.wire.rank_group import AXES, EXCHANGE, GATHER, REDUCE, Message, RankGroup, sum_of
-from zeropp.wire.traffic import HOPS
+from zeropp.optim import local_part
+from zeropp.wire import AXES, EXCHANGE, GATHER, HOPS, REDUCE, Message, RankGroup, sum_of
 
 FP32_BYTES = 4
 SUM = (EXCHANGE, GATHER)  # of parts of a sum on all ranks, and then of the sums

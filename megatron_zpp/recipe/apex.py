@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.model.part import NormClasses
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part
 
 MODULES = ("normalization", "optimizers")
 MOMENTS = ("exp_avg", "exp_avg_sq")

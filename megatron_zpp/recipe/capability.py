@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from zeropp.settings.capabilities import modules_of
-from zeropp.wire.rank_group import Message, Nodes
-from zeropp.wire.traffic import Traffic
+from zeropp.settings import modules_of
+from zeropp.wire import Message, Nodes, Traffic
 
 if TYPE_CHECKING:  # a capability of one module has settings, too, that the configuration waits for
     from megatron_zpp.model.attention.sequences import PassRecord

@@ -18,7 +18,7 @@ from megatron_zpp.recipe.capability import Capability, capabilities_of, extended
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding, shard
-from zeropp.sharding.shard import allocate_parameters
+from zeropp.sharding import allocate_parameters
 
 COMPILER = "inductor"
 

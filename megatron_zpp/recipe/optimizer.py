@@ -10,7 +10,7 @@ from megatron_zpp.recipe.apex import Apex, ApexAdam
 from megatron_zpp.recipe.capability import Capability, OwnGroup
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
-from zeropp.optim.adam import fastest_adamw
+from zeropp.optim import fastest_adamw
 
 
 class _Group(NamedTuple):

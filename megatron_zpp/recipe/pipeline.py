@@ -24,8 +24,8 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_channels import connect
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from zeropp import Sharding
-from zeropp.optim.step_or_skip import gradient_parts
-from zeropp.wire.rank_group import Transfer
+from zeropp.optim import gradient_parts
+from zeropp.wire import Transfer
 
 SeedDropout = Callable[[int, int], None]  # by the micro-batch's first sample, and the stage
 

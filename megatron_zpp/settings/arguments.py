@@ -21,12 +21,9 @@ from megatron_zpp.settings.gpt.model import ModelFlags
 from megatron_zpp.settings.json_flags import ZeroFlags, json_values, merge
 from megatron_zpp.settings.run_help import run_help
 from megatron_zpp.settings.scheduled_values import Schedules
+from zeropp import ZeroConfig
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import declared
-from zeropp.settings.deepspeed_json import JsonValues, read_json
-from zeropp.settings.no_effect_tables import read_toml
-from zeropp.settings.schema import settings_of
-from zeropp.settings.zero_config import ZeroConfig
+from zeropp.settings import JsonValues, declared, read_json, read_toml, settings_of
 
 FLAG_SECTIONS = (*SECTIONS.values(), ZeroFlags, ModelFlags)
 FLAGS = (*chain.from_iterable(map(settings_of, FLAG_SECTIONS)), *flags_without_effect())

@@ -2,7 +2,7 @@
 
 from dataclasses import field, make_dataclass
 
-from zeropp.settings.capabilities import declared
+from zeropp.settings import declared
 
 CAPABILITIES = "megatron_zpp.capabilities"
 

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_zpp.settings.flag import Flag, Section
 from megatron_zpp.settings.flags_without_effect import what_is_missing
 from zeropp.errors import InputError
-from zeropp.settings.schema import TYPE_NAMES, settings_of
+from zeropp.settings import TYPE_NAMES, settings_of
 
 HELP = ("-h", "--help")
 OF_LAUNCHER = ("--local_rank=", "--local-rank=")  # zeropp's and torch.distributed.launch's

@@ -25,7 +25,7 @@ from megatron_zpp.settings.run import (
     LogConfig,
     TrainingConfig,
 )
-from zeropp.settings.zero_config import ZeroConfig
+from zeropp import ZeroConfig
 
 
 @dataclass(frozen=True, kw_only=True)

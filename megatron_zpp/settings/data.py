@@ -8,7 +8,7 @@ from itertools import chain
 
 from megatron_zpp.settings.flag import Section, flags_in
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule, one_of, requires
+from zeropp.settings import Rule, one_of, requires
 
 EXAMPLES_SUFFIX = ".jsonl"
 _flag = flags_in(

@@ -15,8 +15,7 @@ from megatron_zpp.settings.config import SECTIONS, BatchConfig, ModelConfig
 from megatron_zpp.settings.data import SOURCES
 from megatron_zpp.settings.json_flags import STRATEGIES
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import declared
-from zeropp.settings.schema import settings_of
+from zeropp.settings import declared, settings_of
 
 ITERATIONS = 100
 # With the default length, so that a short run prints something.

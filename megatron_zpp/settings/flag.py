@@ -12,11 +12,9 @@ from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
+from zeropp import ZeroConfig
 from zeropp.errors import InputError
-from zeropp.settings.deepspeed_json import all_keys
-from zeropp.settings.no_effect_tables import read_toml
-from zeropp.settings.schema import NoEffect, Section, Setting, setting
-from zeropp.settings.zero_config import ZeroConfig
+from zeropp.settings import NoEffect, Section, Setting, all_keys, read_toml, setting
 
 
 @dataclass(frozen=True)

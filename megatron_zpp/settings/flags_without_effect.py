@@ -9,7 +9,7 @@ from functools import cache
 from types import MappingProxyType
 
 from megatron_zpp.settings.flag import Flag, Section, make_flag
-from zeropp.settings.no_effect_tables import Table, read_toml, settings_without_effect
+from zeropp.settings import Table, read_toml, settings_without_effect
 
 
 @cache

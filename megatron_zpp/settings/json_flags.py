@@ -13,10 +13,9 @@ from typing import Any
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.command_line import TypedFlag
 from megatron_zpp.settings.flag import Flag, SameAs, Section, flags_in
+from zeropp import ZeroConfig
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import declared
-from zeropp.settings.deepspeed_json import JsonValues
-from zeropp.settings.zero_config import ZeroConfig
+from zeropp.settings import JsonValues, declared
 
 STRATEGIES = MappingProxyType(  # of --data-parallel-sharding-strategy, and their ZeRO stages
     {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}

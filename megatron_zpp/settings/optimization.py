@@ -6,8 +6,7 @@ from types import MappingProxyType
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.flag import SameAs, Section, flags_in, shared
-from zeropp.settings.capabilities import declared
-from zeropp.settings.schema import Rule, at_most, one_of
+from zeropp.settings import Rule, at_most, declared, one_of
 
 OPTIMIZERS = MappingProxyType(dict(declared("OPTIMIZERS", CAPABILITIES)))  # help by name
 UNITS = ("iters", "samples", "tokens")

@@ -9,8 +9,7 @@ from math import prod
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.flag import Section, flags_in
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import declared
-from zeropp.settings.schema import Rule, one_of
+from zeropp.settings import Rule, declared, one_of
 
 SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 OTHER_SIZES = tuple(declared("SIZES", CAPABILITIES))  # of ranks that split what is in a layer

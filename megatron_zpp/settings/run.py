@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron_zpp.settings.flag import Section, flags_in
-from zeropp.settings.schema import Rule, one_of, requires
+from zeropp.settings import Rule, one_of, requires
 
 LEVELS = MappingProxyType(
     {

@@ -11,7 +11,7 @@ from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from megatron_zpp.settings.gpt.model import ModelFlags
 from megatron_zpp.settings.json_flags import ZeroFlags
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import declared
+from zeropp.settings import declared
 
 USAGE = """\
 usage: {program} [FLAGS]

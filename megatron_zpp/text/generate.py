@@ -18,7 +18,7 @@ from megatron_zpp.text.detokenizer import IncrementalDetokenizer
 from megatron_zpp.text.sampling import Sampling, require_non_negative, sample
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import broadcast_object, rank
+from zeropp.ranks import broadcast_object, rank
 
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"  # the reasons why a text ended
 

@@ -27,7 +27,7 @@ from megatron_zpp.text.scoring import Passage, batches_by_length
 from megatron_zpp.text.text_model import TextModel, TextModelConfig, open_text_model
 from megatron_zpp.tokenizer.base import load_package
 from zeropp.errors import InputError
-from zeropp.ranks.topology import Environment
+from zeropp.ranks import Environment
 
 MAX_NEW_TOKENS = 256  # of a generated text, where the task does not set it; as lm-eval's own models
 # Generation settings of transformers that tasks may set to the values at which they do nothing.

@@ -11,7 +11,7 @@ import torch
 
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import chunked_cross_entropy
-from zeropp.ranks.coordination import gather_objects, rank, world_size
+from zeropp.ranks import gather_objects, rank, world_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,8 @@ from megatron_zpp.text.generate import Piece, Request, check, stream
 from megatron_zpp.text.scoring import Passage, Score, score_passages
 from megatron_zpp.tokenizer import Tokenizer
 from zeropp import InputError, Sharding, ZeroConfig, shard
-from zeropp.ranks.coordination import broadcast_object, fail_together, world_size
-from zeropp.ranks.process_group import pick_device
-from zeropp.ranks.topology import Environment
-from zeropp.sharding.shard import allocate_parameters
+from zeropp.ranks import Environment, broadcast_object, fail_together, pick_device, world_size
+from zeropp.sharding import allocate_parameters
 
 # How long the other ranks wait for rank 0, which may be waiting for a person; the longest timeout
 # whose milliseconds fit into 31 bits is 24 days.

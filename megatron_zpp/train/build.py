@@ -36,12 +36,11 @@ from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trained import build_trained
 from megatron_zpp.train.trainer import Trainer
 from zeropp import Sharding, __version__
-from zeropp.checkpoint.async_save import AsyncWriter
-from zeropp.checkpoint.folder_lock import FolderLock
-from zeropp.optim.sharded_optimizer import sharded, state_numbers_per_weight
-from zeropp.ranks.coordination import fail_together
-from zeropp.sharding.grid import find_nodes
-from zeropp.wire.route import require_fit
+from zeropp.checkpoint import AsyncWriter, FolderLock
+from zeropp.optim import sharded, state_numbers_per_weight
+from zeropp.ranks import fail_together
+from zeropp.sharding import find_nodes
+from zeropp.wire import require_fit
 
 FP32_BYTES = 4
 

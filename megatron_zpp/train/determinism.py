@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zeropp.ranks.topology import use_deterministic_cublas
+from zeropp.ranks import use_deterministic_cublas
 
 
 @contextmanager

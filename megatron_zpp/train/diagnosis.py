@@ -20,9 +20,8 @@ from megatron_zpp.train.pending_iteration import PendingIteration
 from megatron_zpp.train.trainer import Trainer
 from zeropp import Sharding
 from zeropp import fsdp_adapter as fsdp
-from zeropp.optim.sharded_optimizer import sharded
-from zeropp.optim.step_or_skip import local_part
-from zeropp.ranks.coordination import gather_objects
+from zeropp.optim import local_part, sharded
+from zeropp.ranks import gather_objects
 
 MOST_SHOWN = 3
 CAUSES = ("the weight", "the output", "the loss", "the gradient")  # before what follows from them

@@ -24,7 +24,7 @@ from megatron_zpp.text.generate import Request, check
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.base import require_unicode
 from zeropp import InputError
-from zeropp.ranks.coordination import fail_together, require_same
+from zeropp.ranks import fail_together, require_same
 
 TRAIN, VALIDATION, TEST = range(3)
 DIGITS = 8  # of a hash, to show

@@ -10,7 +10,7 @@ import torch
 from megatron_zpp.model.attention.sequences import PassRecord
 from megatron_zpp.monitor.metrics import Iteration
 from zeropp import StepResult
-from zeropp.optim.host_values import HostValues
+from zeropp.optim import HostValues
 
 
 @dataclass(frozen=True, kw_only=True)

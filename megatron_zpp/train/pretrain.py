@@ -29,13 +29,16 @@ from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Interrupted, Stopping
 from zeropp import InputError
-from zeropp.checkpoint.shared_folder import hold_folder
+from zeropp.checkpoint import hold_folder
 from zeropp.errors import NetworkError
-from zeropp.ranks.coordination import report_on_each_machine, report_once
-from zeropp.ranks.exit import OTHER_RANK_FAILED
-from zeropp.ranks.process_group import refuse_to_start
-from zeropp.ranks.topology import Environment
-from zeropp.ranks.waits import WaitError
+from zeropp.ranks import (
+    OTHER_RANK_FAILED,
+    Environment,
+    WaitError,
+    refuse_to_start,
+    report_on_each_machine,
+    report_once,
+)
 
 USAGE_ERROR, FAILED = 2, 1
 DryRun = Callable[[Config, Environment, Console], int]

@@ -27,9 +27,8 @@ from megatron_zpp.train.inputs import Batches, data_bytes, sample_sizes
 from megatron_zpp.train.saved_run import SavedRun
 from megatron_zpp.train.trained import Trained
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
-from zeropp.checkpoint.async_save import AsyncWriter
-from zeropp.checkpoint.folder_lock import FolderLock
-from zeropp.settings.capabilities import declared
+from zeropp.checkpoint import AsyncWriter, FolderLock
+from zeropp.settings import declared
 
 PLAIN = "tokenizer_hf_no_include_special_tokens"  # older checkpoints do not have it
 # Settings that determine the order of the samples, by section.

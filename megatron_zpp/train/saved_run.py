@@ -19,11 +19,9 @@ from megatron_zpp.checkpoint.training_state import STATE, read_state
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import CheckpointConfig, Config
 from zeropp import Sharding
-from zeropp.capabilities.local_sgd.averaged_buffers import AveragedBuffers
-from zeropp.capabilities.local_sgd.held_model import OfSharding
-from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
+from zeropp.capabilities.local_sgd import AveragedBuffers, OfSharding, TrainedWeights
 from zeropp.errors import InputError
-from zeropp.ranks.coordination import broadcast_object, fail_together, rank
+from zeropp.ranks import broadcast_object, fail_together, rank
 
 log = logging.getLogger("megatron_zpp")
 

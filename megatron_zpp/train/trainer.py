@@ -25,8 +25,7 @@ from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
 from megatron_zpp.train.progress import RunProgress
 from megatron_zpp.train.trained import Trained
 from zeropp import optimizer_step
-from zeropp.optim.sharded_optimizer import sharded
-from zeropp.optim.step_or_skip import global_norm, local_part
+from zeropp.optim import global_norm, local_part, sharded
 
 
 @dataclass(kw_only=True)

@@ -1,3 +1,12 @@
 from zeropp.capabilities.muon.muon import Muon as Muon
+from zeropp.optim.adam import MOMENTS as MOMENTS
 from zeropp.optim.adam import FusedAdam as FusedAdam
+from zeropp.optim.adam import fastest_adamw as fastest_adamw
 from zeropp.optim.cpu_adam import CPUAdam as CPUAdam
+from zeropp.optim.host_values import HostValues as HostValues
+from zeropp.optim.sharded_optimizer import OPTIMIZER as OPTIMIZER
+from zeropp.optim.sharded_optimizer import sharded as sharded
+from zeropp.optim.sharded_optimizer import state_numbers_per_weight as state_numbers_per_weight
+from zeropp.optim.step_or_skip import global_norm as global_norm
+from zeropp.optim.step_or_skip import gradient_parts as gradient_parts
+from zeropp.optim.step_or_skip import local_part as local_part

@@ -14,7 +14,7 @@ from megatron_zpp.parallel.axes import part_of
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
-from zeropp.wire.rank_group import Nodes, RankGroup
+from zeropp.wire import Nodes, RankGroup
 
 NAME = "experts"  # of the axis, among those of a `Part`
 AXIS_NAMES = ("expert_data", "expert")

@@ -28,9 +28,8 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.settings.config import Config
-from zeropp.settings.schema import no_effect_line
-from zeropp.wire.rank_group import Nodes
-from zeropp.wire.route import UNQUANTIZED
+from zeropp.settings import no_effect_line
+from zeropp.wire import UNQUANTIZED, Nodes
 
 # TensorBoard's names of the losses, which are Megatron's.
 NAMES = {

@@ -13,7 +13,7 @@ from megatron_zpp.model.delta import TakesDelta
 from megatron_zpp.model.mlp import activate, gated
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part
 
 ALIGNMENT = 16  # bytes: grouped products need rows of a multiple
 

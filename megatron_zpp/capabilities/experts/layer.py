@@ -23,10 +23,9 @@ from megatron_zpp.model.mlp import MLP, FeedForward
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.recipe.activation_forecast import Forecast
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.capabilities.experts.exchange import combine, dispatch
-from zeropp.capabilities.experts.rows import RowsOfPairs, RowsOfTokens
-from zeropp.optim.step_or_skip import local_part
-from zeropp.wire.rank_group import Message
+from zeropp.capabilities.experts import RowsOfPairs, RowsOfTokens, combine, dispatch
+from zeropp.optim import local_part
+from zeropp.wire import Message
 
 
 class MoE(FeedForward):

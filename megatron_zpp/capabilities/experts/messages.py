@@ -14,7 +14,7 @@ from megatron_zpp.capabilities.experts.axis import ExpertAxis
 from megatron_zpp.capabilities.experts.relay import COUNT_BYTES, copy_bytes
 from megatron_zpp.model.part import Part
 from megatron_zpp.recipe.activation_forecast import Forecast, in_layers
-from zeropp.wire.rank_group import EXCHANGE, Message
+from zeropp.wire import EXCHANGE, Message
 
 
 def token_messages(forecast: Forecast, stage: Part, axis: ExpertAxis) -> Iterator[Message]:

@@ -14,7 +14,7 @@ from megatron_zpp.settings.flag import Section, flag, flags_in, needs
 from megatron_zpp.settings.gpt.layer_pattern import QUOTED, marks_of
 from megatron_zpp.settings.gpt.sizes import PRETRAINED, SizeConfig
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule, at_most, requires, settings_of
+from zeropp.settings import Rule, at_most, requires, settings_of
 
 NO_LOSS = "none"
 AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")

@@ -26,15 +26,9 @@ from torch import Tensor
 from megatron_zpp.capabilities.experts.axis import ExpertAxis
 from megatron_zpp.capabilities.experts.routing_record import Assignment
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.capabilities.experts.rows import (
-    RowsOfPairs,
-    RowsOfSomePairs,
-    RowsOfTokens,
-    WeightedSums,
-)
-from zeropp.quant.ops import dequantize, quantize
-from zeropp.quant.packing import RAW, RowLayout, row_layout
-from zeropp.wire.rank_group import RankGroup
+from zeropp.capabilities.experts import RowsOfPairs, RowsOfSomePairs, RowsOfTokens, WeightedSums
+from zeropp.quant import RAW, RowLayout, dequantize, quantize, row_layout
+from zeropp.wire import RankGroup
 
 COUNT_BYTES = 2 * torch.int64.itemsize  # to each node: how many copies and pairs
 ID_DTYPES = (torch.int8, torch.int16, torch.int32)  # of the numbers of a node's experts

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 TINY = 1e-20  # added to sums of scores before a division, as DeepSeek-V3 and Megatron do

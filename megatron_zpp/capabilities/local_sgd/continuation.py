@@ -11,8 +11,7 @@ from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.parallel import OTHER_SIZES, SIZES
-from zeropp.capabilities.local_sgd.local_steps import LocalSteps
-from zeropp.capabilities.local_sgd.outer_mean import OuterMean
+from zeropp.capabilities.local_sgd import LocalSteps, OuterMean
 from zeropp.errors import InputError
 
 FP32 = 32  # bits

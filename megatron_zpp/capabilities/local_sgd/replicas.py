@@ -22,23 +22,23 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.replicas import Joining, Replicas
 from megatron_zpp.settings.config import CheckpointConfig, Config, ParallelConfig
 from zeropp import Sharding
-from zeropp.capabilities.local_sgd.elastic_group import (
+from zeropp.capabilities.local_sgd import (
+    HOST,
     ElasticGroup,
     ElasticOptions,
+    ElasticSteps,
+    LocalSteps,
+    OfSharding,
+    OuterGroup,
+    Saved,
+    TrainedWeights,
     join_elastic_group,
+    join_outer_group,
 )
-from zeropp.capabilities.local_sgd.elastic_steps import ElasticSteps
-from zeropp.capabilities.local_sgd.entry import Saved
-from zeropp.capabilities.local_sgd.fragment import HOST
-from zeropp.capabilities.local_sgd.held_model import OfSharding
-from zeropp.capabilities.local_sgd.local_steps import LocalSteps
-from zeropp.capabilities.local_sgd.outer_group import OuterGroup, join_outer_group
-from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
 from zeropp.errors import InputError
-from zeropp.ranks.process_group import world_store
-from zeropp.ranks.topology import Environment
-from zeropp.settings.capabilities import CAPABILITIES, declared
-from zeropp.wire.traffic import Traffic
+from zeropp.ranks import Environment, world_store
+from zeropp.settings import CAPABILITIES, declared
+from zeropp.wire import Traffic
 
 SAME_NODES = (
     "start all nodes with the same command line, the same JSON, the same versions and as many "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_zpp.capabilities.lora.settings import A, B, LoraConfig
 from megatron_zpp.checkpoint.weight_source import WeightSource
-from zeropp.checkpoint.state_tensors import shape_differences
+from zeropp.checkpoint import shape_differences
 from zeropp.errors import InputError, first_lines
 
 WEIGHT = ".weight"

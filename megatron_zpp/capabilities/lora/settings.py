@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_zpp.settings.flag import Section, flag, needs
-from zeropp.settings.schema import requires
+from zeropp.settings import requires
 
 A, B = "lora_A", "lora_B"  # PEFT's names of the matrices of an adapter
 _NEEDS_LORA = needs("--lora-rank", lambda c: c.lora.lora_rank)

@@ -13,11 +13,14 @@ from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.recipe.capability import Capability, OwnGroup
 from megatron_zpp.settings.config import Config
 from zeropp import Sharding
-from zeropp.capabilities.muon.matrix_step import MuonOptions
-from zeropp.capabilities.muon.muon import Muon
-from zeropp.capabilities.muon.newton_schulz import coefficients_of
-from zeropp.capabilities.muon.offloaded_muon import offloaded_muon
-from zeropp.capabilities.muon.settings import NODE, WHOLE
+from zeropp.capabilities.muon import (
+    NODE,
+    WHOLE,
+    Muon,
+    MuonOptions,
+    build_offloaded_muon,
+    coefficients_of,
+)
 
 
 def muon_options(config: Config) -> MuonOptions:
@@ -56,7 +59,7 @@ class MuonCapability(Capability):
             "parts": matrix_parts(sharding.model, self.config.model, muon),
         }
         if zero.offloads_optimizer:
-            return offloaded_muon(sharding, groups, device, zero, adam, **of_muon)
+            return build_offloaded_muon(sharding, groups, device, zero, adam, **of_muon)
         settings = {"adam_eps" if name == "eps" else name: each for name, each in adam.items()}
         return Muon(groups, config=zero, **settings, **of_muon)
 

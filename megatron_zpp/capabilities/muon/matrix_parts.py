@@ -13,9 +13,15 @@ from megatron_zpp.capabilities.experts.experts import Matrices
 from megatron_zpp.capabilities.muon.settings import MuonConfig
 from megatron_zpp.model.attention.attention import Attention
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.capabilities.muon.blocks import Matrix, MatrixPart, Run, num_rows, rows_within
-from zeropp.capabilities.muon.settings import BLOCKWISE
-from zeropp.capabilities.muon.sharded_matrix import matrix_of
+from zeropp.capabilities.muon import (
+    BLOCKWISE,
+    Matrix,
+    MatrixPart,
+    Run,
+    matrix_of,
+    num_rows,
+    rows_within,
+)
 
 
 def matrix_parts(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from megatron_zpp.settings.flag import Section, flags_in, needs
-from zeropp.capabilities.muon.settings import COEFFICIENT_TYPES, SCALE_MODES, TP_MODES
+from zeropp.capabilities.muon import COEFFICIENT_TYPES, SCALE_MODES, TP_MODES
 
 _flag = flags_in("flags.toml", package=__package__, no_effect=needs("--optimizer muon"))
 

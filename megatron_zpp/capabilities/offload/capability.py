@@ -8,8 +8,7 @@ import torch
 
 from megatron_zpp.recipe.capability import Capability
 from zeropp import Sharding
-from zeropp.capabilities.offload.offload import require_host_memory
-from zeropp.capabilities.offload.offloaded import offloaded_adamw
+from zeropp.capabilities.offload import offloaded_adamw, require_host_memory
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_zpp.interchange.families import forms
 from megatron_zpp.interchange.families.forms import SAME, Form
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.settings.no_effect_tables import read_toml
+from zeropp.settings import read_toml
 
 
 @dataclass(frozen=True)

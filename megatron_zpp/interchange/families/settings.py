@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.errors import InputError
-from zeropp.settings.no_effect_tables import read_toml
-from zeropp.settings.schema import settings_of
+from zeropp.settings import read_toml, settings_of
 
 MAX_NUMBER = 2**31  # exclusive; larger than any size of a model
 REAL_FIELDS = frozenset(entry.name for entry in settings_of(ModelConfig) if entry.type is float)

@@ -37,7 +37,7 @@ from megatron_zpp.interchange.families.settings import (
     switch,
     with_like,
 )
-from zeropp.settings.no_effect_tables import read_toml
+from zeropp.settings import read_toml
 
 NULL = "null"  # which TOML does not have
 KINDS: Mapping[str, Callable[..., FamilySetting]] = MappingProxyType(

@@ -33,7 +33,7 @@ from megatron_zpp.interchange.foreign.torch_dist import COMMON
 from megatron_zpp.interchange.open_model import OpenedModel
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.atomic import write_atomically
-from zeropp.checkpoint.shard_files import write_plan
+from zeropp.checkpoint import write_plan
 from zeropp.errors import InputError
 
 RELEASE = "release"

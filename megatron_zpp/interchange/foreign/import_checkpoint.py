@@ -36,7 +36,7 @@ from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
 from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.tokenizer.factory import FIELDS, TOKENIZER_TYPES
-from zeropp.checkpoint.checkpoint_formats import FormatKind, find_format
+from zeropp.checkpoint import FormatKind, find_format
 from zeropp.errors import InputError
 
 log = logging.getLogger("megatron_zpp")

@@ -15,7 +15,7 @@ from megatron_zpp.interchange.foreign.pickles import UnloadedObject
 from megatron_zpp.settings.config import ModelConfig
 from megatron_zpp.settings.gpt.model import OF_TRAINING
 from zeropp.errors import InputError
-from zeropp.settings.no_effect_tables import read_toml
+from zeropp.settings import read_toml
 
 DENSE = (0, 1, [1], (1,))  # numbers of experts
 GAINS_AROUND_ZERO = "layernorm_zero_centered_gamma"  # --apply-layernorm-1p since 0.17

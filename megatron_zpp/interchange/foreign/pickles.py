@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from zeropp.checkpoint.shard_files import METADATA
+from zeropp.checkpoint import METADATA
 from zeropp.errors import InputError, first_few
 
 NAMESPACE = "argparse.Namespace"

@@ -37,7 +37,7 @@ from megatron_zpp.interchange.foreign.tensor_files import (
     UnmappedStateError,
 )
 from zeropp.errors import InputError, first_few
-from zeropp.optim.adam import MOMENTS
+from zeropp.optim import MOMENTS
 
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 FIRST_VERSION = 2.0  # before, queries, keys and values were ordered otherwise

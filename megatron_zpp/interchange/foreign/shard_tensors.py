@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_zpp.interchange.foreign.pickles import load_metadata, load_pickle
 from megatron_zpp.interchange.foreign.tensor_files import LazyTensor
-from zeropp.checkpoint.shard_files import Reader
+from zeropp.checkpoint import Reader
 from zeropp.errors import InputError, first_few
 
 

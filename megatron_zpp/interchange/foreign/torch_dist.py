@@ -38,7 +38,7 @@ from megatron_zpp.interchange.foreign.tensor_files import (
     UnmappedStateError,
 )
 from zeropp.errors import InputError
-from zeropp.optim.adam import MOMENTS
+from zeropp.optim import MOMENTS
 
 COMMON = "common.pt"
 STATE = "optimizer.state."

@@ -19,7 +19,7 @@ from megatron_zpp.interchange.foreign.tensor_files import (
 )
 from megatron_zpp.settings.gpt.shape_flags import ShapeFlags
 from zeropp.errors import InputError
-from zeropp.optim.adam import MOMENTS
+from zeropp.optim import MOMENTS
 
 STATE = "optimizer.state."
 STEP = "train_state.step"

@@ -21,7 +21,7 @@ from megatron_zpp.interchange.foreign.tensor_files import (
 )
 from megatron_zpp.interchange.foreign.zero_files import grid_of, iteration_of, update_counts
 from zeropp.errors import InputError, first_few
-from zeropp.optim.adam import MOMENTS
+from zeropp.optim import MOMENTS
 
 FP32, STEP = "fp32", "step"
 

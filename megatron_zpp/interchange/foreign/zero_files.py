@@ -29,7 +29,7 @@ from megatron_zpp.interchange.foreign.tensor_files import (
     NamedTensors,
 )
 from zeropp.errors import InputError, first_few
-from zeropp.optim.adam import MOMENTS
+from zeropp.optim import MOMENTS
 
 MODEL_FILES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 STATE_FILES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

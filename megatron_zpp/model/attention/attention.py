@@ -30,7 +30,7 @@ from megatron_zpp.model.tensor_parallel import (
     own_random_numbers,
 )
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part
 
 # What normalizes queries and keys in `Attention`: each head by itself, or all heads at once.
 QK_NORMS = frozenset({"q_norm", "k_norm", "queries_norm", "keys_norm"})

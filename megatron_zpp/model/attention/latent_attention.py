@@ -24,7 +24,7 @@ from megatron_zpp.model.tensor_parallel import (
     WholeLinear,
 )
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.optim.step_or_skip import local_part
+from zeropp.optim import local_part
 
 EPSILON = 1e-6  # of the norms of latents, whatever the other norms have
 

@@ -20,15 +20,19 @@ from megatron_zpp.planner.timing.hardware import Rates
 from megatron_zpp.planner.timing.links import exchange
 from megatron_zpp.planner.timing.optimizer_time import OptimizerRound, OptimizerRounds, Sides
 from megatron_zpp.settings.config import Config
-from zeropp.capabilities.muon.blocks import Matrix, MatrixBlock, group_of, rounds_of
-from zeropp.capabilities.muon.exchange import Exchange
-from zeropp.capabilities.muon.matrix_step import MuonOptions
-from zeropp.capabilities.muon.newton_schulz import flops
-from zeropp.capabilities.muon.sharded_matrix import matrix_of
+from zeropp.capabilities.muon import (
+    Exchange,
+    Matrix,
+    MatrixBlock,
+    MuonOptions,
+    flops,
+    group_of,
+    matrix_of,
+    rounds_of,
+)
 from zeropp.fsdp_adapter import ShardSpec
-from zeropp.optim.sharded_optimizer import OPTIMIZER
-from zeropp.wire.rank_group import Nodes, RankGroup, everyone, sum_of
-from zeropp.wire.traffic import HOPS
+from zeropp.optim import OPTIMIZER
+from zeropp.wire import HOPS, Nodes, RankGroup, everyone, sum_of
 
 ALONE = Nodes(num_ranks=1, ranks_per_node=1)  # of ranks that hold all rows
 Matrices = tuple[Matrix, ...]

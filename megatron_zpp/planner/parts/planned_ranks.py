@@ -11,9 +11,8 @@ from megatron_zpp.capabilities.experts.axis import NAME, ExpertAxis, expert_axis
 from megatron_zpp.parallel.mesh import mesh_sizes
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.settings.config import ParallelConfig
-from zeropp.sharding.grid import nodes_of_grid
-from zeropp.wire.rank_group import AXES, Nodes, RankGroup
-from zeropp.wire.traffic import Traffic
+from zeropp.sharding import nodes_of_grid
+from zeropp.wire import AXES, Nodes, RankGroup, Traffic
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,10 @@ from megatron_zpp.planner.timing.balanced_stages import layer_kinds
 from megatron_zpp.recipe.capability import Capability, capabilities_of
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
-from zeropp.capabilities.offload.offload import HOST, master_devices
+from zeropp.capabilities.offload import HOST, master_devices
 from zeropp.fsdp_adapter import ShardSpec
-from zeropp.sharding.cut import plan_units
-from zeropp.sharding.places import places_of
-from zeropp.sharding.plan import DataAxis, Plan
-from zeropp.wire.rank_group import Nodes
+from zeropp.sharding import DataAxis, Plan, places_of, plan_units
+from zeropp.wire import Nodes
 
 Units = tuple[tuple[int | None, Unit], ...]  # each with its layer, None for a root
 

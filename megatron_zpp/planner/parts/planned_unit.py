@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeropp.fsdp_adapter import ShardSpec
-from zeropp.sharding.plan import DataAxis, UnitPlan
-from zeropp.wire.collectives import gradient_layouts, weight_layout
-from zeropp.wire.route import Route
+from zeropp.sharding import DataAxis, UnitPlan
+from zeropp.wire import Route, gradient_layouts, weight_layout
 
 FP32_BYTES = 4  # of a weight or a gradient
 

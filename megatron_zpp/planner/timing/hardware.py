@@ -16,7 +16,7 @@ import torch
 
 from megatron_zpp.monitor.gpu_peaks import peak_of
 from zeropp.errors import InputError
-from zeropp.settings.no_effect_tables import read_toml
+from zeropp.settings import read_toml
 
 SLOW, TYPICAL, FAST = "slow", "typical", "fast"
 GBIT, GB, GIB, TERA = 1e9 / 8, 1e9, 2**30, 1e12  # bytes per second, bytes, bytes, FLOP/s

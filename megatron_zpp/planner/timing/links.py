@@ -8,7 +8,7 @@ Source of the latencies' form: NCCL's tuner (src/graph/tuning.cc).
 from dataclasses import dataclass
 
 from megatron_zpp.planner.timing.hardware import Protocol, Rates
-from zeropp.wire.rank_group import EXCHANGE, REDUCE
+from zeropp.wire import EXCHANGE, REDUCE
 
 ALL_REDUCE_RINGS = 2  # it is a reduce-scatter and an all-gather
 

@@ -8,8 +8,7 @@ from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
 from megatron_zpp.settings.gpt.positions import PositionConfig
 from megatron_zpp.settings.gpt.sizes import PRETRAINED
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import declared
-from zeropp.settings.schema import Rule, one_of, settings_of
+from zeropp.settings import Rule, declared, one_of, settings_of
 
 OF_CAPABILITIES = tuple(declared("MODEL", CAPABILITIES))
 # Of these, what only training uses: the run that saved a model may have another than one that loads

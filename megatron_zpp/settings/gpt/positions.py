@@ -7,7 +7,7 @@ from megatron_zpp.settings.flag import flags_in
 from megatron_zpp.settings.gpt.layer_pattern import marks_of
 from megatron_zpp.settings.gpt.sizes import PRETRAINED, LatentAttentionConfig, SizeConfig
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule
+from zeropp.settings import Rule
 
 _flag = flags_in(
     "gpt/positions.toml",

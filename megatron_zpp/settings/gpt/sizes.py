@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron_zpp.settings.flag import NoEffect, Section, flags_in
 from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS
 from zeropp.errors import InputError
-from zeropp.settings.schema import Rule, at_most
+from zeropp.settings import Rule, at_most
 
 PRETRAINED = NoEffect(
     "the model in --pretrained-checkpoint says what it is",

@@ -37,7 +37,7 @@ def test_agreed_weights_and_messages(stage: int, bits: int, tensor: int, tmp_pat
     config = parse(f"{TINY} --mock-data {flags}".split(), 4)
     planned = PlannedReplicas.of(config, Nodes.of(range(4), 2))
     assert planned.num_replicas == 2
-    memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
+    memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, replicas=planned)
     with worlds(2, shared_folder(str(tmp_path))) as outer, built_run(flags, outer) as run:
         local_steps, meter = run.ranks.replicas.steps, run.trainer.communication
         assert memory.sent[OUTER] == pytest.approx(meter.forecast[OUTER], rel=1e-9)
@@ -90,7 +90,7 @@ def require_messages(count: int, per_node: int, flags: str, settings: dict, fold
     flags = f"{size} {flags} {with_json(more=optimizer, **zeropp)}"
     config = parse(f"{TINY} --mock-data {flags}".split(), count)
     planned = PlannedReplicas.of(config, Nodes.of(range(count), per_node))
-    foretold = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
+    foretold = estimate(planned.config, 56, planned.nodes, is_cpu=True, replicas=planned)
     with worlds(planned.nodes.num_ranks, shared_folder(str(folder))) as outer:
         with built_run(flags, outer) as run:
             sent = run.trainer.communication.forecast
@@ -108,7 +108,7 @@ def test_exchanges_beside_steps_have_their_buffers_in_steps(tmp_path: Path) -> N
         planned = PlannedReplicas.of(config, Nodes.of(range(4), 2))
         run = plan_run(planned.config, 56, planned.nodes, is_cpu=True)
         found.append(planned.buffers_beside_steps(run))
-        memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
+        memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, replicas=planned)
         assert memory.host.get(EXCHANGE, 0) == found[-1]
     whole = planned.buffer_bytes(run)  # a fragment begins every 2 steps
     assert found == [0, whole * 2 // 4, whole * 3 // 4]
@@ -154,7 +154,7 @@ def require_buffers(bits: int, nodes: int, folder: Path) -> None:
     planned = PlannedReplicas.of(
         parse(f"{TINY} --mock-data {flags}".split(), nodes), Nodes.of(range(nodes), 1)
     )
-    memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, local_steps=planned)
+    memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, replicas=planned)
     with worlds(1, folder) as outer, built_run(flags, outer) as run:
         local_steps = run.ranks.replicas.steps
         for weight in local_steps.weights.read():

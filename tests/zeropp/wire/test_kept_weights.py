@@ -16,6 +16,7 @@ from tests.zeropp.sharded_training import (
     BOTH,
     QWZ,
     evaluate,
+    load_random_weights,
     random_like,
     shard_on_nodes,
     step,
@@ -113,6 +114,51 @@ def test_a_step_for_each_gradient_within_the_backward_pass(zero):
     expected, usual = losses_and_bytes(within=False)
     assert losses == expected
     assert sent == usual or zero == ALL_THREE  # whose copies the first step of a pass ends
+
+
+@pytest.mark.parametrize(
+    ("zero", "order", "released"),
+    [({"stage": 3}, (0,), False), ({"stage": 3}, (2, 1, 0), False), ({"stage": 2}, (0,), False),
+     (BOTH, (0, 1, 0), False), (BOTH, (0, 1, 0), True), ({"stage": 3}, (0,), True)],
+)  # fmt: skip
+@ranks(4)
+def test_a_gather_begun_for_a_block_that_was_not_used_is_not_used_later(zero, order, released):
+    """What was gathered ahead for a skipped block is older than the weights loaded after it.
+
+    Without `release` it is still under way then, and hpZ must not keep what arrives.
+    """
+    sharding = shard_on_nodes(zero, small_model(3))
+    load_random_weights(sharding, 1)
+    sharding.model.order = order
+    with torch.no_grad():
+        loss_of(sharding.model, tokens_of(5))
+    if released:
+        sharding.release()
+    load_random_weights(sharding, 2)
+    sharding.model.order = (0, 1, 2)
+    loss = evaluate(sharding)
+    other = shard_on_nodes(zero, small_model(3))
+    load_random_weights(other, 2)
+    assert loss == evaluate(other)
+
+
+@ranks(4)
+def test_a_gather_under_way_when_the_optimizer_steps_is_not_kept():
+    def loss_after_step(*, released: bool) -> float:
+        sharding = shard_on_nodes(BOTH, small_model(3))
+        optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.5)
+        loss_of(sharding.model, tokens_of(0)).backward()
+        optimizer.step()  # no copies now
+        sharding.model.order = (0, 1, 0)
+        with torch.no_grad():
+            loss_of(sharding.model, tokens_of(1))  # begins to gather the block that it leaves out
+        if released:
+            sharding.release()
+        optimizer.step()
+        sharding.model.order = (0, 1, 2)
+        return evaluate(sharding)
+
+    assert loss_after_step(released=False) == loss_after_step(released=True)
 
 
 def halve(model: nn.Module, weights: Sequence[nn.Parameter], folder: Path) -> None:

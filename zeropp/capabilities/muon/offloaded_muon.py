@@ -36,7 +36,7 @@ class OffloadedMuon(MuonGroups, OffloadedAdam):
         self.offload.send(parameters)
 
 
-def offloaded_muon(
+def build_offloaded_muon(
     sharding: Sharding,
     groups: list[dict[str, Any]],
     device: torch.device,

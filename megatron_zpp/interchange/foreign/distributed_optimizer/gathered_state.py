@@ -22,7 +22,7 @@ from megatron_zpp.interchange.foreign.distributed_optimizer.bucket_layout import
 from megatron_zpp.interchange.foreign.distributed_optimizer.stage_parameters import RankParameters
 from megatron_zpp.interchange.foreign.tensor_files import REMEDY, LazyTensor, UnmappedStateError
 from zeropp.errors import InputError
-from zeropp.optim.adam import MOMENTS
+from zeropp.optim import MOMENTS
 
 MAIN = "param"  # the fp32 weights
 KEYS = (MAIN, *MOMENTS)

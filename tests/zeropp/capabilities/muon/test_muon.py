@@ -30,7 +30,7 @@ from zeropp.capabilities.muon.newton_schulz import (
     orthogonalize,
     scale,
 )
-from zeropp.capabilities.muon.offloaded_muon import offloaded_muon
+from zeropp.capabilities.muon.offloaded_muon import build_offloaded_muon
 from zeropp.capabilities.offload.offloaded import offloaded_adamw
 from zeropp.optim.adam import FusedAdam
 from zeropp.optim.step_or_skip import local_part
@@ -341,5 +341,5 @@ def optimizer_of(sharding: Sharding, kind: str, zero: dict) -> torch.optim.Optim
         return FusedAdam(groups, **adam)
     of_muon |= {"options": MuonOptions(), "parts": {}}
     if OFFLOADED.items() <= zero.items():
-        return offloaded_muon(sharding, groups, device, config, adam, **of_muon)
+        return build_offloaded_muon(sharding, groups, device, config, adam, **of_muon)
     return Muon(groups, config=config, adam_eps=adam.pop("eps"), **adam, **of_muon)
