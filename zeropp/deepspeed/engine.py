@@ -32,7 +32,7 @@ from zeropp.deepspeed.parameter_values import ParameterOwner, mark_sharded, take
 from zeropp.deepspeed.quantize_nontrainable import quantize_nontrainable_params
 from zeropp.deepspeed.whole_state_dicts import WholeStateDicts
 from zeropp.errors import InputError, RefusedCall, Unavailable
-from zeropp.fsdp_adapter.owner_hooks import GradientHook, OwnerHook
+from zeropp.fsdp_adapter.passes import GradientHook, OwnerHook
 from zeropp.optim.adam import parameters_in
 from zeropp.optim.loss_scale import DeepSpeedLossScaler, deepspeed_loss_scaler
 from zeropp.optim.sharded_optimizer import sharded

@@ -14,13 +14,12 @@ from zeropp.capabilities.muon.groups import groups_of, stacks_of
 from zeropp.capabilities.muon.matrix_step import MuonOptions
 from zeropp.capabilities.muon.muon import Muon
 from zeropp.capabilities.offload.offloaded import offloaded_adamw
+from zeropp.deepspeed.lr_schedule import build_scheduler
 from zeropp.deepspeed.ops import adam
 from zeropp.errors import InputError, RefusedCall
 from zeropp.optim.adam import FusedAdam, fastest_adamw, parameters_in
 from zeropp.optim.cpu_adam import CPUAdam
-from zeropp.optim.lr_schedule import build_scheduler
-from zeropp.optim.on_shards import require_on_shards
-from zeropp.optim.remap import Names, remap, remapped
+from zeropp.optim.remap import Names, remap, remapped, require_on_shards
 from zeropp.ranks.coordination import among
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.sharding import Sharding

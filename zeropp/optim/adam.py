@@ -15,7 +15,7 @@ from torch import Tensor
 from zeropp.errors import InputError
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for
 from zeropp.optim.host_values import HostValues
-from zeropp.optim.on_shards import require_on_shards
+from zeropp.optim.remap import require_on_shards
 from zeropp.optim.sharded_optimizer import ShardedOptimizer
 from zeropp.optim.step_or_skip import local_part
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from zeropp.errors import InputError
 from zeropp.optim.host_values import HostValues
 from zeropp.optim.loss_scale import LossScaler
-from zeropp.optim.on_shards import require_on_shards
+from zeropp.optim.remap import require_on_shards
 from zeropp.optim.sharded_optimizer import sharded, takes_factor
 from zeropp.sharding.sharding import Sharding
 

@@ -7,10 +7,12 @@ further fields of the setting. In the plural a type stands for one or more value
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
+from zeropp.settings.json_keys import JsonSection, Key
 from zeropp.settings.schema import NoEffect
 
 if sys.version_info >= (3, 11):
@@ -60,3 +62,17 @@ def _facts_of(why: str, facts: str | list | Mapping[str, Any]) -> dict[str, Any]
         "optional": "null" in alternatives or words == "object",
         **result,
     }
+
+
+_SECTIONS = ("activation_checkpointing", "checkpoint", "tensor_parallel")  # have no other keys
+
+
+@cache
+def keys_without_effect() -> Mapping[str, Key]:
+    """The keys of both tables by dotted name."""
+    idle, refused = (read_toml(__package__, f"{name}.toml") for name in ("no_effect", "refused"))
+    keys = settings_without_effect(Key, idle, section=JsonSection)
+    keys |= settings_without_effect(Key, refused, section=JsonSection, no_effect=())
+    for name in _SECTIONS:
+        keys[name] = Key(name=name, section=JsonSection, type=JsonSection, default=None)
+    return MappingProxyType(keys)

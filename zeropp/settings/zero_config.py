@@ -26,7 +26,7 @@ from zeropp.settings.deepspeed_json import (
     unknown_key,
 )
 from zeropp.settings.json_keys import JsonSection, Key, NoEffect, key
-from zeropp.settings.keys_without_effect import keys_without_effect
+from zeropp.settings.no_effect_tables import keys_without_effect
 from zeropp.settings.placement import Placed
 from zeropp.settings.rules import BATCH_KEYS, RULES
 from zeropp.settings.schema import no_effect_line

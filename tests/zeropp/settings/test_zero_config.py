@@ -13,7 +13,7 @@ from tests.zeropp.settings.json_sources import error_of, nested
 from zeropp.errors import InputError
 from zeropp.settings.deepspeed_json import OLD_NAMES, all_keys
 from zeropp.settings.json_keys import Key
-from zeropp.settings.keys_without_effect import keys_without_effect
+from zeropp.settings.no_effect_tables import keys_without_effect
 from zeropp.settings.rules import RULES
 from zeropp.settings.sections import ZeroOptimization
 from zeropp.settings.zero_config import ZeroConfig

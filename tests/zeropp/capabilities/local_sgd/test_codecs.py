@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zeropp.capabilities.local_sgd.codecs import Codec
+from zeropp.capabilities.local_sgd.outer_mean import Codec
 from zeropp.quant.coded_message import encode
 
 

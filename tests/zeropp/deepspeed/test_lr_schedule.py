@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zeropp import InputError
-from zeropp.optim.lr_schedule import (
+from zeropp.deepspeed.lr_schedule import (
     KINDS,
     WarmupCosineLR,
     WarmupDecayLR,
