@@ -36,7 +36,13 @@ def build_optimizer(
         qk_norms_decay=config.optimizer.no_weight_decay_cond_type is not None,
         own=own,
     )
-    settings = adam_settings(config)
+    flags = config.optimizer
+    settings = {
+        "lr": flags.lr,
+        "betas": (flags.adam_beta1, flags.adam_beta2),
+        "eps": flags.adam_eps,
+        "weight_decay": flags.weight_decay,
+    }
     for each in capabilities:
         optimizer = each.build_optimizer(sharding, groups, device, settings)
         if optimizer is not None:
@@ -75,13 +81,3 @@ def parameter_groups(
         | ({own.key: not key.is_adams} if own else {})
         for key in sorted(groups)
     ]
-
-
-def adam_settings(config: Config) -> dict:
-    """Return the arguments of Adam that the flags set."""
-    return {
-        "lr": config.optimizer.lr,
-        "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2),
-        "eps": config.optimizer.adam_eps,
-        "weight_decay": config.optimizer.weight_decay,
-    }

@@ -35,7 +35,7 @@ from megatron_zpp.train.saved_run import saved_run, with_source
 from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trained import build_trained
 from megatron_zpp.train.trainer import Trainer
-from zeropp import Sharding, __version__
+from zeropp import __version__
 from zeropp.checkpoint import AsyncWriter, FolderLock
 from zeropp.optim import sharded, state_numbers_per_weight
 from zeropp.ranks import fail_together
@@ -66,16 +66,19 @@ def build_run(
     batches.go_behind(beginning.earlier_sizes)
     with fail_together():
         metrics = open_metrics(config, ranks, console, tokenizer, beginning)
+    sharding, passes = trained.sharding, trained.sharding.model
+    if not isinstance(passes, Pipeline):
+        passes = OneStage(sharding=sharding, main_thread=ranks.main_thread)
     trainer = Trainer(
         **vars(trained),
         config=config,
         ranks=ranks,
-        passes=passes_of(trained.sharding, ranks),
+        passes=passes,
         schedules=beginning.schedules,
         counters=beginning.counters,
         communication=CommunicationMeter(
             config,
-            trained.sharding,
+            sharding,
             ranks,
             trained.optimizer,
             trained.capabilities,
@@ -107,13 +110,6 @@ def build_run(
     console.table("Megatron-Z++", rows := summary(run))
     metrics.use_facts(partial(run_facts, run, rows))
     return run
-
-
-def passes_of(sharding: Sharding, ranks: Ranks) -> OneStage | Pipeline:
-    """What runs forward and backward passes of a model."""
-    if isinstance(sharding.model, Pipeline):
-        return sharding.model
-    return OneStage(sharding=sharding, main_thread=ranks.main_thread)
 
 
 def open_step_watch(config: Config, ranks: Ranks) -> StepWatch | None:

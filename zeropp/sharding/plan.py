@@ -183,10 +183,6 @@ class Plan:
         units = tuple(replace(unit, axis=axes.get(unit.axis, unit.axis)) for unit in self.units)
         return replace(self, units=units)
 
-    def without_parameters(self) -> "Plan":
-        """Return the plan without the whole parameters, so that they can be freed."""
-        return replace(self, units=tuple(replace(unit, parameters=()) for unit in self.units))
-
     def with_specs_of(self, units: Iterable[fsdp.FSDPModule]) -> "Plan":
         """Return the plan with what FSDP2's units hold now."""
         pairs = zip(self.units, units, strict=True)

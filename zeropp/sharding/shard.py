@@ -19,6 +19,7 @@ Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -126,7 +127,8 @@ def _shard(
     if plan.units:
         cut_units = cut(plan.units)
         roots = (Root(model, plan, cut_units, config, group, device, in_turn=keeps_root),)
-    plan, parts, places, known = plan.without_parameters(), {}, [], {}
+    freed = tuple(replace(unit, parameters=()) for unit in plan.units)
+    plan, parts, places, known = replace(plan, units=freed), {}, [], {}
     sharding = Sharding(model=model, plan=plan, grid=grid, roots=roots, group=group)
     materialize_shards(recorded_tensors, group, torch.device(config.placement.weights or device))
     sharding.refresh()
