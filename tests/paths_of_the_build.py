@@ -24,11 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeropp
 from megatron_zpp.parallel.mesh import Ranks, build_mesh
+from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from tests.zeropp.small_model import small_model
 from zeropp.ranks.topology import Environment
+from zeropp.settings.schema import Section
 from zeropp.settings.zero_config import ZeroConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,6 +102,11 @@ def _is_module(value: object) -> bool:
     return any(isinstance(each, nn.Module) for each in values)
 
 
+def _is_of_settings(frame: FrameType) -> bool:
+    """Whether a frame is of settings, those of a capability among them: they read each other."""
+    return _is_in(frame, SETTINGS_ROOMS) or frame.f_code.co_filename.endswith("settings.py")
+
+
 def _is_in(frame: FrameType, folders: str | tuple[str, ...]) -> bool:
     return frame.f_code.co_filename.startswith(folders)
 
@@ -131,12 +138,12 @@ class Reads:
 
         traced = object.__new__(Traced)
         for name, value in vars(config).items():
-            is_section = type(value).__module__.startswith(("zeropp.", "megatron_zpp."))
+            is_section = isinstance(value, Section)
             traced.__dict__[name] = self.traced(value) if is_section else value
         return traced
 
     def _note(self, frame: FrameType) -> None:
-        while _is_in(frame, SETTINGS_ROOMS):
+        while _is_of_settings(frame):
             frame = frame.f_back
         if _is_in(frame, OURS):
             self.functions.append(_name(frame))
@@ -158,8 +165,9 @@ def path_of_configuration() -> dict[str, object]:
     mesh = build_mesh(CPU, environment.world_size, config.parallel)
     ranks = Ranks(environment=environment, device=CPU, mesh=mesh, store=None)
     traced: Config = reads.traced(config)
+    capabilities = capabilities_of(traced, ranks)  # as runs do
     reads.functions.clear()
-    build_model(traced, VOCABULARY, ranks, apex=None)
+    build_model(traced, VOCABULARY, ranks, apex=None, capabilities=capabilities)
     return counts(without_loops(reads.functions))
 
 

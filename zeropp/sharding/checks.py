@@ -57,7 +57,13 @@ def require_shardable(
     own_meshes: those of modules whose parameters other ranks split and shard. parts: this rank's of
     these parameters. Returns whether it is to be sharded: one rank in fp32 leaves it as it is.
     """
-    _require_no_engine(config)
+    for dotted in ENGINES_KEYS:
+        value, key = config.value(dotted), ZeroConfig.setting(dotted)
+        if value != key.default:
+            raise InputError(
+                f"{key.assignment(value)} is for engines of zeropp.initialize: leave it out, and "
+                "do the same in the training loop"
+            )
     _require_dense_gradients(model)
     is_alone = data is None or data.size() == 1
     if is_alone and config.compute_format == "float32" and not config.always_gathers:
@@ -220,17 +226,6 @@ def require_common_steps(config: ZeroConfig, caller: str) -> None:
         if value != key.default:
             raise InputError(
                 f"{key.assignment(value)}: all ranks of {caller} take each step together. {advice}"
-            )
-
-
-def _require_no_engine(config: ZeroConfig) -> None:
-    """Raise InputError for what only engines do, where the caller has none."""
-    for dotted in ENGINES_KEYS:
-        value, key = config.value(dotted), ZeroConfig.setting(dotted)
-        if value != key.default:
-            raise InputError(
-                f"{key.assignment(value)} is for engines of zeropp.initialize: leave it out, and "
-                "do the same in the training loop"
             )
 
 

@@ -80,9 +80,10 @@ def weight_route(config: ZeroConfig, nodes: Nodes) -> Route:
 
     Raises InputError for an hpZ partition that does not divide the ranks.
     """
+    require_fit(config, nodes)
     quantized = config.zero_optimization.zero_quantized_weights
     bits = config.zeropp.weight_bits if quantized else UNQUANTIZED
-    partition = _secondary_partition(config, nodes)
+    partition = _secondary_partition(config.zero_optimization.zero_hpz_partition_size, nodes)
     inner = partition or (nodes.ranks_per_node if quantized else nodes.num_ranks)
     keeps = partition is not None and partition < nodes.num_ranks
     route = Route(nodes=nodes, inner=inner, bits=(bits, bits), keeps=keeps)
@@ -108,14 +109,12 @@ def gradient_route(config: ZeroConfig, nodes: Nodes) -> Route:
     return replace(route, is_coded=config.zeropp.code_messages)
 
 
-def _secondary_partition(config: ZeroConfig, nodes: Nodes) -> int | None:
+def _secondary_partition(size: int, nodes: Nodes) -> int | None:
     """Return how many ranks of the data axis share one secondary copy; None if there is none.
 
-    The setting counts all ranks of a node. With as many parts of the model in a node as it has
-    ranks, each of them keeps a copy of its own part.
+    The setting, `size`, counts all ranks of a node. With as many parts of the model in a node as it
+    has ranks, each of them keeps a copy of its own part.
     """
-    require_fit(config, nodes)
-    size = config.zero_optimization.zero_hpz_partition_size
     if size == 1:
         return None
     partition, most = size // nodes.parts, nodes.num_ranks
