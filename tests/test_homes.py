@@ -53,13 +53,13 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_654,
+    "zeropp": 22_646,
     "zeropp/deepspeed": 4_333,
-    "megatron_zpp": 24_905,
+    "megatron_zpp": 24_893,
     "megatron_zpp/planner": 5_589,
     "megatron_zpp/interchange": 6_609,
-    "benchmarks": 10_956,
-    "tests": 53_417,
+    "benchmarks": 10_958,
+    "tests": 53_425,
 }
 
 

@@ -160,7 +160,7 @@ class Job:
             *f"{AGENT},is_host={node.number == 0}".split(),
             *("-m", __name__, str(self.folder), *self._flags),
         ]
-        node.agent = start(command, node.log, variables=variables)
+        node.agent = start(command, node.log, variables=variables, appends=True)
         node.agents_started += 1
 
 

@@ -21,14 +21,16 @@ def start(
     folder: Path = ROOT,
     variables: Mapping[str, str] = MappingProxyType({}),
     pass_fds: Sequence[int] = (),
+    *,
+    appends: bool = False,
 ) -> subprocess.Popen:
     """Start a command with one thread in a session of its own, which Ctrl-C does not reach.
 
-    What it prints is added to `log`. `variables` are added to the environment, where this clone is
-    on Python's path. `pass_fds` stay open in the process.
+    What it prints begins the file `log`, or `appends` to it. `variables` are added to the
+    environment, where this clone is on Python's path. `pass_fds` stay open in the process.
     """
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with open(log, "ab") as output:
+    with open(log, "ab" if appends else "wb") as output:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -77,11 +77,7 @@ def build_run(
         schedules=beginning.schedules,
         counters=beginning.counters,
         communication=CommunicationMeter(
-            config,
-            sharding,
-            ranks,
-            trained.optimizer,
-            trained.capabilities,
+            config, sharding, ranks, trained.optimizer, trained.capabilities
         ),
     )
     saves = bool(config.checkpoint.save)

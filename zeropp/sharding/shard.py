@@ -106,7 +106,7 @@ def _shard(
     keeps_root: bool,
     **plans: bool,
 ) -> Sharding:
-    """Check that a model can be sharded, plan it, cut it as planned, and let it have memory."""
+    """Check that a model can be sharded, or raise InputError; plan it, and cut it as planned."""
     data = None if mesh is None else data_axis(mesh, axis)
     if mesh is not None:
         inherit_time_limits(mesh)

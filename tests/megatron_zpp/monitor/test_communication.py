@@ -36,6 +36,7 @@ def sharding(stage: int = 3, num_ranks: int = 4) -> SimpleNamespace:
         num_ranks=num_ranks,
         traffic=Traffic(),
         compute_dtype=torch.bfloat16,
+        model=SimpleNamespace(part=SimpleNamespace(axes={})),
         plan=SimpleNamespace(units=(SimpleNamespace(wire_dtype=torch.bfloat16),)),
         expected_traffic=lambda num, typical=False: {FORWARD: MIB, GRADIENTS: num * MIB, NEAR: 0},
         plain_traffic=lambda num, **worlds: {FORWARD: 6 * num * MIB},
