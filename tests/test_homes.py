@@ -17,7 +17,7 @@ HOMES = {
     "muon": (
         r"muon|newton.?schulz|orthogonali",
         ("zeropp/capabilities/muon", "megatron_zpp/capabilities/muon"),
-        (1, 3),
+        (0, 3),
     ),
     "local SGD": (
         r"local.?steps|local.?sgd|diloco|\bouter_(lr|momentum|group|mean)|sync_every"
