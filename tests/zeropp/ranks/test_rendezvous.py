@@ -1,9 +1,10 @@
-"""A rank that cannot reach the store of all ranks says why, in time."""
+"""How ranks meet in a store, whose part they share in an attempt, and the errors if they cannot."""
 
 import logging
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from zeropp.errors import NetworkError
 from zeropp.ranks import rendezvous
-from zeropp.ranks.rendezvous import open_store
+from zeropp.ranks.rendezvous import attempt_store, open_store
 from zeropp.ranks.topology import Environment
 
 LIMIT = timedelta(seconds=20)
@@ -112,3 +113,63 @@ def test_a_rank_that_waits_for_rank_0_says_so(place, caplog):
     assert message.endswith("Connection refused") and "for rank 0 at 127.0.0.1" in message
     with pytest.raises(NetworkError, match="cannot connect to where the ranks meet"):
         open_store(place(1, free_port()), timedelta(seconds=0.3))
+
+
+WORLD = 3
+
+
+def join(store: dist.Store, rank: int) -> dist.Store:
+    return attempt_store(store, Environment(rank=rank, world_size=WORLD))
+
+
+def attempt(store: dist.Store) -> list[dist.Store]:
+    with ThreadPoolExecutor(WORLD) as threads:
+        return list(threads.map(lambda rank: join(store, rank), reversed(range(WORLD))))
+
+
+@pytest.fixture
+def store() -> dist.HashStore:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    return store
+
+
+def test_an_attempt_sees_its_own_keys_and_no_earlier_ones(store: dist.HashStore) -> None:
+    first = attempt(store)
+    first[0].set("failure", "rank 2 died")
+    assert first[1].get("failure") == first[2].get("failure") == b"rank 2 died"
+    for part in attempt(store):
+        assert not part.check(["failure"])
+
+
+def test_ranks_that_ended_before_rank_0_came_are_not_counted(store: dist.HashStore) -> None:
+    """Their announcements remain in the store; the ranks that follow announce themselves anew."""
+    for rank in (1, 2):
+        dist.PrefixStore("attempts", store).set(f"announced/{rank}", f"dead{rank}")
+    parts = attempt(store)
+    parts[0].set("key", "")
+    assert all(part.check(["key"]) for part in parts)
+
+
+def test_a_rank_that_never_comes_is_named(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.1)
+    store.set_timeout(timedelta(seconds=0.3))
+    with ThreadPoolExecutor(2) as threads:
+        joined = threads.submit(join, store, 1)
+        with pytest.raises(dist.DistStoreError, match="ranks 2 have not joined within 0.3 s"):
+            join(store, 0)
+        joined.result()
+    assert "ranks 2 have not joined for 0 s" in caplog.messages
+
+
+def test_a_rank_that_hears_nothing_of_rank_0_says_so(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.1)
+    store.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(dist.DistStoreError):
+        join(store, 1)
+    (message,) = caplog.messages
+    assert message.startswith("rank 1 on ") and "has waited 0 s for rank 0" in message
