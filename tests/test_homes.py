@@ -53,9 +53,9 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_646,
+    "zeropp": 22_580,
     "zeropp/deepspeed": 4_333,
-    "megatron_zpp": 24_893,
+    "megatron_zpp": 24_833,
     "megatron_zpp/planner": 5_589,
     "megatron_zpp/interchange": 6_609,
     "benchmarks": 10_958,

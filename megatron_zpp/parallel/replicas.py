@@ -12,7 +12,8 @@ from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config, ParallelConfig
 from zeropp import Sharding
 from zeropp.ranks import Environment
-from zeropp.settings import modules_of
+from zeropp.settings import CAPABILITIES as ZEROS
+from zeropp.settings import declared, modules_of
 from zeropp.wire import Traffic
 
 OUTER = "outer"  # the purpose of what replicas send each other, in ledgers
@@ -110,8 +111,8 @@ class Joining:
 
 def joining_of(config: Config, environment: Environment, settings: Mapping[str, str]) -> Joining:
     """Return how processes come to replicas; `settings` are those that all ranks have alike."""
-    for module in modules_of("replicas", CAPABILITIES):
-        joining = getattr(module, "joining", lambda *_: None)(config, environment, settings)
-        if joining is not None:
-            return joining
+    for dotted, _ in declared("INDEPENDENT_STEPS", ZEROS):
+        if config.zero.value(dotted) != config.zero.setting(dotted).default:
+            (module,) = modules_of("replicas", CAPABILITIES)
+            return module.joining(config, environment, settings)
     return Joining()

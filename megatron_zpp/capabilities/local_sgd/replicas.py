@@ -229,16 +229,12 @@ class _Elastic(Joining):
         return ElasticLocalSGD(join_elastic_group(self._options, environment, limit)), store
 
 
-def joining(
-    config: Config, environment: Environment, settings: Mapping[str, str]
-) -> Joining | None:
-    """Return how replicas begin, if they train independently.
+def joining(config: Config, environment: Environment, settings: Mapping[str, str]) -> Joining:
+    """Return how replicas that train independently begin.
 
     Raises InputError for what elastic ones cannot do.
     """
     options = config.zero.zeropp
-    if options.sync_every == 1:
-        return None
     if options.sync_store is None:
         return _Fixed(options.ranks_per_node)
     if config.data.skipped:

@@ -200,7 +200,7 @@ def test_secondary_copies_do_not_outlive_a_change(frozen):
     engine, plain = engine_of(built(), zero_optimization=HPZ), built()
     with torch.no_grad():
         first = loss_of(engine, tokens_of(0))  # leaves copies
-    assert engine.sharding.roots[0].copies.nbytes > 0
+    assert engine.sharding.roots[0].kept.nbytes > 0
     weight = engine.module.blocks[0].down.weight
     with GatheredParameters([weight], modifier_rank=0), torch.no_grad():
         weight.mul_(3)

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.ranks import ranks
 from zeropp.fsdp_adapter import MixedPrecisionPolicy, own_specs, shard_unit
 from zeropp.sharding.plan import DataAxis, UnitPlan
-from zeropp.sharding.wiring import Wiring
-from zeropp.wire.gradient_use import GradientUse
+from zeropp.sharding.root import Wiring
+from zeropp.wire.gradients import GradientUse
 from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import Route
 from zeropp.wire.traffic import Traffic

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zeropp.capabilities.local_sgd.held_model import HeldModel
 from zeropp.capabilities.local_sgd.outer_group import OuterGroup
-from zeropp.optim.step_or_skip import local_part
+from zeropp.fsdp_adapter import local_part
 
 OUTER = "outer."  # what names of local steps in checkpoints begin with
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.capabilities.local_sgd.held_model import HeldModel
+from zeropp.fsdp_adapter import local_part
 from zeropp.optim.sharded_optimizer import sharded
-from zeropp.optim.step_or_skip import local_part
 
 
 @dataclass(frozen=True, kw_only=True)
