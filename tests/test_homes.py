@@ -53,7 +53,7 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_580,
+    "zeropp": 22_504,
     "zeropp/deepspeed": 4_333,
     "megatron_zpp": 24_833,
     "megatron_zpp/planner": 5_589,

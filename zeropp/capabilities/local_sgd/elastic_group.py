@@ -1,4 +1,4 @@
-"""The ranks with one place in nodes that come and go: an `OuterGroup` of those who take part.
+"""The ranks with one place in nodes that come and go: those who take part.
 
 round n:  who takes part  ->  connections, if others than before  ->  work  ->  for all or none
 """
@@ -18,6 +18,7 @@ from zeropp.capabilities.local_sgd.rounds import Rounds
 from zeropp.capabilities.local_sgd.sync_store import open_sync_store, reported_store
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import broadcast_object
+from zeropp.ranks.groups import set_backend_time_limit
 from zeropp.ranks.topology import Environment
 from zeropp.wire.traffic import Traffic
 
@@ -91,20 +92,11 @@ def _enter(options: ElasticOptions, store: dist.Store, name: str, limit: float) 
     ).enter()
 
 
-@dataclass(frozen=True)
-class Round:
-    """Nodes that exchange something; `group` are their ranks of this one's place."""
+class ElasticGroup(OuterGroup):
+    """An `OuterGroup` whose members may change: those of the last round that all have done.
 
-    members: Members
-    group: OuterGroup
-
-
-class ElasticGroup:
-    """This rank's connections to the nodes that take part.
-
-    `planned`: with how many nodes a run begins. `iteration`: of this node's checkpoint that it goes
-    on from; 0 without one. `launch`: as in `OuterGroup`. All ranks of all members call `hold` in
-    the same order.
+    iteration: of this node's checkpoint that it goes on from; 0 without one. All ranks of all
+    members call `hold` in the same order.
     """
 
     def __init__(
@@ -118,37 +110,20 @@ class ElasticGroup:
         launch: str = "",
     ) -> None:
         self.rounds, self.planned, self.iteration = rounds, planned, iteration
-        self.launch = launch
+        self.number, self.launch = rounds.own.number, launch  # the place may change
         self.traffic = Traffic((PURPOSE,))
-        self.members = rounds.members  # of the last round that all have done
-        self._store, self._timeout, self._pulse = store, timeout, pulse
-        self._round: Round | None = None  # whose connections hold
-        self._broken: list[OuterGroup] = []  # gloo would wait for their messages to delete them
-
-    @property
-    def number(self) -> int:
-        """What names this node's folders; its place may change, and this stays."""
-        return self.rounds.own.number
+        self.members, place = rounds.members, rounds.members.place(rounds.own.name)
+        self.node, self.size = 1, 2  # until it has joined, as the second of two
+        if place is not None:
+            self.node, self.size = place, len(self.members.nodes)
+        self._watch, self._store, self._timeout, self._pulse = rounds.wait, store, timeout, pulse
+        self._names: tuple[str, ...] | None = None  # of the members whose connections hold
+        self._broken: list[tuple] = []  # gloo would wait for their messages to delete them
 
     @property
     def joins(self) -> bool:
         """Whether this node has yet to get the others' weights."""
-        return self.place is None
-
-    @property
-    def place(self) -> int | None:
-        """The place of this node among those who take part."""
-        return self.members.place(self.rounds.own.name)
-
-    @property
-    def node(self) -> int:
-        """As in `OuterGroup`; a node that has yet to join is like the second of two."""
-        return 1 if self.place is None else self.place
-
-    @property
-    def size(self) -> int:
-        """As in `OuterGroup`."""
-        return 2 if self.place is None else len(self.members.nodes)
+        return self.members.place(self.rounds.own.name) is None
 
     def join(self) -> None:
         """Wait until this node may take part in a round, which the caller then holds.
@@ -160,7 +135,7 @@ class ElasticGroup:
                 self.rounds.announce()
             self.rounds.wait_for_admission()
 
-    def hold(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
+    def hold(self, work: Callable[[Members], Result], *, admits: bool = False) -> Result:
         """Return the result of `work` with all who take part, when all of them have theirs.
 
         It is repeated with those who are left if one ends, and so must change nothing. With
@@ -173,7 +148,8 @@ class ElasticGroup:
             with reported_store():
                 members = self.rounds.arrive(admits=admits)
             try:
-                result = work(self._connected(members))
+                self._connect_to(members)
+                result = work(members)
             except OuterError as reason:
                 error = reason
             with reported_store():
@@ -192,29 +168,22 @@ class ElasticGroup:
         if self._pulse is not None:
             self._pulse.close()
 
-    def _connected(self, members: Members) -> Round:
-        known = self._round
-        if known is None or known.members.names != members.names:
-            self._disconnect()
-            number, place = self.rounds.number, members.place(self.rounds.own.name)
-            store = dist.PrefixStore(f"connections/{number}/{self.rounds.rank}", self._store)
-            try:
-                group = OuterGroup(
-                    store,
-                    place,
-                    len(members.nodes),
-                    CONNECT_LIMIT,
-                    traffic=self.traffic,
-                    watch=self.rounds.wait,
-                )
-            except RuntimeError as error:
-                raise OuterError(f"cannot connect to {members}: {error}") from error
-            group.set_time_limit(self._timeout)
-            known = Round(members, group)
-        self._round = Round(members, known.group)
-        return self._round
+    def _connect_to(self, members: Members) -> None:
+        if self._names == members.names:
+            return
+        self._disconnect()
+        number, place = self.rounds.number, members.place(self.rounds.own.name)
+        store = dist.PrefixStore(f"connections/{number}/{self.rounds.rank}", self._store)
+        try:
+            self._connect(store, place, len(members.nodes), CONNECT_LIMIT)
+        except RuntimeError as error:
+            raise OuterError(f"cannot connect to {members}: {error}") from error
+        self._names = members.names
+        for group in (self._messages, self._numbers):
+            set_backend_time_limit(group, self._timeout)
 
     def _disconnect(self) -> None:
-        old, self._round = self._round, None
-        groups = self._broken if old is None else [*self._broken, old.group]
-        self._broken = [group for group in groups if not group.is_idle]
+        if self._names is not None and self._last is not None:
+            self._broken.append((self._last, self._messages, self._numbers))
+        self._names = None
+        self._broken = [each for each in self._broken if not each[0].is_completed()]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeropp.capabilities.local_sgd.elastic_group import ElasticGroup, Result, Round
+from zeropp.capabilities.local_sgd.elastic_group import ElasticGroup, Result
 from zeropp.capabilities.local_sgd.fragment import HOST, Fragment, require_finite
 from zeropp.capabilities.local_sgd.local_steps import LocalSteps
 from zeropp.capabilities.local_sgd.member import Members
@@ -101,9 +101,9 @@ class ElasticSteps(LocalSteps):
         computed again with those who are left if a node ends.
         """
 
-        def work(round_: Round) -> tuple[list[Draft], list[float]]:
-            drafts, group = self._drafts(round_), round_.group
-            return drafts, group.sum(*values_of(group.node, group.size))
+        def work(members: Members) -> tuple[list[Draft], list[float]]:
+            group = self.group
+            return self._drafts(members), group.sum(*values_of(group.node, group.size))
 
         before = self.group.members
         drafts, sums = self.group.hold(work)
@@ -115,11 +115,11 @@ class ElasticSteps(LocalSteps):
     def _average_gradients(self) -> None:
         own = [(each.weights.gradients(), each.weights.have_gradients()) for each in self.fragments]
 
-        def work(round_: Round) -> tuple[list[Draft], list[list[float]]]:
-            drafts, counts = self._drafts(round_), []
+        def work(members: Members) -> tuple[list[Draft], list[list[float]]]:
+            drafts, counts = self._drafts(members), []
             for draft, (gradients, have_gradients) in zip(drafts, own, strict=True):
                 draft.values = draft.mean.run(gradients)
-                counts.append(round_.group.sum(*have_gradients))
+                counts.append(self.group.sum(*have_gradients))
             return drafts, counts
 
         before = self.group.members
@@ -141,9 +141,9 @@ class ElasticSteps(LocalSteps):
         for each in differences.values():
             require_finite(each, each)
 
-        def work(round_: Round) -> tuple[list[Draft], News]:
-            drafts, num_terms = self._drafts(round_), len(round_.members.with_weights)
-            news = self._pass_on(round_, due)
+        def work(members: Members) -> tuple[list[Draft], News]:
+            drafts, num_terms = self._drafts(members), len(members.with_weights)
+            news = self._pass_on(members, due)
             for draft in drafts:
                 number = draft.fragment.number
                 if number in news.due:
@@ -170,40 +170,37 @@ class ElasticSteps(LocalSteps):
         if news.agreed or fragment.number in news.due:
             fragment.merge(0.0)
 
-    def _with_buffers(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
+    def _with_buffers(self, work: Callable[[Members], Result], *, admits: bool = False) -> Result:
         """Return the result of `work` in a round; give all nodes the means of their buffers too."""
 
-        def both(round_: Round) -> tuple[Result, list[Tensor]]:
-            result, group = work(round_), round_.group
-            own = [self.buffers.message()] * group.size
-            messages = group.exchange(own) if self.buffers.agreed else own
-            return result, [messages[place] for place in round_.members.with_weights]
+        def both(members: Members) -> tuple[Result, list[Tensor]]:
+            result = work(members)
+            own = [self.buffers.message()] * self.group.size
+            messages = self.group.exchange(own) if self.buffers.agreed else own
+            return result, [messages[place] for place in members.with_weights]
 
         result, messages = self.group.hold(both, admits=admits)
         self.buffers.take(messages)
         self.buffers.merge(0.0)
         return result
 
-    def _drafts(self, round_: Round) -> list[Draft]:
+    def _drafts(self, members: Members) -> list[Draft]:
         """Return the fragments as they are for those who take part in a round."""
-        if round_.members.names == self.group.members.names:
-            return [
-                Draft(each, each.mean.copy_for(round_.group), each.momentum)
-                for each in self.fragments
-            ]
+        if members.names == self.group.members.names:
+            return [Draft(each, each.mean.copy(), each.momentum) for each in self.fragments]
         bits, drafts = self.options.bits, []
         for each in self.fragments:
             old, device = each.mean, each.momentum.device
-            mean = self.options.mean(old.sizes, round_.group, device)
-            carrier = OuterMean(old.sizes, round_.group, max(bits, DEALT_BITS), device)
+            mean = self.options.mean(old.sizes, self.group, device)
+            carrier = OuterMean(old.sizes, self.group, max(bits, DEALT_BITS), device)
             mean.take_unsent(old)
             mean.error = carrier.sum(old.spread(old.error))
             drafts.append(Draft(each, mean, carrier.sum(old.spread(each.momentum))))
         return drafts
 
-    def _pass_on(self, round_: Round, due: Sequence[int]) -> News:
+    def _pass_on(self, members: Members, due: Sequence[int]) -> News:
         """Send the agreed weights and the progress to those who join; return what has come."""
-        members, group = round_.members, round_.group
+        group = self.group
         if not any(each.is_fresh for each in members.nodes):
             return News(due=due, agreed={})
         source, nothing = members.with_weights[0], torch.empty(0, dtype=torch.uint8)
