@@ -1,9 +1,9 @@
-"""Nodes that step alone, and that come and go: an exchange is done by all who are left, or by none.
+"""Elastic DiLoCo: each outer step is committed by all remaining members, or by none.
 
-A node that joins gets the agreed weights of another one and begins with zeros for its difference,
-which the mean does not count. Where other nodes take part than before, the outer momentum and what
-was rounded away (error feedback) go to their new owners; those of nodes that ended start at zero.
-With feedback a node keeps what it has not sent, apart from the elements that it owns itself now.
+A replica that joins gets the global parameters of a member; its first pseudo-gradient is zero, and
+the mean does not count it. When membership changes, the outer momentum and the rounding errors
+(error feedback) move to the new owners; those of replicas that have left are reset to zero. With
+error feedback a replica keeps what it has not sent, except for the elements that it owns now.
 """
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger("zeropp")
 
 
 class Progress(Protocol):
-    """What a node that joins gets beside the weights: how far the others are."""
+    """What a joining replica gets beside the weights: the counters of the run."""
 
     def state(self) -> Any: ...
 
@@ -38,7 +38,7 @@ class Progress(Protocol):
 
 @dataclass
 class Draft:
-    """What a fragment will be after a round, if all do it."""
+    """What a fragment will be if the round is committed."""
 
     fragment: Fragment
     mean: OuterMean
@@ -46,7 +46,7 @@ class Draft:
     values: Sequence[Tensor] = ()
 
     def run(self, tensors: Sequence[Tensor], num_terms: int) -> None:
-        """Form the outer step with the mean of tensors."""
+        """Form the outer step from the mean of the tensors."""
 
         def nesterov(mean: Tensor) -> Tensor:
             self.momentum, step = self.fragment.options.nesterov(self.momentum, mean)
@@ -55,15 +55,15 @@ class Draft:
         self.values = self.mean.run(tensors, nesterov, num_terms)
 
     def keep(self) -> None:
-        """Let the fragment be like this."""
+        """Commit: give the fragment this state."""
         self.fragment.mean, self.fragment.momentum = self.mean, self.momentum
 
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What a node that joins gets: the numbers of the fragments that are exchanged, and the rest.
+    """What a joining replica gets: the numbers of the fragments that are due, and the rest.
 
-    agreed: the weights of all fragments after the last exchange, flat fp32.
+    agreed: the global parameters of all fragments, flat fp32.
     """
 
     due: Sequence[int]
@@ -73,32 +73,32 @@ class News:
 
 @dataclass(kw_only=True)
 class ElasticSteps(LocalSteps):
-    """`LocalSteps` with nodes that come and go."""
+    """`LocalSteps` whose replicas join and leave."""
 
     group: ElasticGroup
     progress: Progress | None = None
 
     def follow(self, progress: Progress) -> None:
-        """Let nodes that join get this progress; to be called before the first exchange."""
+        """Send this progress to replicas that join; to be called before the first outer step."""
         self.progress = progress
 
     def join(self) -> None:
-        """Get weights and progress from the others in their next exchange, and take part in it."""
-        gather_objects(None)  # the others wait for all ranks once this node is admitted
+        """Get weights and progress from the others in their next outer step; take part in it."""
+        gather_objects(None)  # the others wait for all ranks once this replica is admitted
         self.group.join()
         self._exchange([], 0, 0)
-        self.has_stepped_alone = True  # moments are those of this node
+        self.has_stepped_alone = True  # moments are those of this replica
 
     @property
     def has_peers(self) -> bool:
-        """Whether all who take part are at the same step, with the same weights as this node."""
+        """Whether all members are at the same step, with the same weights as this replica."""
         return self.is_alike and not self.group.joins
 
     def sum(self, values_of: Callable[[int, int], Sequence[float]]) -> list[float]:
-        """Return sums over nodes of `values_of(place, number of nodes)`, the same on all of them.
+        """Return the sums over replicas of `values_of(index, count)`, the same on all of them.
 
-        All ranks of all nodes that take part call it at the same step, those that join too. It is
-        computed again with those who are left if a node ends.
+        All ranks of all members call it at the same step, those that join too. It is computed again
+        with the remaining members if one ends.
         """
 
         def work(round_: Round) -> tuple[list[Draft], list[float]]:
@@ -130,13 +130,13 @@ class ElasticSteps(LocalSteps):
 
     @torch.no_grad()
     def _exchange(self, due: Sequence[int], step: int, delay: int) -> None:
-        """Exchange the fragments that are due, and perhaps let nodes join.
+        """Take the outer step of the fragments that are due, and admit replicas that join.
 
-        All ranks of a node come to the same rounds, those too that have no weights in a fragment.
+        All ranks of a replica take part in the same rounds, even without weights in a fragment.
         """
         if not due and not self.group.joins:
             return
-        before = self.group.members  # a node that joins has taken no steps: zeros
+        before = self.group.members  # a replica that joins has taken no steps: zeros
         differences = {each.number: each.differences() for each in self.fragments}
         for each in differences.values():
             require_finite(each, each)
@@ -171,7 +171,7 @@ class ElasticSteps(LocalSteps):
             fragment.merge(0.0)
 
     def _with_buffers(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
-        """Return the result of `work` in a round; give all nodes the means of their buffers too."""
+        """Return the result of `work` in a round; average the buffers in it too."""
 
         def both(round_: Round) -> tuple[Result, list[Tensor]]:
             result, group = work(round_), round_.group
@@ -185,7 +185,7 @@ class ElasticSteps(LocalSteps):
         return result
 
     def _drafts(self, round_: Round) -> list[Draft]:
-        """Return the fragments as they are for those who take part in a round."""
+        """Return the fragments' state as the members of a round own it."""
         if round_.members.names == self.group.members.names:
             return [
                 Draft(each, each.mean.copy_for(round_.group), each.momentum)
@@ -202,7 +202,7 @@ class ElasticSteps(LocalSteps):
         return drafts
 
     def _pass_on(self, round_: Round, due: Sequence[int]) -> News:
-        """Send the agreed weights and the progress to those who join; return what has come."""
+        """Send global parameters and progress to the joining replicas; return what has arrived."""
         members, group = round_.members, round_.group
         if not any(each.is_fresh for each in members.nodes):
             return News(due=due, agreed={})
@@ -226,7 +226,7 @@ class ElasticSteps(LocalSteps):
         return News(due=due, progress=progress, agreed=agreed)
 
     def _report(self, before: Members) -> None:
-        """Log who has come and who has ended."""
+        """Log which replicas have joined or left."""
         now, own = self.group.members, self.group.rounds.own.name
         if self.group.rounds.rank or before == now:
             return
