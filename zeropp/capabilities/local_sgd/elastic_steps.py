@@ -37,7 +37,7 @@ class Progress(Protocol):
 
 
 @dataclass
-class Draft:
+class PendingFragment:
     """What a fragment will be if the round is committed."""
 
     fragment: Fragment
@@ -54,13 +54,13 @@ class Draft:
 
         self.values = self.mean.run(tensors, nesterov, num_terms)
 
-    def keep(self) -> None:
-        """Commit: give the fragment this state."""
+    def commit(self) -> None:
+        """Give the fragment this state."""
         self.fragment.mean, self.fragment.momentum = self.mean, self.momentum
 
 
 @dataclass(frozen=True, kw_only=True)
-class News:
+class JoinMessage:
     """What a joining replica gets: the numbers of the fragments that are due, and the rest.
 
     agreed: the global parameters of all fragments, flat fp32.
@@ -101,31 +101,31 @@ class ElasticSteps(LocalSteps):
         with the remaining members if one ends.
         """
 
-        def work(round_: Round) -> tuple[list[Draft], list[float]]:
-            drafts, group = self._drafts(round_), round_.group
-            return drafts, group.sum(*values_of(group.node, group.size))
+        def work(round_: Round) -> tuple[list[PendingFragment], list[float]]:
+            pending, group = self._pending(round_), round_.group
+            return pending, group.sum(*values_of(group.node, group.size))
 
         before = self.group.members
-        drafts, sums = self.group.hold(work)
-        for draft in drafts:
-            draft.keep()
+        pending, sums = self.group.hold(work)
+        for each in pending:
+            each.commit()
         self._report(before)
         return sums
 
     def _average_gradients(self) -> None:
         own = [(each.weights.gradients(), each.weights.have_gradients()) for each in self.fragments]
 
-        def work(round_: Round) -> tuple[list[Draft], list[list[float]]]:
-            drafts, counts = self._drafts(round_), []
-            for draft, (gradients, have_gradients) in zip(drafts, own, strict=True):
-                draft.values = draft.mean.run(gradients)
+        def work(round_: Round) -> tuple[list[PendingFragment], list[list[float]]]:
+            pending, counts = self._pending(round_), []
+            for each, (gradients, have_gradients) in zip(pending, own, strict=True):
+                each.values = each.mean.run(gradients)
                 counts.append(round_.group.sum(*have_gradients))
-            return drafts, counts
+            return pending, counts
 
         before = self.group.members
-        for draft, counts in zip(*self._with_buffers(work), strict=True):
-            draft.keep()
-            draft.fragment.weights.write_gradients(draft.values, list(map(bool, counts)))
+        for each, counts in zip(*self._with_buffers(work), strict=True):
+            each.commit()
+            each.fragment.weights.write_gradients(each.values, list(map(bool, counts)))
         self._report(before)
 
     @torch.no_grad()
@@ -141,33 +141,33 @@ class ElasticSteps(LocalSteps):
         for each in differences.values():
             require_finite(each, each)
 
-        def work(round_: Round) -> tuple[list[Draft], News]:
-            drafts, num_terms = self._drafts(round_), len(round_.members.with_weights)
-            news = self._pass_on(round_, due)
-            for draft in drafts:
-                number = draft.fragment.number
-                if number in news.due:
-                    draft.run(differences[number], num_terms)
-            return drafts, news
+        def work(round_: Round) -> tuple[list[PendingFragment], JoinMessage]:
+            pending, num_terms = self._pending(round_), len(round_.members.with_weights)
+            sent = self._send_to_joining(round_, due)
+            for each in pending:
+                number = each.fragment.number
+                if number in sent.due:
+                    each.run(differences[number], num_terms)
+            return pending, sent
 
-        drafts, news = self._with_buffers(work, admits=True)
-        for draft in drafts:
-            self._keep(draft, news)
-        self.is_alike = len(news.due) == self.schedule.fragments
-        if news.progress is not None:
-            self.progress.load(news.progress)
+        pending, sent = self._with_buffers(work, admits=True)
+        for each in pending:
+            self._commit(each, sent)
+        self.is_alike = len(sent.due) == self.schedule.fragments
+        if sent.progress is not None:
+            self.progress.load(sent.progress)
         self._report(before)
 
-    def _keep(self, draft: Draft, news: News) -> None:
-        draft.keep()
-        fragment = draft.fragment
-        if news.agreed:
-            for agreed, each in zip(fragment.agreed, news.agreed[fragment.number], strict=True):
+    def _commit(self, pending: PendingFragment, sent: JoinMessage) -> None:
+        pending.commit()
+        fragment = pending.fragment
+        if sent.agreed:
+            for agreed, each in zip(fragment.agreed, sent.agreed[fragment.number], strict=True):
                 agreed.copy_(each)
-        if fragment.number in news.due:
-            for agreed, update in zip(fragment.agreed, draft.values, strict=True):
+        if fragment.number in sent.due:
+            for agreed, update in zip(fragment.agreed, pending.values, strict=True):
                 agreed -= update.to(agreed.device)
-        if news.agreed or fragment.number in news.due:
+        if sent.agreed or fragment.number in sent.due:
             fragment.merge(0.0)
 
     def _with_buffers(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
@@ -184,28 +184,28 @@ class ElasticSteps(LocalSteps):
         self.buffers.merge(0.0)
         return result
 
-    def _drafts(self, round_: Round) -> list[Draft]:
+    def _pending(self, round_: Round) -> list[PendingFragment]:
         """Return the fragments' state as the members of a round own it."""
         if round_.members.names == self.group.members.names:
             return [
-                Draft(each, each.mean.copy_for(round_.group), each.momentum)
+                PendingFragment(each, each.mean.copy_for(round_.group), each.momentum)
                 for each in self.fragments
             ]
-        bits, drafts = self.options.bits, []
+        bits, pending = self.options.bits, []
         for each in self.fragments:
             old, device = each.mean, each.momentum.device
             mean = self.options.mean(old.sizes, round_.group, device)
             carrier = OuterMean(old.sizes, round_.group, max(bits, DEALT_BITS), device)
             mean.take_unsent(old)
             mean.error = carrier.sum(old.spread(old.error))
-            drafts.append(Draft(each, mean, carrier.sum(old.spread(each.momentum))))
-        return drafts
+            pending.append(PendingFragment(each, mean, carrier.sum(old.spread(each.momentum))))
+        return pending
 
-    def _pass_on(self, round_: Round, due: Sequence[int]) -> News:
+    def _send_to_joining(self, round_: Round, due: Sequence[int]) -> JoinMessage:
         """Send global parameters and progress to the joining replicas; return what has arrived."""
         members, group = round_.members, round_.group
         if not any(each.is_fresh for each in members.nodes):
-            return News(due=due, agreed={})
+            return JoinMessage(due=due, agreed={})
         source, nothing = members.with_weights[0], torch.empty(0, dtype=torch.uint8)
         messages = [nothing] * group.size
         if group.node == source:
@@ -217,13 +217,13 @@ class ElasticSteps(LocalSteps):
             messages = [content if each.is_fresh else nothing for each in members.nodes]
         content = group.exchange(messages)[source]
         if not members.nodes[group.node].is_fresh:
-            return News(due=due, agreed={})
+            return JoinMessage(due=due, agreed={})
         sizes = [size for each in self.fragments for size in each.mean.sizes]
         num_bytes = FP32_BYTES * sum(sizes)
         parts = iter(content[:num_bytes].clone().view(torch.float32).split(sizes))
         agreed = {each.number: [next(parts) for _ in each.agreed] for each in self.fragments}
         due, progress = pickle.loads(content[num_bytes:].numpy().tobytes())
-        return News(due=due, progress=progress, agreed=agreed)
+        return JoinMessage(due=due, progress=progress, agreed=agreed)
 
     def _report(self, before: Members) -> None:
         """Log which replicas have joined or left."""
