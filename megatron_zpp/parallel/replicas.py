@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.config import Config, ParallelConfig
-from zeropp import Sharding
+from megatron_zpp.settings.config import CheckpointConfig, ParallelConfig
+from zeropp import Sharding, ZeroConfig
 from zeropp.ranks import Environment
 from zeropp.settings import modules_of
 from zeropp.wire import Traffic
@@ -34,7 +34,7 @@ class Replicas:
     membership: object = None
     ledger: Traffic | None = None
 
-    def bind(self, config: Config, sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, zero: ZeroConfig, sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
         """Take note of what this replica trains."""
 
     def sum(self, *values: float) -> list[float]:
@@ -78,7 +78,7 @@ class Replicas:
         """Return the bytes that this rank sends for it per step, around a step or the last one."""
         return {}
 
-    def notices(self, config: Config) -> Iterable[str]:
+    def notices(self, zero: ZeroConfig) -> Iterable[str]:
         """Yield which settings for messages between nodes have no effect in one node."""
         return ()
 
@@ -108,10 +108,16 @@ class Joining:
         return Replicas(), store
 
 
-def joining_of(config: Config, environment: Environment, settings: Mapping[str, str]) -> Joining:
+def joining_of(
+    zero: ZeroConfig,
+    checkpoint: CheckpointConfig,
+    environment: Environment,
+    settings: Mapping[str, str],
+) -> Joining:
     """Return how processes come to replicas; `settings` are those that all ranks have alike."""
     for module in modules_of("replicas", CAPABILITIES):
-        joining = getattr(module, "joining", lambda *_: None)(config, environment, settings)
+        join = getattr(module, "joining", lambda *_: None)
+        joining = join(zero, checkpoint, environment, settings)
         if joining is not None:
             return joining
     return Joining()

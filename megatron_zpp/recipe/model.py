@@ -16,8 +16,8 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.apex import Apex
 from megatron_zpp.recipe.capability import Capability, capabilities_of, extended
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import Config
-from zeropp import Sharding, shard
+from megatron_zpp.settings.config import Config, ParallelConfig
+from zeropp import Sharding, ZeroConfig, shard
 from zeropp.sharding import allocate_parameters
 
 COMPILER = "inductor"
@@ -49,9 +49,9 @@ def build_model(
     with torch.device("meta"):
         whole = extended(GPT(shape, vocab_size, common), capabilities)
     if ranks.pipeline_size > 1:
-        sharding = _build_pipeline(config, ranks, whole, capabilities)
+        sharding = _build_pipeline(config.parallel, config.zero, ranks, whole, capabilities)
     else:
-        sharding = _shard_model(whole, config, ranks)
+        sharding = _shard_model(whole, config.zero, ranks)
     for each in capabilities:
         each.before_allocation(sharding, ranks.device)
     sharding = allocate_parameters(sharding, config.zero, ranks.device)
@@ -67,34 +67,39 @@ def build_model(
 
 
 def _build_pipeline(
-    config: Config, ranks: Ranks, whole: GPT, capabilities: Sequence[Capability]
+    parallel: ParallelConfig,
+    zero: ZeroConfig,
+    ranks: Ranks,
+    whole: GPT,
+    capabilities: Sequence[Capability],
 ) -> Sharding:
     """Build and shard this rank's stages of a model."""
-    layers = config.parallel.stages(config.model.num_layers)
+    shape = whole.config
+    layers = parallel.stages(shape.num_layers)
     for each in capabilities:
         each.require_stages(whole, layers)
     stages, at_both_ends = [], []
     for part in parts_of_stages(whole.part, layers, ranks.pipeline_place, ranks.pipeline_size):
         with torch.device("meta"):
-            model = extended(GPT(config.model, whole.vocab_size, part), capabilities)
+            model = extended(GPT(shape, whole.vocab_size, part), capabilities)
         if whole.head is None and model.tokens is not None:
             at_both_ends.append(model.tokens)
-        stages.append(_shard_model(model, config, ranks, keeps_root=True))
-    is_fp32 = config.model.fp32_residual_connection
-    dtype = torch.float32 if is_fp32 else stages[0].compute_dtype
-    splits_rows = config.parallel.sequence_parallel
-    pipeline = Pipeline(whole, stages, ranks, dtype, splits_rows=splits_rows)
+        stages.append(_shard_model(model, zero, ranks, keeps_root=True))
+    dtype = torch.float32 if shape.fp32_residual_connection else stages[0].compute_dtype
+    pipeline = Pipeline(whole, stages, ranks, dtype)
     return Sharding.join(pipeline, stages, at_both_ends=at_both_ends)
 
 
-def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:
+def _shard_model(
+    model: GPT, zero: ZeroConfig, ranks: Ranks, *, keeps_root: bool = False
+) -> Sharding:
     """Shard a model that is on the meta device over the data axis."""
     meshes = {module: getattr(module, "own_mesh", None) for module in model.modules()}
     # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
     return shard(
         model,
         ranks.mesh,
-        config.zero,
+        zero,
         axis="data",
         experts={module: mesh for module, mesh in meshes.items() if mesh is not None},
         cast_forward_inputs=False,

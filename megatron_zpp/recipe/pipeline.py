@@ -82,13 +82,11 @@ class Pipeline(nn.Module):
         stages: Sequence[Sharding],
         ranks: Ranks,
         dtype: torch.dtype,
-        *,
-        splits_rows: bool,
     ) -> None:
         super().__init__()
-        self.config, self.vocab_size = whole.config, whole.vocab_size
+        self.config, self.vocab_size, self.part = whole.config, whole.vocab_size, whole.part
         self.stages, self._ranks, self._dtype = tuple(stages), ranks, dtype
-        self._rows = ranks.context_size * (ranks.tensor_size if splits_rows else 1)
+        self._rows = ranks.context_size * (ranks.tensor_size if whole.part.splits_rows else 1)
         self._num_parameters = {
             trained_only: whole.num_parameters(trained_only=trained_only)
             for trained_only in (False, True)

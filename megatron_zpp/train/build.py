@@ -3,17 +3,16 @@
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
 from megatron_zpp.checkpoint.open_model import OpenModel
-from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
+from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step, settings_key
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
 from megatron_zpp.monitor.metrics import Metrics
@@ -33,9 +32,9 @@ from megatron_zpp.train.resume import Saver, StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import saved_run, with_source
 from megatron_zpp.train.stop import Stopping
-from megatron_zpp.train.trained import build_trained
+from megatron_zpp.train.trained import Trained, build_trained
 from megatron_zpp.train.trainer import Trainer
-from zeropp import __version__
+from zeropp import ZeroConfig, __version__
 from zeropp.checkpoint import AsyncWriter, FolderLock
 from zeropp.optim import sharded, state_numbers_per_weight
 from zeropp.ranks import fail_together
@@ -56,28 +55,31 @@ def build_run(
     save_lock: FolderLock | None = None,
 ) -> Run:
     """Do all that precedes the first iteration, on all ranks; InputError for what does not fit."""
-    check_nodes(requested, ranks)
+    check_nodes(requested.zero, ranks)
     source = saved_run(requested.checkpoint, ranks)
-    requested = with_source(requested, source, ranks)
+    checkpoint = with_source(requested.checkpoint, source, ranks)
+    requested = replace(requested, checkpoint=checkpoint)
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks, open_model)
     fill = pretrained and pretrained.fill
     trained = build_trained(config, ranks, tokenizer.vocab_size, fill)
-    beginning = load(config, ranks, source, trained, tokenizer.fingerprint)
+    beginning = load(source, trained, tokenizer.fingerprint)
     batches.go_behind(beginning.earlier_sizes)
     with fail_together():
-        metrics = open_metrics(config, ranks, console, tokenizer, beginning)
+        metrics = open_metrics(trained, console, tokenizer, beginning)
     sharding, passes = trained.sharding, trained.sharding.model
     if not isinstance(passes, Pipeline):
         passes = OneStage(sharding=sharding, main_thread=ranks.main_thread)
     trainer = Trainer(
         **vars(trained),
-        config=config,
-        ranks=ranks,
         passes=passes,
         schedules=beginning.schedules,
         counters=beginning.counters,
         communication=CommunicationMeter(
-            config, sharding, ranks, trained.optimizer, trained.capabilities
+            sharding,
+            ranks,
+            config.batch.micro_batch_size,
+            trained.optimizer,
+            trained.capabilities,
         ),
     )
     saves = bool(config.checkpoint.save)
@@ -101,39 +103,35 @@ def build_run(
         stopping=stopping,
         profiler=StepProfiler(config.log, ranks.rank),
         garbage=GarbageCollection(config.training),
-        step_watch=open_step_watch(config, ranks),
+        step_watch=open_step_watch(trained),
     )
     console.table("Megatron-Z++", rows := summary(run))
     metrics.use_facts(partial(run_facts, run, rows))
     return run
 
 
-def open_step_watch(config: Config, ranks: Ranks) -> StepWatch | None:
+def open_step_watch(trained: Trained) -> StepWatch | None:
     """What compares steps with the plan in `--plan-file`; InputError if it is not of this run."""
+    config, ranks = trained.config, trained.ranks
     if config.log.plan_file is None:
         return None
     with fail_together():
-        config = settled(config, ranks.nodes)
-        num_ranks = ranks.world_size
-        return StepWatch(read_expected_step(config.log.plan_file, config, num_ranks))
+        key = settings_key(settled(config, ranks.nodes), ranks.world_size)
+        return StepWatch(read_expected_step(config.log.plan_file, key))
 
 
 def open_metrics(
-    config: Config,
-    ranks: Ranks,
-    console: Console,
-    tokenizer: Tokenizer,
-    starting_point: StartingPoint,
+    trained: Trained, console: Console, tokenizer: Tokenizer, starting_point: StartingPoint
 ) -> Metrics:
     """Open the log and its writers; those of a resumed run continue after its checkpoint."""
-    counters = starting_point.counters
+    config, ranks, counters = trained.config, trained.ranks, starting_point.counters
     writers = open_writers(
         config.log,
         rank=ranks.global_rank,
         world_size=ranks.num_ranks,
         resumed_at=counters if counters.iteration else None,
         settings={
-            name: value for part in run_settings(config).values() for name, value in part.items()
+            name: value for part in config.to_dict().values() for name, value in part.items()
         },
     )
     rate = None
@@ -243,23 +241,23 @@ def run_facts(run: Run, rows: Sequence[tuple[str, object]]) -> RunFacts:
         train_iters=run.trainer.schedules.length.iterations,
         zero_stage=run.trainer.sharding.stage,
         table=[(name, str(value)) for name, value in rows],
-        settings=run_settings(run.config),
+        settings=run.config.to_dict(),
         forecast={f"{purpose}_{hop}": number for (purpose, hop), number in expected.items()},
         expected_step=asdict(run.step_watch.expected) if run.step_watch else None,
         optimizer_flops=sharded(optimizer).flops(),
     )
 
 
-def check_nodes(config: Config, ranks: Ranks) -> None:
+def check_nodes(zero: ZeroConfig, ranks: Ranks) -> None:
     """Raise InputError for nodes that do not fit the JSON.
 
     Logs a line if ranks that exchange activations in every layer are in different nodes, and one if
     settings are for messages between replicas that send none in a step.
     """
-    nodes = find_nodes(ranks.mesh, config.zero, ranks.data)
-    require_fit(config.zero, nodes)
+    nodes = find_nodes(ranks.mesh, zero, ranks.data)
+    require_fit(zero, nodes)
     if nodes.count == 1 and ranks.global_rank == 0:
-        for line in ranks.replicas.notices(config):
+        for line in ranks.replicas.notices(zero):
             log.info(line)
     per_node = nodes.ranks_per_node * nodes.parts
     if ranks.rank == 0 and per_node % ranks.tensor_size:

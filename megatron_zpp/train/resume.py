@@ -1,8 +1,7 @@
 """Saves a run as a checkpoint, and starts a run from a checkpoint."""
 
-import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +10,17 @@ import torch
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.iteration_folders import Retention
 from megatron_zpp.checkpoint.pretrained_model import no_checkpoint_error
-from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.metrics import Metrics
-from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.recipe.capability import Capability, states_of
+from megatron_zpp.recipe.capability import states_of
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.gpt.model import OF_TRAINING
 from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
-from megatron_zpp.train.inputs import Batches, data_bytes, sample_sizes
+from megatron_zpp.train.inputs import Batches, data_bytes
 from megatron_zpp.train.saved_run import SavedRun
 from megatron_zpp.train.trained import Trained
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
@@ -143,30 +140,25 @@ class Saver:
             num_worlds=trainer.ranks.replicas.count,
             node=trainer.ranks.replicas.index,
             launch=trainer.ranks.replicas.launch,
-            sample_sizes=[*self.batches.earlier_sizes, sample_sizes(config)],
+            sample_sizes=[*self.batches.earlier_sizes, config.sample_sizes],
             data_bytes=data_bytes(config.data),
             tokenizer=self.tokenizer.fingerprint,
             loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},
             schedule={"scheduled_samples": counters.scheduled_samples, **trainer.schedules.state()},
             history=self.metrics.history.state_dict(),
             architecture=architecture(config.model, self.tokenizer.vocab_size),
-            configuration=run_settings(config),
+            configuration=config.to_dict(),
         )
 
 
-def load(
-    config: Config,
-    ranks: Ranks,
-    source: SavedRun | None,
-    trained: Trained,
-    tokenizer_fingerprint: str,
-) -> StartingPoint:
+def load(source: SavedRun | None, trained: Trained, tokenizer_fingerprint: str) -> StartingPoint:
     """Load weights, optimizer and loss scaler from what `--load` names, if any: `source`.
 
     All ranks call it. Replicas that train independently load each its own; if their number has
     changed, weights are averaged. Raises InputError for a checkpoint that does not fit the run.
     """
-    options, schedules = config.checkpoint, Schedules.of(config)
+    config, ranks = trained.config, trained.ranks
+    options, schedules = config.checkpoint, config.schedules
     replicas, capabilities = ranks.replicas, trained.capabilities
     beginning = StartingPoint(counters=Counters(), schedules=schedules, history={})
     if source is None:
@@ -179,10 +171,10 @@ def load(
     starts_anew = without or not source.is_of_each
     others = {} if starts_anew else replicas.state()
     own = {} if without or source.is_averaged else states_of(capabilities)
-    state = _read(config, source, trained, tokenizer_fingerprint, {**others, **own})
+    state = _read(source, trained, tokenizer_fingerprint, {**others, **own})
     for each in capabilities if state is not None and own else ():
         each.load({name: own[name] for name in each.state()})
-    replicas.resume(others, source, state, config, ranks)
+    replicas.resume(others, source, state, options, config.parallel, ranks)
     if state is None:
         if options.exit_on_missing_checkpoint:
             raise no_checkpoint_error(options.load, "--exit-on-missing-checkpoint")
@@ -197,7 +189,7 @@ def load(
         trained.scaler.load_state_dict(state.loss_scaler)
     if options.finetune or options.reset_iteration or not state.iteration:
         return beginning
-    _log_other_settings(config, state, capabilities)
+    _log_other_settings(trained, state)
     scheduled_samples = 0
     if not options.no_load_lr_state:
         scheduled_samples = state.schedule["scheduled_samples"]
@@ -210,12 +202,11 @@ def load(
         ),
         schedules=schedules,
         history=state.history,
-        earlier_sizes=_earlier_sizes(config, state),
+        earlier_sizes=_earlier_sizes(config.sample_sizes, state.sample_sizes),
     )
 
 
 def _read(
-    config: Config,
     source: SavedRun,
     trained: Trained,
     tokenizer_fingerprint: str,
@@ -225,8 +216,8 @@ def _read(
 
     `others` are further tensors to read.
     """
-    options, sharding, optimizer = config.checkpoint, trained.sharding, trained.optimizer
-    model = sharding.model
+    config, sharding, optimizer = trained.config, trained.sharding, trained.optimizer
+    options, model = config.checkpoint, sharding.model
     load_optimizer = not (options.no_load_optim or options.finetune or source.is_averaged)
     sharding.weights_changed()
     state = checkpoint.load(
@@ -247,10 +238,9 @@ def _read(
     return state
 
 
-def _log_other_settings(
-    config: Config, state: TrainingState, capabilities: Sequence[Capability]
-) -> None:
+def _log_other_settings(trained: Trained, state: TrainingState) -> None:
     """Log a line for each setting whose change gives the resumed run other samples or updates."""
+    config = trained.config
     batch, saved = config.batch.global_batch_size, state.configuration["batch"]["global_batch_size"]
     if batch != saved:
         log.info(
@@ -259,7 +249,7 @@ def _log_other_settings(
         )
     keeps_order = state.sample_sizes or names_examples(config.data)
     of_samples = (*SAMPLE_ORDER, *(() if keeps_order else (LENGTH,)))
-    lines = setting_changes(config, state.configuration, of_samples)
+    lines = config.changes(state.configuration, of_samples)
     lines += [
         f"{path} has {now} bytes now, {state.data_bytes[path]} in the checkpoint"
         for path, now in data_bytes(config.data).items()
@@ -271,32 +261,19 @@ def _log_other_settings(
         lines.append("the checkpoint's version read special tokens in texts as ordinary text")
     for line in lines:
         log.info("%s: this changes which samples come next", line)
-    updates = setting_changes(config, state.configuration, UPDATES)
-    for each in capabilities:
+    updates = config.changes(state.configuration, UPDATES)
+    for each in trained.capabilities:
         updates += each.changes(state.configuration, state.world_size)
     for line in updates:
         log.info(CHANGED_UPDATES, line)
 
 
-def _earlier_sizes(config: Config, state: TrainingState) -> list[list[int]]:
+def _earlier_sizes(sizes: Sequence[int], saved: list[list[int]]) -> list[list[int]]:
     """Return the sizes of datasets before the checkpoint, if they differ; a line says so."""
-    now, saved = list(sample_sizes(config)), state.sample_sizes
+    now = list(sizes)
     if saved and saved[-1] != now:
         log.info(
             f"the order of samples was made for {saved[-1][0]}, and this run asks for {now[0]}: "
             "it goes on behind them, so that the length does not change which samples come next"
         )
     return saved[:-1] if saved and saved[-1] == now else saved
-
-
-def setting_changes(
-    config: Config, saved: Mapping[str, Any], of_sections: Iterable[tuple[str, Sequence[str]]]
-) -> list[str]:
-    """Describe the named settings of sections that differ from those in a checkpoint."""
-    current = json.loads(json.dumps(run_settings(config)))  # tuples are lists, as in the checkpoint
-    return [
-        f"{name} is {current[section][name]} now, {saved[section][name]} in the checkpoint"
-        for section, names in of_sections
-        for name in names
-        if name in saved.get(section, {}) and current[section][name] != saved[section][name]
-    ]

@@ -17,8 +17,13 @@ from zeropp import LossScaler, Sharding
 
 @dataclass(kw_only=True)
 class Trained:
-    """The model, the optimizer, the loss scale, and what else acts in steps."""
+    """The model, the optimizer, the loss scale, and what else acts in steps.
 
+    `config` is the complete configuration, and `ranks` are those that train.
+    """
+
+    config: Config
+    ranks: Ranks
     sharding: Sharding
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None
@@ -32,11 +37,13 @@ def build_trained(
     apex, capabilities = find_apex(ranks.device), capabilities_of(config, ranks)
     sharding = build_model(config, vocab_size, ranks, apex, fill, capabilities)
     warn_if_float32_is_faster(ranks.device, sharding.compute_dtype)
-    optimizer = build_optimizer(sharding, config, ranks.device, apex, capabilities)
+    optimizer = build_optimizer(sharding, config.optimizer, ranks.device, apex, capabilities)
     for each in capabilities:
         each.sharding, each.optimizer = sharding, optimizer
-    ranks.replicas.bind(config, sharding, optimizer)
+    ranks.replicas.bind(config.zero, sharding, optimizer)
     return Trained(
+        config=config,
+        ranks=ranks,
         sharding=sharding,
         optimizer=optimizer,
         scaler=build_scaler(config.precision),

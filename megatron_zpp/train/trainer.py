@@ -5,7 +5,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -18,7 +17,6 @@ from megatron_zpp.monitor.optimizer_norms import optimizer_norms
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules, is_due
 from megatron_zpp.train.inputs import Batches
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
@@ -85,8 +83,6 @@ class Trainer(Trained):
     `passes` runs forward and backward passes: those of a pipeline, or of a model that is whole.
     """
 
-    config: Config
-    ranks: Ranks
     passes: OneStage | Pipeline
     schedules: Schedules
     counters: Counters
@@ -187,8 +183,7 @@ class Trainer(Trained):
         records = next((each for each in kept if each is not None), None)
 
         self.communication.begin_step()
-        seed = partial(seed_dropout, config, ranks)
-        losses = self.passes.forward_backward(samples, scales, seed, records)
+        losses = self.passes.forward_backward(samples, scales, self.seed_dropout, records)
         self.passes.sum_tied_gradients(self.optimizer)
         if ranks.tensor_size > 1:
             model = self.sharding.model
@@ -204,6 +199,24 @@ class Trainer(Trained):
             of_micro_batches=losses,
             records=records,
         )
+
+    def seed_dropout(self, first_sample: int, *stage: int) -> None:
+        """Seed dropout with the number of a micro-batch's first sample, and a pipeline's stage.
+
+        Ranks that compute parts of the same activations draw for their parts. A resumed run, and a
+        run with another number of replicas, then drop the same elements.
+        """
+        ranks, splits_rows = self.ranks, self.config.parallel.sequence_parallel
+        rows = tuple(ranks.tensor_place if splits_rows and each > 0 else 0 for each in stage)
+        part = (ranks.context_place, *stage, *rows)
+        sample = (self.config.training.seed, first_sample)
+        text = "/".join(map(str, (*sample, *(part if any(part) else ()))))
+        digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+        number = int.from_bytes(digest, "little")  # mt19937 takes 32 bits
+        # `torch.manual_seed` notes where it was called for every kind of device (0.3 ms).
+        torch.default_generator.manual_seed(number)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(number)
 
     def _num_micro_batches(self, global_batch_size: int) -> int:
         """Return how many micro-batches of a global batch a replica has."""
@@ -295,21 +308,3 @@ def shares_of_tokens(
     mean = total / (len(batches) * ranks.num_replicas)
     mean = mean.clamp(min=torch.finfo(torch.float64).tiny)
     return list((counts / mean).float()), (batches[0].loss_mask.numel() / mean).float()
-
-
-def seed_dropout(config: Config, ranks: Ranks, first_sample: int, *stage: int) -> None:
-    """Seed dropout with the number of a micro-batch's first sample, and a pipeline's stage.
-
-    Ranks that compute parts of the same activations draw for their parts. A resumed run, and a run
-    with another number of replicas, then drop the same elements.
-    """
-    splits_rows = config.parallel.sequence_parallel
-    rows = tuple(ranks.tensor_place if splits_rows and each > 0 else 0 for each in stage)
-    part = (ranks.context_place, *stage, *rows)
-    text = "/".join(map(str, (config.training.seed, first_sample, *(part if any(part) else ()))))
-    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    number = int.from_bytes(digest, "little")  # mt19937 takes 32 bits
-    # `torch.manual_seed` notes where it was called for every kind of device (0.3 ms).
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(number)
