@@ -15,8 +15,8 @@ from megatron_zpp.model.part import TORCH_NORMS, Part, parts_of_stages
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.apex import Apex
 from megatron_zpp.recipe.capability import Capability, capabilities_of, extended
-from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import Config, ParallelConfig
+from megatron_zpp.recipe.pipeline import joined
+from megatron_zpp.settings.config import Config
 from zeropp import Sharding, ZeroConfig, shard
 from zeropp.sharding import allocate_parameters
 
@@ -46,12 +46,21 @@ def build_model(
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
     )
-    with torch.device("meta"):
-        whole = extended(GPT(shape, vocab_size, common), capabilities)
-    if ranks.pipeline_size > 1:
-        sharding = _build_pipeline(config.parallel, config.zero, ranks, whole, capabilities)
-    else:
+
+    def build(part: Part) -> GPT:
+        with torch.device("meta"):
+            return extended(GPT(shape, vocab_size, part), capabilities)
+
+    whole = build(common)
+    if ranks.pipeline_size == 1:
         sharding = _shard_model(whole, config.zero, ranks)
+    else:
+        layers = config.parallel.stages(shape.num_layers)
+        for each in capabilities:
+            each.require_stages(whole, layers)
+        parts = parts_of_stages(whole.part, layers, ranks.pipeline_place, ranks.pipeline_size)
+        stages = (_shard_model(build(part), config.zero, ranks, keeps_root=True) for part in parts)
+        sharding = joined(whole, tuple(stages), ranks)
     for each in capabilities:
         each.before_allocation(sharding, ranks.device)
     sharding = allocate_parameters(sharding, config.zero, ranks.device)
@@ -64,30 +73,6 @@ def build_model(
             each.initialize(model)
     sharding.weights_changed()
     return sharding
-
-
-def _build_pipeline(
-    parallel: ParallelConfig,
-    zero: ZeroConfig,
-    ranks: Ranks,
-    whole: GPT,
-    capabilities: Sequence[Capability],
-) -> Sharding:
-    """Build and shard this rank's stages of a model."""
-    shape = whole.config
-    layers = parallel.stages(shape.num_layers)
-    for each in capabilities:
-        each.require_stages(whole, layers)
-    stages, at_both_ends = [], []
-    for part in parts_of_stages(whole.part, layers, ranks.pipeline_place, ranks.pipeline_size):
-        with torch.device("meta"):
-            model = extended(GPT(shape, whole.vocab_size, part), capabilities)
-        if whole.head is None and model.tokens is not None:
-            at_both_ends.append(model.tokens)
-        stages.append(_shard_model(model, zero, ranks, keeps_root=True))
-    dtype = torch.float32 if shape.fp32_residual_connection else stages[0].compute_dtype
-    pipeline = Pipeline(whole, stages, ranks, dtype)
-    return Sharding.join(pipeline, stages, at_both_ends=at_both_ends)
 
 
 def _shard_model(

@@ -28,7 +28,7 @@ from megatron_zpp.settings.config import Config
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN, open_inputs
-from megatron_zpp.train.resume import Saver, StartingPoint, load
+from megatron_zpp.train.resume import StartingPoint, load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import saved_run, with_source
 from megatron_zpp.train.stop import Stopping
@@ -84,21 +84,12 @@ def build_run(
     )
     saves = bool(config.checkpoint.save)
     run = Run(
-        config=config,
-        ranks=ranks,
         console=console,
         tokenizer=tokenizer,
         batches=batches,
         trainer=trainer,
-        saver=Saver(
-            trainer=trainer,
-            tokenizer=tokenizer,
-            metrics=metrics,
-            console=console,
-            lock=save_lock,
-            batches=batches,
-            writer=AsyncWriter() if saves and config.checkpoint.async_save else None,
-        ),
+        save_lock=save_lock,
+        writer=AsyncWriter() if saves and config.checkpoint.async_save else None,
         metrics=metrics,
         stopping=stopping,
         profiler=StepProfiler(config.log, ranks.rank),
@@ -214,7 +205,7 @@ def length_of(run: Run) -> str:
 def checkpoints_of(run: Run) -> str:
     """When checkpoints are saved, and how large they are, without headers and padding."""
     options = run.config.checkpoint
-    first = run.saver.next_save(run.trainer.counters.iteration)
+    first = run.next_save(run.trainer.counters.iteration)
     if first is None:
         return "none: --save FOLDER saves them"
     trained = run.trainer.sharding.model.num_parameters(trained_only=True)

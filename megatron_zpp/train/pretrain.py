@@ -202,7 +202,7 @@ def train_and_evaluate(run: Run) -> None:
     if resumed_complete:
         console.line(f"training is complete: {trainer.counters.iteration} iterations are done")
     sample = None
-    with closing(run.metrics), run.saver.writer or nullcontext():
+    with closing(run.metrics), run.writer or nullcontext():
         finished = config.training.skip_train or resumed_complete or train(run)
         if finished:
             evaluate_split(run, VALIDATION, "the end of training for val data")

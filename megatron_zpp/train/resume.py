@@ -1,4 +1,4 @@
-"""Saves a run as a checkpoint, and starts a run from a checkpoint."""
+"""Starts a run from a checkpoint."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -8,23 +8,18 @@ from typing import Any
 import torch
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.iteration_folders import Retention
 from megatron_zpp.checkpoint.pretrained_model import no_checkpoint_error
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture
-from megatron_zpp.monitor.console import Console
-from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.recipe.capability import states_of
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.gpt.model import OF_TRAINING
 from megatron_zpp.settings.scheduled_values import Schedules
-from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
-from megatron_zpp.train.inputs import Batches, data_bytes
+from megatron_zpp.train.inputs import data_bytes
 from megatron_zpp.train.saved_run import SavedRun
 from megatron_zpp.train.trained import Trained
-from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
-from zeropp.checkpoint import AsyncWriter, FolderLock
+from megatron_zpp.train.trainer import STATE_COUNTERS, Counters
 from zeropp.settings import declared
 
 PLAIN = "tokenizer_hf_no_include_special_tokens"  # older checkpoints do not have it
@@ -58,97 +53,6 @@ class StartingPoint:
     schedules: Schedules
     history: Mapping[str, Any]
     earlier_sizes: Sequence[Sequence[int]] = ()  # of datasets, where they were others
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saver:
-    """Writes checkpoints to the folder that `--save` names, if it names one."""
-
-    trainer: Trainer
-    tokenizer: Tokenizer
-    metrics: Metrics
-    console: Console
-    lock: FolderLock | None  # of the folder
-    batches: Batches
-    writer: AsyncWriter | None  # with --async-save
-
-    def save(self) -> None:
-        """Save a checkpoint; all ranks call it.
-
-        With `--async-save` it is complete after `finish`, or when the next one is saved.
-        """
-        trainer = self.trainer
-        options, counters = trainer.config.checkpoint, trainer.counters
-        if options.save is None:
-            return
-        trainer.ranks.main_thread.mark()
-        self.metrics.flush()
-        trainer.sharding.require_same_order()
-        counters.saved_iteration = counters.iteration
-        path = checkpoint.save(
-            options.save,
-            trainer.sharding.model,
-            trainer.optimizer,
-            self._state(),
-            keep=self._keep(),
-            save_optimizer=not options.no_save_optim,
-            writer=self.writer,
-            lock=self.lock,
-            others={**trainer.ranks.replicas.state(), **states_of(trainer.capabilities)},
-        )
-        if self.writer is None:
-            self.console.line(f"saved checkpoint {path}")
-
-    def _keep(self) -> Retention:
-        """Return which checkpoints stay."""
-        options = self.trainer.config.checkpoint
-        newest, interval = options.keep_checkpoints, options.save_retain_interval
-        if (newest, interval) != (None, None):
-            replicas = self.trainer.ranks.replicas
-            newest = replicas.kept(newest, beside=self.writer is not None)
-        return Retention(newest=newest, interval=interval)
-
-    def next_save(self, iteration: int) -> int | None:
-        """When the first checkpoint after `iteration` is due; None without `--save`."""
-        options, last = self.trainer.config.checkpoint, self.trainer.schedules.length.iterations
-        if options.save is None:
-            return None
-        interval = options.save_interval or last
-        return min(last, (iteration // interval + 1) * interval)
-
-    def log_progress(self) -> None:
-        """Log a checkpoint that has become complete beside training."""
-        if self.writer is not None:
-            self.writer.log_progress()
-
-    def finish(self) -> None:
-        """Wait until the last checkpoint is complete; all ranks call it.
-
-        Raises InputError if it failed.
-        """
-        if self.writer is not None:
-            self.writer.finish()
-
-    def _state(self) -> TrainingState:
-        trainer = self.trainer
-        config, counters = trainer.config, trainer.counters
-        return TrainingState(
-            **{name: getattr(counters, name) for name in STATE_COUNTERS},
-            seed=config.training.seed,
-            world_size=trainer.ranks.num_ranks,
-            stage=trainer.sharding.stage,
-            num_worlds=trainer.ranks.replicas.count,
-            node=trainer.ranks.replicas.index,
-            launch=trainer.ranks.replicas.launch,
-            sample_sizes=[*self.batches.earlier_sizes, config.sample_sizes],
-            data_bytes=data_bytes(config.data),
-            tokenizer=self.tokenizer.fingerprint,
-            loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},
-            schedule={"scheduled_samples": counters.scheduled_samples, **trainer.schedules.state()},
-            history=self.metrics.history.state_dict(),
-            architecture=architecture(config.model, self.tokenizer.vocab_size),
-            configuration=config.to_dict(),
-        )
 
 
 def load(source: SavedRun | None, trained: Trained, tokenizer_fingerprint: str) -> StartingPoint:

@@ -12,15 +12,12 @@ from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.model.tensor_parallel import sum_partial_gradients
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.memory import read_memory
-from megatron_zpp.monitor.metrics import History
 from megatron_zpp.monitor.optimizer_norms import optimizer_norms
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.scheduled_values import Schedules, is_due
-from megatron_zpp.train.inputs import Batches
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
-from megatron_zpp.train.progress import RunProgress
 from megatron_zpp.train.trained import Trained
 from zeropp import optimizer_step
 from zeropp.optim import global_norm, local_part, sharded
@@ -138,27 +135,43 @@ class Trainer(Trained):
             fields, losses, update, started, previous, numbers, self.scaler is not None
         )
 
+    def leave_out(self) -> range:
+        """Count an iteration without an update; return its samples, which `--skip-samples` has."""
+        counters = self.counters
+        first = counters.consumed_samples
+        size = self.schedules.batch_size(first)
+        counters.advance(size, self.config.model.seq_length, skipped=True)
+        self.end_step()
+        return range(first, first + size)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Loader, num_micro_batches: int) -> tuple[float, float]:
+        """Evaluate the next `num_micro_batches` micro-batches of every rank, with dropout off.
+
+        Returns the sum of the losses of tokens, in nats, and how many tokens have one, the same on
+        all ranks. Replicas that train independently evaluate the weights that each has; those
+        that join and leave sum nothing with others here.
+        """
+        model, ranks = self.sharding.model, self.ranks
+        model.eval()
+        total, num_tokens = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+        for _ in range(num_micro_batches):
+            batch = next(batches)
+            ranks.main_thread.mark()
+            count = batch.loss_mask.sum(dtype=torch.float64)
+            total += model(*batch.inputs()) * count
+            num_tokens += count
+        model.train()
+        self.sharding.release()
+        sum_of_losses, sum_of_tokens = ranks.sum_over_replicas(total.item(), num_tokens.item())
+        # All ranks count tokens; those that are not at the end of a pipeline have no loss.
+        return sum_of_losses, sum_of_tokens * ranks.num_losses / ranks.num_ranks
+
     def end_step(self) -> None:
         """Take the outer step of replicas that train independently, if it is due."""
         iteration = self.counters.iteration
         last = iteration == self.schedules.length.iterations
         self.ranks.replicas.after_update(iteration, last=last)
-
-    def join(self, history: History, batches: Batches) -> bool:
-        """Let replicas that join get the run's state; get it, and say so, if this is one of them.
-
-        history: the losses up to now.
-        """
-        progress = RunProgress(
-            scaler=self.scaler,
-            counters=self.counters,
-            schedules=self.schedules,
-            history=history,
-            batches=batches,
-        )
-        joins = self.ranks.replicas.join(progress)
-        self.schedules = progress.schedules
-        return joins
 
     def forward_backward(
         self, batches: Loader, global_batch_size: int, loss_scale: float

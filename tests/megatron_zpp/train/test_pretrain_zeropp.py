@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.inputs import VALIDATION
 from megatron_zpp.train.resume import load
 from megatron_zpp.train.run import Run
@@ -173,4 +172,4 @@ def test_weights_loaded_in_place_are_the_ones_that_are_evaluated(tmp_path):
 
 
 def validation_loss(run: Run) -> float:
-    return evaluate(run.trainer.sharding, run.ranks, run.batches.loader(VALIDATION, 0), 1)
+    return run.trainer.evaluate(run.batches.loader(VALIDATION, 0), 1)
