@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -14,27 +14,27 @@ from megatron_zpp.monitor.communication import CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step, settings_key
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
-from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
+from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate, warn_if_float32_is_faster
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.monitor.step_profiler import StepProfiler
-from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
-from megatron_zpp.recipe.capability import settled
+from megatron_zpp.recipe.apex import find_apex
+from megatron_zpp.recipe.capability import capabilities_of, settled
+from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.one_stage import OneStage
+from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import Config
-from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.settings.config import Config, PrecisionConfig
 from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN, open_inputs
-from megatron_zpp.train.resume import StartingPoint, load
+from megatron_zpp.train.resume import load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import saved_run, with_source
 from megatron_zpp.train.stop import Stopping
-from megatron_zpp.train.trained import Trained, build_trained
-from megatron_zpp.train.trainer import Trainer
-from zeropp import ZeroConfig, __version__
+from megatron_zpp.train.trainer import Counters, Trainer
+from zeropp import LossScaler, ZeroConfig, __version__
 from zeropp.checkpoint import AsyncWriter, FolderLock
 from zeropp.optim import sharded, state_numbers_per_weight
 from zeropp.ranks import fail_together
@@ -61,27 +61,7 @@ def build_run(
     requested = replace(requested, checkpoint=checkpoint)
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks, open_model)
     fill = pretrained and pretrained.fill
-    trained = build_trained(config, ranks, tokenizer.vocab_size, fill)
-    beginning = load(source, trained, tokenizer.fingerprint)
-    batches.go_behind(beginning.earlier_sizes)
-    with fail_together():
-        metrics = open_metrics(trained, console, tokenizer, beginning)
-    sharding, passes = trained.sharding, trained.sharding.model
-    if not isinstance(passes, Pipeline):
-        passes = OneStage(sharding=sharding, main_thread=ranks.main_thread)
-    trainer = Trainer(
-        **vars(trained),
-        passes=passes,
-        schedules=beginning.schedules,
-        counters=beginning.counters,
-        communication=CommunicationMeter(
-            sharding,
-            ranks,
-            config.batch.micro_batch_size,
-            trained.optimizer,
-            trained.capabilities,
-        ),
-    )
+    trainer = build_trainer(config, ranks, tokenizer.vocab_size, fill)
     saves = bool(config.checkpoint.save)
     run = Run(
         console=console,
@@ -90,58 +70,87 @@ def build_run(
         trainer=trainer,
         save_lock=save_lock,
         writer=AsyncWriter() if saves and config.checkpoint.async_save else None,
-        metrics=metrics,
+        metrics=build_metrics(trainer, console, tokenizer.vocab_size),
         stopping=stopping,
         profiler=StepProfiler(config.log, ranks.rank),
         garbage=GarbageCollection(config.training),
-        step_watch=open_step_watch(trained),
+        step_watch=open_step_watch(trainer),
     )
+    load(run, source)
+    with fail_together():
+        run.open_writers()
     console.table("Megatron-Z++", rows := summary(run))
-    metrics.use_facts(partial(run_facts, run, rows))
+    run.metrics.use_facts(partial(run_facts, run, rows))
     return run
 
 
-def open_step_watch(trained: Trained) -> StepWatch | None:
+def build_trainer(
+    config: Config, ranks: Ranks, vocab_size: int, fill: Callable[[torch.nn.Module], None] | None
+) -> Trainer:
+    """Build the model, whose weights `fill` writes or which are drawn, and what trains it."""
+    apex, capabilities = find_apex(ranks.device), capabilities_of(config, ranks)
+    sharding = build_model(config, vocab_size, ranks, apex, fill, capabilities)
+    warn_if_float32_is_faster(ranks.device, sharding.compute_dtype)
+    optimizer = build_optimizer(sharding, config.optimizer, ranks.device, apex, capabilities)
+    for each in capabilities:
+        each.sharding, each.optimizer = sharding, optimizer
+    ranks.replicas.bind(config.zero, sharding, optimizer)
+    passes, size = sharding.model, config.batch.micro_batch_size
+    if not isinstance(passes, Pipeline):
+        passes = OneStage(sharding=sharding, main_thread=ranks.main_thread)
+    return Trainer(
+        config=config,
+        ranks=ranks,
+        sharding=sharding,
+        optimizer=optimizer,
+        scaler=build_scaler(config.precision),
+        capabilities=capabilities,
+        passes=passes,
+        schedules=config.schedules,
+        counters=Counters(),
+        communication=CommunicationMeter(sharding, ranks, size, optimizer, capabilities),
+    )
+
+
+def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
+    """The loss scaler of fp16; nothing else needs one."""
+    if not precision.fp16:
+        return None
+    fixed = precision.loss_scale
+    return LossScaler(
+        scale=precision.initial_loss_scale if fixed is None else fixed,
+        min_scale=precision.min_loss_scale,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        dynamic=fixed is None,
+    )
+
+
+def build_metrics(trainer: Trainer, console: Console, vocab_size: int) -> Metrics:
+    """Build the log, and measure with what rate a device multiplies matrices if that is logged."""
+    config, ranks, rate = trainer.config, trainer.ranks, None
+    if config.log.log_throughput:
+        rate = matmul_rate(ranks.device, getattr(torch, config.precision.format))
+    is_short = {"auto": console.is_terminal, "short": True, "megatron": False}
+    lines = ShortLines if is_short[config.log.log_format] else MegatronLines
+    return Metrics(
+        config.log,
+        console,
+        lines(throughput=config.log.log_throughput),
+        world_size=ranks.world_size,
+        flops=TokenFlops.of(config.model, config.recompute, vocab_size),
+        rate=rate,
+    )
+
+
+def open_step_watch(trainer: Trainer) -> StepWatch | None:
     """What compares steps with the plan in `--plan-file`; InputError if it is not of this run."""
-    config, ranks = trained.config, trained.ranks
+    config, ranks = trainer.config, trainer.ranks
     if config.log.plan_file is None:
         return None
     with fail_together():
         key = settings_key(settled(config, ranks.nodes), ranks.world_size)
         return StepWatch(read_expected_step(config.log.plan_file, key))
-
-
-def open_metrics(
-    trained: Trained, console: Console, tokenizer: Tokenizer, starting_point: StartingPoint
-) -> Metrics:
-    """Open the log and its writers; those of a resumed run continue after its checkpoint."""
-    config, ranks, counters = trained.config, trained.ranks, starting_point.counters
-    writers = open_writers(
-        config.log,
-        rank=ranks.global_rank,
-        world_size=ranks.num_ranks,
-        resumed_at=counters if counters.iteration else None,
-        settings={
-            name: value for part in config.to_dict().values() for name, value in part.items()
-        },
-    )
-    rate = None
-    if config.log.log_throughput:
-        rate = matmul_rate(ranks.device, getattr(torch, config.precision.format))
-    is_short = {"auto": console.is_terminal, "short": True, "megatron": False}
-    lines = ShortLines if is_short[config.log.log_format] else MegatronLines
-    metrics = Metrics(
-        config.log,
-        console,
-        lines(throughput=config.log.log_throughput),
-        world_size=ranks.world_size,
-        flops=TokenFlops.of(config.model, config.recompute, tokenizer.vocab_size),
-        rate=rate,
-        writers=writers,
-    )
-    if starting_point.history:
-        metrics.history.load_state_dict(starting_point.history)
-    return metrics
 
 
 def summary(run: Run) -> list[tuple[str, object]]:

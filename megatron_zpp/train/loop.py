@@ -1,6 +1,5 @@
 """The training loop: step, log, evaluate, save, stop."""
 
-from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.settings.scheduled_values import is_due
 from megatron_zpp.train.evaluate import evaluate_split
 from megatron_zpp.train.inputs import TRAIN, VALIDATION
@@ -45,9 +44,7 @@ def train_with_these_replicas(run: Run, log: IterationLog) -> str | None:
     config, counters, schedules = run.config, run.trainer.counters, run.trainer.schedules
     ranks, replicas, first_sample = run.ranks, run.ranks.replicas, counters.consumed_samples
     if replicas.joins_and_leaves and not ranks.global_rank and not run.metrics.writers:
-        # This replica has become the first one, as that one has left.
-        settings = {"world_size": ranks.num_ranks, "resumed_at": counters}
-        run.metrics.use_writers(open_writers(config.log, rank=0, **settings))
+        run.open_writers()  # as this replica has become the first one
     present = replicas.membership
     left_out = schedules.batch_size.batches_with(config.data.skipped, first_sample)
     with run.batches.loader(TRAIN, first_sample, left_out) as batches:

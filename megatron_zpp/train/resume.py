@@ -2,8 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,12 +12,11 @@ from megatron_zpp.recipe.capability import states_of
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.gpt.model import OF_TRAINING
-from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
 from megatron_zpp.train.inputs import data_bytes
+from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import SavedRun
-from megatron_zpp.train.trained import Trained
-from megatron_zpp.train.trainer import STATE_COUNTERS, Counters
+from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
 from zeropp.settings import declared
 
 PLAIN = "tokenizer_hf_no_include_special_tokens"  # older checkpoints do not have it
@@ -45,37 +42,25 @@ UPDATES = (
 log = logging.getLogger("megatron_zpp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartingPoint:
-    """What a run continues from: the state in a checkpoint, or that of iteration 0."""
-
-    counters: Counters
-    schedules: Schedules
-    history: Mapping[str, Any]
-    earlier_sizes: Sequence[Sequence[int]] = ()  # of datasets, where they were others
-
-
-def load(source: SavedRun | None, trained: Trained, tokenizer_fingerprint: str) -> StartingPoint:
-    """Load weights, optimizer and loss scaler from what `--load` names, if any: `source`.
+def load(run: Run, source: SavedRun | None) -> None:
+    """Let a run go on from what `--load` names, if any: `source`.
 
     All ranks call it. Replicas that train independently load each its own; if their number has
     changed, weights are averaged. Raises InputError for a checkpoint that does not fit the run.
     """
-    config, ranks = trained.config, trained.ranks
-    options, schedules = config.checkpoint, config.schedules
-    replicas, capabilities = ranks.replicas, trained.capabilities
-    beginning = StartingPoint(counters=Counters(), schedules=schedules, history={})
+    config, ranks, trainer = run.config, run.ranks, run.trainer
+    options, replicas, capabilities = config.checkpoint, ranks.replicas, trainer.capabilities
     if source is None:
         is_needed = options.exit_on_missing_checkpoint or options.ckpt_step is not None
         if options.load and is_needed and not replicas.joins:
             raise no_checkpoint_error(options.load, "--ckpt-step or --exit-on-missing-checkpoint")
-        return beginning
+        return
     reads_agreed = replicas.joins_and_leaves  # they form no mean of their weights
     without = options.finetune or (options.no_load_optim and not reads_agreed)
     starts_anew = without or not source.is_of_each
     others = {} if starts_anew else replicas.state()
     own = {} if without or source.is_averaged else states_of(capabilities)
-    state = _read(source, trained, tokenizer_fingerprint, {**others, **own})
+    state = _read(run, source, {**others, **own})
     for each in capabilities if state is not None and own else ():
         each.load({name: own[name] for name in each.state()})
     replicas.resume(others, source, state, options, config.parallel, ranks)
@@ -85,42 +70,35 @@ def load(source: SavedRun | None, trained: Trained, tokenizer_fingerprint: str) 
         if options.finetune:
             raise no_checkpoint_error(options.load, "--finetune")
         log.info("--load %s holds no checkpoint: starting from the beginning", options.load)
-        return beginning
+        return
     log.info("loaded checkpoint of iteration %d from %s", state.iteration, options.load)
     for each in capabilities:
         each.require_saved(state.configuration, options.load)
-    if trained.scaler and state.loss_scaler and not (options.no_load_optim or options.finetune):
-        trained.scaler.load_state_dict(state.loss_scaler)
+    if trainer.scaler and state.loss_scaler and not (options.no_load_optim or options.finetune):
+        trainer.scaler.load_state_dict(state.loss_scaler)
     if options.finetune or options.reset_iteration or not state.iteration:
-        return beginning
-    _log_other_settings(trained, state)
+        return
+    _log_other_settings(trainer, state)
     scheduled_samples = 0
     if not options.no_load_lr_state:
         scheduled_samples = state.schedule["scheduled_samples"]
-        schedules = schedules.resumed(state.schedule, config.schedule)
-    return StartingPoint(
-        counters=Counters(
-            **{name: getattr(state, name) for name in STATE_COUNTERS},
-            scheduled_samples=scheduled_samples,
-            saved_iteration=state.iteration,
-        ),
-        schedules=schedules,
-        history=state.history,
-        earlier_sizes=_earlier_sizes(config.sample_sizes, state.sample_sizes),
+        trainer.schedules = trainer.schedules.resumed(state.schedule, config.schedule)
+    trainer.counters = Counters(
+        **{name: getattr(state, name) for name in STATE_COUNTERS},
+        scheduled_samples=scheduled_samples,
+        saved_iteration=state.iteration,
     )
+    if state.history:
+        run.metrics.history.load_state_dict(state.history)
+    run.batches.go_behind(_earlier_sizes(config.sample_sizes, state.sample_sizes))
 
 
-def _read(
-    source: SavedRun,
-    trained: Trained,
-    tokenizer_fingerprint: str,
-    others: Mapping[str, torch.Tensor],
-) -> TrainingState | None:
+def _read(run: Run, source: SavedRun, others: Mapping[str, torch.Tensor]) -> TrainingState | None:
     """Read a checkpoint, or the mean of those of other nodes, into weights and optimizer.
 
     `others` are further tensors to read.
     """
-    config, sharding, optimizer = trained.config, trained.sharding, trained.optimizer
+    config, sharding, optimizer = run.config, run.trainer.sharding, run.trainer.optimizer
     options, model = config.checkpoint, sharding.model
     load_optimizer = not (options.no_load_optim or options.finetune or source.is_averaged)
     sharding.weights_changed()
@@ -130,7 +108,7 @@ def _read(
         optimizer,
         load_optimizer=load_optimizer,
         architecture=architecture(config.model, model.vocab_size),
-        tokenizer=tokenizer_fingerprint,
+        tokenizer=run.tokenizer.fingerprint,
         verify=not options.no_verify_checkpoint and not source.is_verified,
         iteration=source.iteration,
         fine_tunes=options.finetune,
@@ -142,9 +120,9 @@ def _read(
     return state
 
 
-def _log_other_settings(trained: Trained, state: TrainingState) -> None:
+def _log_other_settings(trainer: Trainer, state: TrainingState) -> None:
     """Log a line for each setting whose change gives the resumed run other samples or updates."""
-    config = trained.config
+    config = trainer.config
     batch, saved = config.batch.global_batch_size, state.configuration["batch"]["global_batch_size"]
     if batch != saved:
         log.info(
@@ -166,7 +144,7 @@ def _log_other_settings(trained: Trained, state: TrainingState) -> None:
     for line in lines:
         log.info("%s: this changes which samples come next", line)
     updates = config.changes(state.configuration, UPDATES)
-    for each in trained.capabilities:
+    for each in trainer.capabilities:
         updates += each.changes(state.configuration, state.world_size)
     for line in updates:
         log.info(CHANGED_UPDATES, line)

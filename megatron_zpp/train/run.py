@@ -11,6 +11,7 @@ from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.expected_step import StepWatch
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.step_profiler import StepProfiler
+from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.capability import states_of
 from megatron_zpp.settings.config import Config
@@ -68,6 +69,19 @@ class Run:
         self.batches.go_behind(state["earlier_sizes"])
         if self.trainer.scaler:
             self.trainer.scaler.load_state_dict(state["scaler"])
+
+    def open_writers(self) -> None:
+        """Let the first rank write curves, which go on behind the run's counters."""
+        counters, ranks = self.trainer.counters, self.ranks
+        sections = self.config.to_dict().values()
+        writers = open_writers(
+            self.config.log,
+            rank=ranks.global_rank,
+            world_size=ranks.num_ranks,
+            resumed_at=counters if counters.iteration else None,
+            settings={name: value for each in sections for name, value in each.items()},
+        )
+        self.metrics.use_writers(writers)
 
     def save(self) -> None:
         """Save a checkpoint in the folder that `--save` names, if any; all ranks call it.

@@ -14,12 +14,13 @@ from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.optimizer_norms import optimizer_norms
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
+from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules, is_due
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
-from megatron_zpp.train.trained import Trained
-from zeropp import optimizer_step
+from zeropp import LossScaler, Sharding, optimizer_step
 from zeropp.optim import global_norm, local_part, sharded
 
 
@@ -74,12 +75,19 @@ STATE_COUNTERS = tuple(
 
 
 @dataclass(kw_only=True)
-class Trainer(Trained):
+class Trainer:
     """What takes steps: they change weights, the optimizer's state, the loss scale, the progress.
 
-    `passes` runs forward and backward passes: those of a pipeline, or of a model that is whole.
+    `config` is the complete configuration, and `ranks` are those that train. `passes` runs forward
+    and backward passes: those of a pipeline, or of a model that is whole.
     """
 
+    config: Config
+    ranks: Ranks
+    sharding: Sharding
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler | None
+    capabilities: Sequence[Capability]
     passes: OneStage | Pipeline
     schedules: Schedules
     counters: Counters

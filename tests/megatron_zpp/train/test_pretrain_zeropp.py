@@ -166,8 +166,8 @@ def test_weights_loaded_in_place_are_the_ones_that_are_evaluated(tmp_path):
         untrained = validation_loss(run)  # leaves copies of the untrained weights
         from_folder = replace(run.config.checkpoint, load=str(tmp_path))
         config = replace(run.config, checkpoint=from_folder)
-        trainer, fingerprint = replace(run.trainer, config=config), run.tokenizer.fingerprint
-        load(saved_run(from_folder, run.ranks), trainer, fingerprint)
+        loading = replace(run, trainer=replace(run.trainer, config=config))
+        load(loading, saved_run(from_folder, run.ranks))
         assert validation_loss(run) == fresh != untrained
 
 
