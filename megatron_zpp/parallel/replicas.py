@@ -1,6 +1,7 @@
 """Who steps together: all ranks of a run, or replicas that train independently."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -94,30 +95,31 @@ class Replicas:
         """Leave, or end together."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Joining:
-    """How a process comes to its replica; by default all ranks are one."""
+    """How a process comes to its replica; by default all ranks are one.
 
-    def world(self, environment: Environment, parallel: ParallelConfig) -> Environment:
-        """Return this process's environment among the ranks of its replica."""
-        return environment
+    world: its environment among the ranks of its replica. join: returns the replicas, and the part
+    of the store of all ranks that is this one's; the second argument limits collectives.
+    """
 
-    def join(
-        self, store: dist.Store, environment: Environment, world: Environment, limit: timedelta
-    ) -> tuple[Replicas, dist.Store]:
-        """Return the replicas, and the part of the store that is this one's."""
-        return Replicas(), store
+    world: Environment
+    join: Callable[[dist.Store, timedelta], tuple[Replicas, dist.Store]] = lambda store, limit: (
+        Replicas(),
+        store,
+    )
 
 
 def joining_of(
     zero: ZeroConfig,
     checkpoint: CheckpointConfig,
+    parallel: ParallelConfig,
     environment: Environment,
     settings: Mapping[str, str],
 ) -> Joining:
     """Return how processes come to replicas; `settings` are those that all ranks have alike."""
     for module in modules_of("replicas", CAPABILITIES):
-        join = getattr(module, "joining", lambda *_: None)
-        joining = join(zero, checkpoint, environment, settings)
-        if joining is not None:
-            return joining
-    return Joining()
+        joining = getattr(module, "joining", lambda *_: None)
+        if found := joining(zero, checkpoint, parallel, environment, settings):
+            return found
+    return Joining(world=environment)

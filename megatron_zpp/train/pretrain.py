@@ -75,12 +75,13 @@ def main(
             ):
                 per_node = config.zero.zeropp.ranks_per_node
                 settings = shared_settings(config)
+                sections = config.zero, config.checkpoint, config.parallel
                 ranks = join_ranks(
                     environment,
                     config.parallel,
                     per_node,
                     settings,
-                    joining_of(config.zero, config.checkpoint, environment, settings),
+                    joining_of(*sections, environment, settings),
                 )
                 checkpoint = with_own_folders(config.checkpoint, ranks)
                 return RankProgram(

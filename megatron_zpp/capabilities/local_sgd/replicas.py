@@ -203,34 +203,10 @@ class ElasticLocalSGD(LocalSGD):
         self.group.close()
 
 
-class _Fixed(Joining):
-    def __init__(self, ranks_per_node: int | None) -> None:
-        self._ranks_per_node = ranks_per_node
-
-    def world(self, environment: Environment, parallel: ParallelConfig) -> Environment:
-        per_node = self._ranks_per_node or environment.local_world_size
-        return environment.within(parallel.world_ranks(per_node))
-
-    def join(
-        self, store: dist.Store, environment: Environment, world: Environment, limit: timedelta
-    ) -> tuple[Replicas, dist.Store]:
-        group = join_outer_group(store, environment, world, limit)
-        return LocalSGD(group), world_store(store, environment, world)
-
-
-class _Elastic(Joining):
-    def __init__(self, options: ElasticOptions) -> None:
-        self._options = options
-
-    def join(
-        self, store: dist.Store, environment: Environment, world: Environment, limit: timedelta
-    ) -> tuple[Replicas, dist.Store]:
-        return ElasticLocalSGD(join_elastic_group(self._options, environment, limit)), store
-
-
 def joining(
     zero: ZeroConfig,
     checkpoint: CheckpointConfig,
+    parallel: ParallelConfig,
     environment: Environment,
     settings: Mapping[str, str],
 ) -> Joining | None:
@@ -239,15 +215,27 @@ def joining(
     if options.sync_every == 1:
         return None
     if options.sync_store is None:
-        return _Fixed(options.ranks_per_node)
-    return _Elastic(
-        ElasticOptions(
-            address=options.sync_store,
-            num_nodes=options.sync_nodes,
-            settings={"the ranks of a node": str(environment.world_size), **settings},
-            advice=SAME_NODES,
-            saved_by=partial(saved_by_replica, checkpoint),
-        )
+        per_node = options.ranks_per_node or environment.local_world_size
+        world = environment.within(parallel.world_ranks(per_node))
+
+        def join(store: dist.Store, limit: timedelta) -> tuple[Replicas, dist.Store]:
+            group = join_outer_group(store, environment, world, limit)
+            return LocalSGD(group), world_store(store, environment, world)
+
+        return Joining(world=world, join=join)
+    elastic = ElasticOptions(
+        address=options.sync_store,
+        num_nodes=options.sync_nodes,
+        settings={"the ranks of a node": str(environment.world_size), **settings},
+        advice=SAME_NODES,
+        saved_by=partial(saved_by_replica, checkpoint),
+    )
+    return Joining(
+        world=environment,
+        join=lambda store, limit: (
+            ElasticLocalSGD(join_elastic_group(elastic, environment, limit)),
+            store,
+        ),
     )
 
 
