@@ -19,7 +19,7 @@ def build_variant(variant: str, seed: int, recipe: Recipe) -> Run:
     """Join the ranks, and build what they train."""
     config = recipe.config(variant, seed)
     environment, per_node = Environment.read(), config.zero.zeropp.ranks_per_node
-    joining = joining_of(config, environment, {})
+    joining = joining_of(config.zero, config.checkpoint, config.parallel, environment, {})
     ranks = join_ranks(environment, config.parallel, per_node, joining=joining)
     run = silent_run(config, ranks)
     if not recipe.lr_spike:

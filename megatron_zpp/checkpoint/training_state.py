@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.config import SECTIONS, Config, ModelConfig
+from megatron_zpp.settings.config import ModelConfig
 from megatron_zpp.settings.gpt.model import OF_CAPABILITIES, OF_TRAINING
 from megatron_zpp.settings.gpt.positions import PositionConfig
 from megatron_zpp.settings.gpt.sizes import LatentAttentionConfig
@@ -126,12 +126,6 @@ def with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
     }
-
-
-def run_settings(config: Config) -> dict[str, Any]:
-    """All settings of a run by section, as plain values that JSON can hold."""
-    sections = {name: asdict(getattr(config, name)) for name in SECTIONS}
-    return {"zero": config.zero.to_dict(), **sections}
 
 
 def check_architecture(

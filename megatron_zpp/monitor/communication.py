@@ -17,7 +17,6 @@ from megatron_zpp.parallel.replicas import OUTER
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim import OPTIMIZER, sharded
 from zeropp.settings import declared
@@ -110,13 +109,13 @@ class CommunicationMeter:
 
     def __init__(
         self,
-        config: Config,
         sharding: Sharding,
         ranks: Ranks,
+        micro_batch_size: int,
         optimizer: torch.optim.Optimizer | None = None,
         capabilities: Sequence[Capability] = (),
     ) -> None:
-        self._config, self._sharding, self._ranks = config, sharding, ranks
+        self._sharding, self._ranks, self._micro_batch_size = sharding, ranks, micro_batch_size
         self._optimizer, self._capabilities = sharded(optimizer), capabilities
         self._formulas: dict[int, tuple[Counter, Counter]] = {}
         self._rank_interval, self._node_total = Communication(), Communication()
@@ -251,9 +250,8 @@ class CommunicationMeter:
         expected: Counter = Counter()
         has_other_axes = self._ranks.num_replicas < self._ranks.num_ranks
         if has_other_axes or self._sharding.model.part.axes:
-            expected.update(
-                activation_traffic(self._config, self._ranks, self._sharding, num_micro_batches)
-            )
+            sizes = self._micro_batch_size, num_micro_batches
+            expected.update(activation_traffic(self._sharding, self._ranks, *sizes))
         expected.update(sum_of(self._optimizer.messages()))
         for each in self._capabilities:
             expected.update(sum_of(each.messages(num_micro_batches)))

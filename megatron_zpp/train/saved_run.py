@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.iteration_folders import (
 )
 from megatron_zpp.checkpoint.training_state import STATE, read_state
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.config import CheckpointConfig, Config
+from megatron_zpp.settings.config import CheckpointConfig
 from zeropp import Sharding
 from zeropp.capabilities.local_sgd import AveragedBuffers, OfSharding, TrainedWeights
 from zeropp.errors import InputError
@@ -105,28 +105,28 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     return _common_run(options, first, num_worlds)
 
 
-def with_own_folders(config: Config, ranks: Ranks) -> Config:
-    """Return the configuration with the folders of this world's checkpoints.
+def with_own_folders(options: CheckpointConfig, ranks: Ranks) -> CheckpointConfig:
+    """Return the options with the folders of this world's checkpoints.
 
     The first world has those that the flags name, and others a folder in each.
     """
     number = ranks.replicas.number
     if not number:
-        return config
-    options = config.checkpoint
+        return options
     save, load = (
         each and str(folder_of_node(Path(each), number)) for each in (options.save, options.load)
     )
-    return replace(config, checkpoint=replace(options, save=save, load=load))
+    return replace(options, save=save, load=load)
 
 
-def with_source(config: Config, source: SavedRun | None, ranks: Ranks) -> Config:
-    """Return the configuration with the folder that this world loads, or else the first one's."""
-    options = config.checkpoint
+def with_source(
+    options: CheckpointConfig, source: SavedRun | None, ranks: Ranks
+) -> CheckpointConfig:
+    """Return the options with the folder that this world loads, or else the first one's."""
     if options.load is None or not ranks.replicas.independent:
-        return config
+        return options
     folder = source.folder if source else _folder_of_first(options, ranks)
-    return replace(config, checkpoint=replace(options, load=str(folder)))
+    return replace(options, load=str(folder))
 
 
 def _folder_of_first(options: CheckpointConfig, ranks: Ranks) -> Path:

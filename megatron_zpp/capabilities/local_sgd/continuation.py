@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import CheckpointConfig, ParallelConfig
 from megatron_zpp.settings.parallel import OTHER_SIZES, SIZES
 from zeropp.capabilities.local_sgd import LocalSteps, OuterMean
 from zeropp.errors import InputError
@@ -24,7 +24,8 @@ def continue_replica(
     read: Mapping[str, Tensor],
     source: Any,
     state: TrainingState | None,
-    config: Config,
+    options: CheckpointConfig,
+    parallel: ParallelConfig,
     ranks: Ranks,
 ) -> None:
     """Go on from a checkpoint that has been loaded, or from the beginning if `state` is None.
@@ -35,7 +36,7 @@ def continue_replica(
     """
     local_steps = replicas.steps
     if replicas.joins_and_leaves:
-        _continue_alone(local_steps, read, state, config, ranks)
+        _continue_alone(replicas, read, state, options, parallel, ranks)
         return
     iterations = replicas.gather(None if state is None else state.iteration)
     if len(set(iterations)) > 1:
@@ -51,23 +52,21 @@ def continue_replica(
         log.info("replicas go on with the mean of their weights; the outer momentum is reset")
         return
     local_steps.load(read)
-    if config.checkpoint.reset_iteration:
+    if options.reset_iteration:
         local_steps.end_delay()
-    _forget_momentum_of_others(local_steps, state, config, ranks)
+    _forget_momentum_of_others(replicas, state, parallel, ranks.num_ranks)
 
 
 def _forget_momentum_of_others(
-    local_steps: LocalSteps, state: TrainingState, config: Config, ranks: Ranks
+    replicas: Any, state: TrainingState, parallel: ParallelConfig, num_ranks: int
 ) -> None:
     """Reset the outer momentum if its ownership has changed."""
     saved_by = _layout(state.world_size, state.stage, state.configuration["parallel"])
-    now = _layout(ranks.num_ranks, config.zero.stage, asdict(config.parallel))
+    now = _layout(num_ranks, replicas.stage, asdict(parallel))
     place = state.num_worlds, state.node
-    if saved_by == now and (
-        place == (ranks.replicas.count, ranks.replicas.index) or not state.launch
-    ):
+    if saved_by == now and (place == (replicas.count, replicas.index) or not state.launch):
         return
-    for each in local_steps.fragments:
+    for each in replicas.steps.fragments:
         each.momentum.zero_()
         each.mean.forget()
     log.info(
@@ -77,19 +76,21 @@ def _forget_momentum_of_others(
 
 
 def _continue_alone(
-    local_steps: LocalSteps,
+    replicas: Any,
     read: Mapping[str, Tensor],
     state: TrainingState | None,
-    config: Config,
+    options: CheckpointConfig,
+    parallel: ParallelConfig,
     ranks: Ranks,
 ) -> None:
     """Go on as an elastic replica: all initial members have read the same global parameters."""
+    local_steps = replicas.steps
     if not read or state is None:
         local_steps.restart()
         return
     local_steps.load(read)
-    _forget_momentum_of_others(local_steps, state, config, ranks)
-    if config.checkpoint.no_load_optim:
+    _forget_momentum_of_others(replicas, state, parallel, ranks.num_ranks)
+    if options.no_load_optim:
         local_steps.restart_from_agreed()
         log.info("without moments, replicas go on with the weights after the last outer step")
 

@@ -227,7 +227,7 @@ def test_nodes_that_join_have_what_an_own_formula_says(seed: int, tmp_path: Path
     with elastic_nodes(folder, 0, nodes) as outer, built_run(flags, outer) as run:
         trainer, begun = run.trainer, tensors_of(run)
         joins, local = outer.joins, trainer.ranks.replicas.steps
-        trainer.join(run.metrics.history, run.batches)
+        run.ranks.replicas.join(run)
         if not joins:
             with run.batches.loader(TRAIN, 0) as batches:
                 for _ in range(steps):

@@ -88,9 +88,9 @@ def test_host_memory_is_checked_before_the_draws_and_weights_count_once(ratio, w
         sharding = build_model(config, 50, joined, apex=None, capabilities=own)
     held = sum(each.to_local().nbytes for each in sharding.model.parameters())
     with patch.object(host_masters, "free_bytes", lambda: needed - held - 1), refused:
-        build_optimizer(sharding, config, joined.device, None, own)
+        build_optimizer(sharding, config.optimizer, joined.device, None, own)
     with patch.object(host_masters, "free_bytes", lambda: needed - held):
-        build_optimizer(sharding, config, joined.device, None, own)
+        build_optimizer(sharding, config.optimizer, joined.device, None, own)
 
 
 @ranks(2, timeout=180)

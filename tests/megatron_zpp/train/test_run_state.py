@@ -202,7 +202,7 @@ def steps_and_exchange(folder: Path) -> None:
     with worlds(1, folder) as outer, built_run(flags, outer) as run:
         values = take_steps(run, 2)
         of_nodes = outer.gather(values)
-        run.saver.save()
+        run.save()
         run.ranks.replicas.steps.synchronize(2)
         after = values_of(run)
         require("outer step", after, own=values, of_nodes=of_nodes)
@@ -223,7 +223,7 @@ def save_on_two_ranks(folder: Path) -> None:
     flags = FLAGS + with_json({"stage": 2}) + "--expert-model-parallel-size 2 "
     with built_run(f"{flags} --train-iters 9 --save {folder / 'two'}") as run:
         values = take_steps(run, 2)
-        run.saver.save()
+        run.save()
         if dist.get_rank() == 0:
             (folder / "two.pickle").write_bytes(pickle.dumps([values]))
 
@@ -254,7 +254,7 @@ def join(folder: Path) -> None:
         fresh, joins, trainer = values_of(run), outer.joins, run.trainer
         assert trainer.schedules.learning_rate.max_lr == (1e-4 if joins else 1e-2)
         wait_for_joiners(outer, 1)
-        trainer.join(run.metrics.history, run.batches)
+        run.ranks.replicas.join(run)
         if not joins:
             take_steps(run, 1)
             trainer.ranks.replicas.steps.synchronize(3)
