@@ -20,7 +20,7 @@ NEAR = ("gradients", "in_node")
 class TwoNodes:
     """The ranks of a job in which all others sent what this one sent: 2 nodes of 2."""
 
-    num_ranks = num_replicas = 4
+    num_ranks = data_parallel_size = 4
     replicas = Replicas()
     nodes = Nodes(num_ranks=4, ranks_per_node=2)
     activations = Traffic(AXES)
