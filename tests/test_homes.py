@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("zeropp", "megatron_zpp")
 OUTER = ("megatron_zpp/planner", "megatron_zpp/interchange", "zeropp/deepspeed")
 # Of each capability: how it may be named, its homes, and how many files elsewhere may name it: of
 # the core, and of each of the outer rooms.
@@ -85,7 +86,7 @@ def test_little_outside_its_home_names_a_capability(capability: str) -> None:
     pattern, homes, (most_in_core, most_in_outer) = HOMES[capability]
     naming = [
         path
-        for package in ("zeropp", "megatron_zpp")
+        for package in PACKAGES
         for path in python_files(package)
         if re.search(pattern, path.read_text(), re.IGNORECASE) and not is_in(path, homes)
     ]
@@ -100,6 +101,19 @@ def test_little_outside_its_home_names_a_capability(capability: str) -> None:
 def test_a_room_does_not_grow(room: str) -> None:
     lines = sum(path.read_text().count("\n") for path in files_of(room, LINES))
     assert lines <= LINES[room], f"{room}: {lines:,} lines, {LINES[room]:,} at most"
+
+
+def test_names_that_capabilities_declare_are_on_the_page_and_read() -> None:
+    """A constant in upper case that nobody asks for would have no effect."""
+    texts = {path: path.read_text() for name in PACKAGES for path in python_files(name)}
+    source = "\n".join(texts.values())
+    asked = set(re.findall(r'(?:declared|_of_capabilities)\(\s*"([A-Z_]+)"', source))
+    page = (ROOT / "docs/add_a_capability.md").read_text().partition("| Constant |")[2]
+    assert set(re.findall(r"`([A-Z_]+)`", page)) == asked
+    for path in texts:
+        if "capabilities" in path.parts and path.stem in ("settings", "copies", "layer", "log"):
+            for name in re.findall(r"^([A-Z][A-Z_]+)(?:, \w+)* = ", texts[path], re.MULTILINE):
+                assert name in asked or len(re.findall(rf"\b{name}\b", source)) > 1, (path, name)
 
 
 @pytest.mark.parametrize("room", WHOLE_CONFIGURATION)

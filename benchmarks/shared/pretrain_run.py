@@ -1,9 +1,6 @@
 """What benchmarks share that train with pretrain_gpt.py's own step."""
 
 import io
-from datetime import timedelta
-
-import torch
 
 from benchmarks.shared.training_setup import CPU
 from megatron_zpp.checkpoint.open_model import open_checkpoint
@@ -17,16 +14,7 @@ from megatron_zpp.train.inputs import TRAIN, VALIDATION
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from zeropp.errors import InputError
-from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
-
-
-def join_cpu_ranks() -> Environment:
-    """Start the process group over gloo, with one thread for each rank."""
-    environment = Environment.read()
-    torch.set_num_threads(1)
-    start_process_group(environment, CPU, timedelta(minutes=10), "gloo")
-    return environment
 
 
 def cpu_ranks(config: Config) -> Ranks:

@@ -59,9 +59,9 @@ class TrainingState:
 
     `architecture` holds what must be equal in a model that loads the checkpoint, `configuration`
     all settings of the run that saved it, `tokenizer` the fingerprint of its tokenizer.
-    `optimizer_saved` is set when the checkpoint is saved. `num_worlds`: how many nodes that step
-    alone have saved one each. `node`: the place of this one among them. `launch`: what names the
-    start of the run, on all of them alike. `sample_sizes`: how many training, validation and
+    `optimizer_saved` is set when the checkpoint is saved. `num_worlds`: how many independent
+    replicas have saved one each. `node`: the index of this one. `launch`: identifies the start of
+    the run on all of them. `sample_sizes`: how many training, validation and
     test samples runs asked for, this one last, on which their order depends. `data_bytes`: those of
     each file of tokens or examples.
     """

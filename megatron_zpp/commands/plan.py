@@ -171,7 +171,7 @@ def read_run(
         each = samples_per_replica(tokens / config.model.seq_length / num_replicas)
         argv = [*argv, "--global-batch-size", str(each * num_replicas)]
     config = parse(argv, num_ranks, program)
-    if num_ranks < cluster.num_ranks:  # all nodes are there, as if they could not come and go
+    if num_ranks < cluster.num_ranks:  # as if all replicas were fixed
         zeropp = replace(config.zero.zeropp, sync_store=None, sync_nodes=None)
         config = replace(config, zero=replace(config.zero, zeropp=zeropp))
     if not is_described:
@@ -183,7 +183,7 @@ def read_run(
 
 
 def _ranks_of_a_launch(argv: Sequence[str], cluster: Cluster) -> int:
-    """Return how many ranks are launched together: those of a node where nodes come and go.
+    """Return how many ranks are launched together: those of a node if replicas join and leave.
 
     Raises InputError if these are not the nodes of the cluster.
     """

@@ -36,9 +36,9 @@ class Communication:
     """Bytes sent in `steps` steps, by (purpose, hop): by a rank, or by a node, the mean of all.
 
     `expected` is what the formula says for these steps, `plain` what the same ZeRO stage would have
-    sent without ZeRO++, on rings over all ranks, those of nodes that step alone too. `coded` is
-    what coded messages of all ranks held. `exchange`: of all steps since nodes that step alone had
-    last exchanged something, if they have done so in these steps.
+    sent without ZeRO++, on rings over the ranks of all replicas. `coded` is what coded messages of
+    all ranks held. `exchange`: of all steps since the outer step before, if these steps contain
+    one.
     """
 
     steps: int = 0
@@ -71,7 +71,7 @@ class Communication:
     def line(self) -> str:
         """A log line in Megatron's style: bytes across nodes, in all and by purpose, and within.
 
-        What nodes that step alone exchange is in the lines of intervals in which they do.
+        Outer steps are in the lines of the intervals that contain one.
         """
         sent, expected = self.sent_per_step, self._per_step(lambda each: each.expected)
         values = {"across nodes": (sum_over(sent, ACROSS_NODES), sum_over(expected, ACROSS_NODES))}
@@ -129,8 +129,8 @@ class CommunicationMeter:
     def end_step(self, num_micro_batches: int, iteration: int) -> None:
         """Count what this rank sent since `begin_step`, in an iteration.
 
-        Nodes that step alone exchange at other times, which `take` counts. Stage 0
-        all-reduces by PyTorch's own collective, whose bytes are not counted.
+        Outer steps are counted by `take`. Stage 0 all-reduces by PyTorch's own collective, whose
+        bytes are not counted.
         """
         expected, plain = self._formula(num_micro_batches)
         if outer := self._ranks.replicas.expected(iteration):

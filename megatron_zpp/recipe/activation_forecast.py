@@ -95,7 +95,7 @@ class Forecast:
         """Yield what is sent once per step: gradients that ranks of an axis have parts of.
 
         partial: numbers of gradients that ranks of the tensor axis have terms of. tied: those of
-        embeddings that both ends of a pipeline have.
+        tied embeddings, which the first and the last stage have.
         """
         if self.ranks.tensor_size > 1:
             group = self.ranks.tensor_group

@@ -114,7 +114,7 @@ class ParallelConfig(*declared("PARALLEL", CAPABILITIES), Section):
         return [range(first, end) for first, end in pairwise((0, *accumulate(sizes)))]
 
     def world_ranks(self, ranks_per_node: int) -> int:
-        """Return how many ranks train a model by themselves, where nodes step alone.
+        """Return how many ranks an independent replica has.
 
         Those of a node, or of several if a model takes as many. Raises InputError if they do not
         fit.
@@ -124,7 +124,7 @@ class ParallelConfig(*declared("PARALLEL", CAPABILITIES), Section):
             raise InputError(
                 f"a model takes {of_model} ranks ({', '.join(map(self._shown, SIZES))}), which is "
                 f"neither a part of a node's {ranks_per_node} ranks nor whole nodes, and "
-                "zeropp.sync_every lets nodes step alone"
+                "zeropp.sync_every trains nodes independently"
             )
         return max(of_model, ranks_per_node)
 

@@ -1,4 +1,4 @@
-"""What `--load` names, where nodes step alone or have done so: a checkpoint of each world."""
+"""What `--load` names, where independent replicas load or have saved it: a checkpoint of each."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ log = logging.getLogger("megatron_zpp")
 class SavedRun:
     """What `--load` names: the folder and the iteration that this world loads.
 
-    num_worlds: how many nodes that stepped alone have saved it, the first one in `folder`.
+    num_worlds: how many replicas have saved it, the first one in `folder`.
     is_of_each: each world of this run loads its own.
     is_verified: its files have been read and compared already.
     """
@@ -73,17 +73,16 @@ class SavedRun:
         buffers.take(messages)
         buffers.merge(0.0)
         log.info(
-            f"{self.num_worlds} nodes that stepped alone have saved {self.folder}: this run goes "
-            "on with the mean of their weights, and the moments of the optimizer start anew"
+            f"{self.num_worlds} independent replicas have saved {self.folder}: this run goes on "
+            "with the mean of their weights, and the moments of the optimizer are reset"
         )
 
 
 def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     """Return what to load of `--load`; all ranks of all worlds call it.
 
-    None without `--load`, and for a node that begins or joins without a checkpoint, where nodes
-    come and go. Raises InputError if no iteration is there of all worlds that have saved it, or if
-    a world sees none of it.
+    None without `--load`, and for a replica that joins without a checkpoint. Raises InputError if
+    no iteration is there of all worlds that have saved it, or if a world sees none of it.
     """
     if options.load is None:
         return None
@@ -167,7 +166,7 @@ def _of_others(options: CheckpointConfig, first: Path, num_worlds: int) -> Saved
     for folder, launches in zip(folders, found, strict=True):
         if not launches:
             raise InputError(
-                f"{first} is of {num_worlds} nodes that stepped alone, and {folder} has no "
+                f"{first} is of {num_worlds} independent replicas, and {folder} has no "
                 "complete checkpoint: restore it"
             )
     iteration = _newest_of_all(found, iteration_of(path), str(first), options.ckpt_step)
@@ -210,9 +209,7 @@ def _own_run(folder: Path, iteration: int) -> SavedRun | None:
 def _require_all(has: Sequence[bool], what: str) -> None:
     """Raise InputError, on all worlds alike, that names the first node without a checkpoint."""
     if not all(has):
-        raise InputError(
-            f"--load: node {list(has).index(False)} of {len(has)} that step alone has no {what}"
-        )
+        raise InputError(f"--load: replica {list(has).index(False)} of {len(has)} has no {what}")
 
 
 def _launches(folder: Path) -> dict[int, str]:

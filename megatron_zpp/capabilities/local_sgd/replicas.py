@@ -130,7 +130,7 @@ class LocalSGD(Replicas):
             if (names := [name for name, is_set in keys.items() if is_set])
         ]
         if parts:
-            yield f"nodes step alone, and nothing of a step crosses them: {'; '.join(parts)}"
+            yield f"replicas train independently, no step crosses nodes: {'; '.join(parts)}"
 
     def rows(self, ranks: Ranks) -> Iterator[tuple[str, str]]:
         """Yield when replicas synchronize, in how many bits, and what a rank keeps for it."""
@@ -149,10 +149,10 @@ class LocalSGD(Replicas):
         where = " on the host" if options.on_host and ranks.device != HOST else ""
         yield (
             "nodes",
-            f"{self.count}{each} that step alone, exchange "
+            f"{self.count}{each} that train independently, synchronized "
             f"{self.steps.schedule} in {options.bits} bits\n"
             f"outer learning rate {options.lr:g}, momentum {options.momentum:g}; a rank keeps "
-            f"{agreed} of agreed weights{where},\n{owned} of momentum and rounding errors",
+            f"{agreed} of global parameters{where},\n{owned} of momentum and rounding errors",
         )
 
     def close(self, *, succeeded: bool) -> None:

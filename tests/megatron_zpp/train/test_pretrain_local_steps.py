@@ -267,5 +267,5 @@ def test_without_moments_nodes_go_on_from_equal_weights(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     run_alone(2, 1, f"{flags} --save {saved} --exit-interval 2", tmp_path)
     log = run_alone(2, 1, f"{flags} --load {saved} --no-load-optim", tmp_path)
-    assert "the nodes go on with the mean of their weights" in log
+    assert "replicas go on with the mean of their weights" in log
     assert len(losses(log)) == ITERATIONS - 2
