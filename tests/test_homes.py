@@ -57,7 +57,7 @@ HOMES = {
 LINES = {
     "zeropp": 22_646,
     "zeropp/deepspeed": 4_333,
-    "megatron_zpp": 24_744,
+    "megatron_zpp": 24_738,
     "megatron_zpp/planner": 5_585,
     "megatron_zpp/interchange": 6_609,
     "benchmarks": 10_957,
