@@ -29,7 +29,6 @@ from megatron_zpp.planner.timing.computing import layer_seconds
 from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
 from megatron_zpp.recipe.capability import settled
 from megatron_zpp.settings.config import Config, ParallelConfig
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.optim import OPTIMIZER
 from zeropp.wire import HOPS, Nodes
 
@@ -95,7 +94,7 @@ class Row:
     def tokens_per_second(self) -> float:
         """The tokens of a step in its typical seconds."""
         config = self.candidate.config
-        return Schedules.of(config).batch_size.final * config.model.seq_length / self.seconds
+        return config.schedules.batch_size.final * config.model.seq_length / self.seconds
 
     @property
     def mfu(self) -> float:
@@ -264,7 +263,7 @@ class Search:
     def _rows_alone(self, interval: int) -> Iterator[Row]:
         """Yield rows of nodes that step alone, which divide the model if it does not fit whole."""
         size, num_nodes = self.cluster.gpus_per_node, self.cluster.num_nodes
-        samples, rest = divmod(Schedules.of(self.base).batch_size.final, num_nodes)
+        samples, rest = divmod(self.base.schedules.batch_size.final, num_nodes)
         if rest:
             return
         share = replace(self.base, batch=replace(self.base.batch, global_batch_size=samples))
