@@ -1,6 +1,6 @@
-"""The ranks with one place in nodes that come and go: those who take part.
+"""The ranks of one index in all replicas of an elastic run: an `OuterGroup` of the present members.
 
-round n:  who takes part  ->  connections, if others than before  ->  work  ->  for all or none
+round n:  quorum  ->  new connections if membership has changed  ->  work  ->  commit, or repeat
 """
 
 import uuid
@@ -32,10 +32,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticOptions:
-    """Where nodes meet, and with how many a run begins.
+    """Where replicas find each other, and with how many a run begins.
 
-    settings: what must be alike on all of them, texts by their names; `advice` is for those who
-    have others. saved_by: what the checkpoint of the node with a number is of.
+    settings: what must be equal on all of them, texts by their names; `advice` is added to the
+    error if it is not. saved_by: identifies the checkpoint from which replica `number` resumes.
     """
 
     address: str
@@ -48,10 +48,10 @@ class ElasticOptions:
 def join_elastic_group(
     options: ElasticOptions, environment: Environment, timeout: timedelta
 ) -> "ElasticGroup":
-    """Let this world begin a run with the other nodes, or wait to join them.
+    """Enter a run as an initial member, or as a replica that will join it.
 
-    All ranks call it. Raises InputError on all of them for other settings than the others have,
-    NetworkError if there is no store or the other nodes do not come.
+    All ranks of the replica call it. Raises InputError on all of them if settings differ from those
+    of the others, NetworkError if there is no store or too few replicas enter.
     """
     limit = timeout.total_seconds()
     entry = pulse = None
@@ -93,9 +93,9 @@ def _enter(options: ElasticOptions, store: dist.Store, name: str, limit: float) 
 
 
 class ElasticGroup(OuterGroup):
-    """An `OuterGroup` whose members may change: those of the last round that all have done.
+    """An `OuterGroup` whose members may change: those of the last committed round.
 
-    iteration: of this node's checkpoint that it goes on from; 0 without one. All ranks of all
+    iteration: of the checkpoint from which this replica resumes; 0 without one. All ranks of all
     members call `hold` in the same order.
     """
 
@@ -110,25 +110,25 @@ class ElasticGroup(OuterGroup):
         launch: str = "",
     ) -> None:
         self.rounds, self.planned, self.iteration = rounds, planned, iteration
-        self.number, self.launch = rounds.own.number, launch  # the place may change
+        self.number, self.launch = rounds.own.number, launch  # its index may change
         self.traffic = Traffic((PURPOSE,))
-        self.members, place = rounds.members, rounds.members.place(rounds.own.name)
+        self.members, index = rounds.members, rounds.members.place(rounds.own.name)
         self.node, self.size = 1, 2  # until it has joined, as the second of two
-        if place is not None:
-            self.node, self.size = place, len(self.members.nodes)
+        if index is not None:
+            self.node, self.size = index, len(self.members.nodes)
         self._watch, self._store, self._timeout, self._pulse = rounds.wait, store, timeout, pulse
         self._names: tuple[str, ...] | None = None  # of the members whose connections hold
         self._broken: list[tuple] = []  # gloo would wait for their messages to delete them
 
     @property
     def joins(self) -> bool:
-        """Whether this node has yet to get the others' weights."""
+        """Whether this replica has yet to get the others' weights."""
         return self.members.place(self.rounds.own.name) is None
 
     def join(self) -> None:
-        """Wait until this node may take part in a round, which the caller then holds.
+        """Wait until this replica is admitted to a round, which the caller then holds.
 
-        All its ranks call it when they are ready to. Raises NobodyLeftError.
+        All its ranks call it when they are ready. Raises NobodyLeftError.
         """
         with reported_store():
             if self.rounds.rank == 0:
@@ -136,11 +136,11 @@ class ElasticGroup(OuterGroup):
             self.rounds.wait_for_admission()
 
     def hold(self, work: Callable[[Members], Result], *, admits: bool = False) -> Result:
-        """Return the result of `work` with all who take part, when all of them have theirs.
+        """Run `work` with all members; return its result once all of them have theirs.
 
-        It is repeated with those who are left if one ends, and so must change nothing. With
-        `admits`, other nodes may join. Raises ExcludedError; OuterError if it fails again and again
-        with all nodes alive.
+        If a member ends, `work` is repeated with the remaining ones, so it must change nothing.
+        With `admits`, replicas may join. Raises ExcludedError; OuterError if it fails repeatedly
+        while all members are alive.
         """
         failures, last = 0, self.members
         while True:
@@ -164,7 +164,7 @@ class ElasticGroup(OuterGroup):
                 raise error or OuterError(f"an exchange of {members} has failed {failures} times")
 
     def close(self) -> None:
-        """Say that this node leaves."""
+        """Say that this replica leaves."""
         if self._pulse is not None:
             self._pulse.close()
 
