@@ -5,11 +5,13 @@ later capability brings an allowance of its own.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("zeropp", "megatron_zpp")
 OUTER = ("megatron_zpp/planner", "megatron_zpp/interchange", "zeropp/deepspeed")
 # Of each capability: how it may be named, its homes, and how many files elsewhere may name it: of
 # the core, and of each of the outer rooms, one number if it is that of all.
@@ -55,12 +57,14 @@ HOMES = {
 LINES = {
     "zeropp": 22_646,
     "zeropp/deepspeed": 4_333,
-    "megatron_zpp": 24_893,
-    "megatron_zpp/planner": 5_589,
-    "megatron_zpp/interchange": 6_572,
+    "megatron_zpp": 24_738,
+    "megatron_zpp/planner": 5_585,
+    "megatron_zpp/interchange": 6_583,
     "benchmarks": 10_755,
     "tests": 53_422,
 }
+# How many parameters and fields of a room, but not of rooms in it, are a whole `Config`.
+WHOLE_CONFIGURATION = {"megatron_zpp": 13, "megatron_zpp/planner": 41}
 
 
 def python_files(folder: str) -> list[Path]:
@@ -71,12 +75,18 @@ def is_in(path: Path, folders: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(ROOT / folder) for folder in folders)
 
 
+def files_of(room: str, rooms: Mapping[str, int]) -> list[Path]:
+    """Return the files of a room that are in none of `rooms` inside it."""
+    inner = tuple(other for other in rooms if other.startswith(f"{room}/"))
+    return [path for path in python_files(room) if not is_in(path, inner)]
+
+
 @pytest.mark.parametrize("capability", HOMES)
 def test_little_outside_its_home_names_a_capability(capability: str) -> None:
     pattern, homes, (most_in_core, *most_in_outer) = HOMES[capability]
     naming = [
         path
-        for package in ("zeropp", "megatron_zpp")
+        for package in PACKAGES
         for path in python_files(package)
         if re.search(pattern, path.read_text(), re.IGNORECASE) and not is_in(path, homes)
     ]
@@ -89,7 +99,26 @@ def test_little_outside_its_home_names_a_capability(capability: str) -> None:
 
 @pytest.mark.parametrize("room", LINES)
 def test_a_room_does_not_grow(room: str) -> None:
-    inner = tuple(other for other in LINES if other.startswith(f"{room}/"))
-    files = [path for path in python_files(room) if not is_in(path, inner)]
-    lines = sum(path.read_text().count("\n") for path in files)
+    lines = sum(path.read_text().count("\n") for path in files_of(room, LINES))
     assert lines <= LINES[room], f"{room}: {lines:,} lines, {LINES[room]:,} at most"
+
+
+def test_names_that_capabilities_declare_are_on_the_page_and_read() -> None:
+    """A constant in upper case that nobody asks for would have no effect."""
+    texts = {path: path.read_text() for name in PACKAGES for path in python_files(name)}
+    source = "\n".join(texts.values())
+    readers = r"(?:declared|_of_capabilities|require_none_of)"
+    asked = set(re.findall(readers + r'\(\s*"([A-Z_]+)"', source))
+    page = (ROOT / "docs/add_a_capability.md").read_text().partition("| Constant |")[2]
+    assert set(re.findall(r"`([A-Z_]+)`", page)) == asked
+    for path in texts:
+        if "capabilities" in path.parts and path.stem in ("settings", "copies", "layer", "log"):
+            for name in re.findall(r"^([A-Z][A-Z_]+)(?:, \w+)* = ", texts[path], re.MULTILINE):
+                assert name in asked or len(re.findall(rf"\b{name}\b", source)) > 1, (path, name)
+
+
+@pytest.mark.parametrize("room", WHOLE_CONFIGURATION)
+def test_functions_take_the_sections_that_they_read(room: str) -> None:
+    texts = {path: path.read_text() for path in files_of(room, WHOLE_CONFIGURATION)}
+    taking = [path for path, text in texts.items() for _ in re.findall(r'\w: "?Config\b', text)]
+    assert len(taking) <= WHOLE_CONFIGURATION[room], taking

@@ -98,7 +98,7 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
     ranks, count = setup.ranks, setup.micro_batches
     sharding = build_model(config, setup.vocab_size, ranks, apex=None)
     own = capabilities_of(config, ranks)
-    optimizer = build_optimizer(sharding, config, ranks.device, None, own)
+    optimizer = build_optimizer(sharding, config.optimizer, ranks.device, None, own)
     if isinstance(sharding.model, Pipeline):
         step = _pipeline_step(sharding.model, optimizer, steps, count)
     else:
@@ -111,7 +111,7 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
         expected={
             **sharding.expected_traffic(count),
             **dict.fromkeys(ranks.activations.sent, 0),
-            **activation_traffic(config, ranks, sharding, count),
+            **activation_traffic(sharding, ranks, config.batch.micro_batch_size, count),
         },
         held=_frozen_bytes(sharding),
     )

@@ -146,7 +146,7 @@ def zeropp_round_trip(values: Tensor, bits: int) -> Tensor:
 
 
 def verify(codes: Mapping[str, tuple[BlockCode, int]], tensors: Iterable[Tensor]) -> None:
-    """Raise Disagreement unless codes, the models of formats with so many bits, are their ops."""
+    """Raise Disagreement unless each code gives the numbers of the ops with its bits."""
     for (name, (code, bits)), tensor in itertools.product(codes.items(), tensors):
         own = code.round_trip(tensor).values.flatten()
         if not torch.equal(own, zeropp_round_trip(tensor.flatten(), bits)):

@@ -95,7 +95,7 @@ def build_variant(variant: str, seed: int, recipe: Recipe) -> Run:
     """Join the ranks, and build what they train."""
     config = recipe.config(variant, seed)
     environment, per_node = Environment.read(), config.zero.zeropp.ranks_per_node
-    joining = joining_of(config, environment, {})
+    joining = joining_of(config.zero, config.checkpoint, config.parallel, environment, {})
     ranks = join_ranks(environment, config.parallel, per_node, joining=joining)
     run = silent_run(config, ranks)
     if not recipe.lr_spike:
@@ -114,6 +114,6 @@ class SpikedLearningRate:
         self.rate, self.samples = rate, range(first, first + SPIKE * batch_size)
 
     def __call__(self, scheduled_samples: int) -> float:
-        """The learning rate of the step after so many samples."""
+        """The learning rate of the step after `scheduled_samples`."""
         factor = SPIKE_FACTOR if scheduled_samples in self.samples else 1.0
         return factor * self.rate(scheduled_samples)

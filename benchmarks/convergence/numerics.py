@@ -92,7 +92,7 @@ def train(steps: int) -> tuple[float, Tensors, list[Tensors]]:
 
 
 def code_of(bits: int, **settings: object) -> BlockCode:
-    """A code of so many bits; by default zeropp's."""
+    """A code of `bits` bits; by default zeropp's."""
     return BlockCode(**{"block": BLOCK[bits], "top": 1 << (bits - 1), **settings})
 
 

@@ -54,10 +54,10 @@ def predict_and_measure(flags: str) -> tuple[Estimate | None, int]:
 
 
 def _train(config: Config, ranks: Ranks) -> None:
-    size = config.batch.micro_batch_size
-    micro_batches = config.batch.global_batch_size // (size * ranks.num_replicas)
+    own, size = capabilities_of(config, ranks), config.batch.micro_batch_size
+    micro_batches = config.batch.global_batch_size // (size * ranks.data_parallel_size)
     sharding = build_model(config, VOCABULARY, ranks, apex=None)
-    optimizer = build_optimizer(sharding, config, CPU, None, capabilities_of(config, ranks))
+    optimizer = build_optimizer(sharding, config.optimizer, CPU, None, own)
     shape = size, config.model.seq_length
     tokens, mask = torch.randint(VOCABULARY, shape), torch.ones(shape)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=mask, position_ids=None)

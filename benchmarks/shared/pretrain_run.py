@@ -10,7 +10,6 @@ from megatron_zpp.monitor.metrics import Iteration
 from megatron_zpp.parallel.mesh import Ranks, build_mesh
 from megatron_zpp.settings.config import Config
 from megatron_zpp.train.build import build_run
-from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.inputs import TRAIN, VALIDATION
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
@@ -65,7 +64,7 @@ def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
         world=run.ranks.num_parts,
         eod=run.tokenizer.eod,
     ) as batches:
-        losses, num_tokens = evaluate(run.trainer.sharding, run.ranks, batches, rounds)
+        losses, num_tokens = run.trainer.evaluate(batches, rounds)
     if not num_tokens:
         raise InputError("no token of the validation split has a loss: measure with other data")
     return losses / num_tokens

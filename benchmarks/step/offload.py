@@ -31,7 +31,7 @@ from benchmarks.step.comparison import VERIFIED_STEPS, TimedLoop, time_in_turn
 from benchmarks.step.copy_overlap import hidden_share
 from benchmarks.step.training_loops import ours
 from zeropp import ZeroConfig, optimizer_step, shard
-from zeropp.capabilities.offload.offloaded import offloaded_adamw
+from zeropp.capabilities.offload.offloaded_adam import offloaded_adamw
 
 PARTS = ("train", "ranks")
 MATRIX = 1024  # rows and columns of the weights of the part `ranks`

@@ -8,7 +8,6 @@ from megatron_zpp.planner.replicas import loss_change
 from megatron_zpp.planner.search import MUCH_FASTER, TIE, ClusterPlan, Row, Search
 from megatron_zpp.planner.timing.balanced_stages import stage_flags
 from megatron_zpp.planner.timing.hardware import GIB
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.wire import Nodes
 
 MOST_RANKS = 8192
@@ -215,8 +214,8 @@ def _nodes_that_fit(search: Search, smallest: Row) -> int | None:
         num_nodes *= 2
         larger = replace(cluster, num_nodes=num_nodes)
         config = smallest.candidate.config
-        samples = Schedules.of(config).batch_size.final
-        num_replicas = config.parallel.num_replicas(larger.num_ranks)
+        samples = config.schedules.batch_size.final
+        num_replicas = config.parallel.data_parallel_size(larger.num_ranks)
         multiple = num_replicas * config.batch.micro_batch_size
         batch = replace(config.batch, global_batch_size=-(-samples // multiple) * multiple)
         candidate = replace(smallest.candidate, config=replace(config, batch=batch))

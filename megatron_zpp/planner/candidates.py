@@ -11,10 +11,8 @@ from typing import Any
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.replicas import INTERVAL, interval_of, with_interval
 from megatron_zpp.planner.timing.balanced_stages import BY_TYPE, LayerSeconds, balanced_stages
-from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, STAGES_PER_RANK
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp import ZeroConfig
 from zeropp.errors import InputError
 from zeropp.settings import JsonSection
@@ -173,9 +171,9 @@ def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes |
 
 def _checked_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes | None:
     base = replace(base, batch=replace(base.batch, micro_batch_size=1))  # others are compared
-    replicas = parallel.num_replicas(nodes.num_ranks)
-    Schedules.of(base).batch_size.check(replicas)
-    require_divisible(replace(base, parallel=parallel), replicas)
+    replicas = parallel.data_parallel_size(nodes.num_ranks)
+    base.schedules.batch_size.check(replicas)
+    replace(base, parallel=parallel).require_divisible(replicas)
     size = parallel.expert_model_parallel_size or 1
     ranks = PlannedRanks(parallel=parallel, nodes=nodes, expert_ranks=size)
     return ranks.data_nodes if ranks.expert_nodes else None
@@ -312,7 +310,7 @@ def candidates_of(
     that what follows one that does not fit in memory need not be looked at.
     """
     base = base if parallel is None else replace(base, parallel=parallel)
-    final = Schedules.of(base).batch_size.final
+    final = base.schedules.batch_size.final
     share = 0 if final % num_replicas else final // num_replicas
     sizes = [size for size in range(1, min(share, LARGEST_MICRO_BATCH) + 1) if share % size == 0]
     if base.parallel.num_virtual_stages_per_pipeline_rank:

@@ -12,7 +12,6 @@ from megatron_zpp.planner.candidates import Candidate
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.parts.planned_run import plan_places
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.sharding import first_bytes
 from zeropp.wire import Nodes
 
@@ -79,7 +78,7 @@ def expert_crossing(
             num_places = sum(count for _, count in places)
             first_copy = sum(count * first_bytes(run.plan) for run, count in places) / num_places
     (weights, _), (other_weights, rows) = sent
-    tokens = Schedules.of(config).batch_size.final * config.model.seq_length / nodes.count
+    tokens = config.schedules.batch_size.final * config.model.seq_length / nodes.count
     return ExpertCrossing(
         settings=candidate.settings.name,
         in_node=in_node,

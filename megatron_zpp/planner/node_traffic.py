@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
 from megatron_zpp.planner.replicas import PlannedReplicas
 from megatron_zpp.recipe.activation_forecast import Forecast
@@ -49,7 +50,9 @@ def node_of(run: PlannedRun) -> Sent:
 
 def axis_forecast(run: PlannedRun) -> Forecast:
     """Return the forecast of what is sent beside weights and gradients."""
-    return Forecast(run.config, run.ranks, run.model.split(run.ranks), run.compute_dtype)
+    model, execution = run.model.split(run.ranks), Execution(run.config.recompute)
+    size = run.config.batch.micro_batch_size
+    return Forecast(model, run.ranks, size, run.compute_dtype, execution)
 
 
 def gradient_messages(run: PlannedRun) -> Iterator[Message]:

@@ -25,7 +25,6 @@ from megatron_zpp.planner.replicas import loss_change
 from megatron_zpp.planner.search import ClusterPlan, Row
 from megatron_zpp.planner.timing.balanced_stages import stage_flags
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
-from megatron_zpp.settings.scheduled_values import Schedules
 
 Columns = Mapping[str, Callable[[Row], str]]  # the text of a cell, by the title of its column
 WIDTH = 100  # columns, where there is no terminal
@@ -104,7 +103,7 @@ def _optimizer_line(name: str, row: Row) -> str:
 def subject(plan: ClusterPlan) -> dict[str, str]:
     """Return what is planned: the model, the batch, the cluster, and what its constants rest on."""
     model, cluster = plan.config.model, plan.cluster
-    samples = Schedules.of(plan.config).batch_size.final
+    samples = plan.config.schedules.batch_size.final
     return {
         "model": f"{plan.row_of_flags.num_parameters / 1e9:.3g} billion parameters, "
         f"{model.num_layers} layers, hidden {model.hidden_size}, "

@@ -29,7 +29,6 @@ from megatron_zpp.planner.timing.computing import layer_seconds
 from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
 from megatron_zpp.recipe.capability import settled
 from megatron_zpp.settings.config import Config, ParallelConfig
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.optim import OPTIMIZER
 from zeropp.wire import HOPS, Nodes
 
@@ -95,7 +94,7 @@ class Row:
     def tokens_per_second(self) -> float:
         """The tokens of a step in its typical seconds."""
         config = self.candidate.config
-        return Schedules.of(config).batch_size.final * config.model.seq_length / self.seconds
+        return config.schedules.batch_size.final * config.model.seq_length / self.seconds
 
     @property
     def mfu(self) -> float:
@@ -264,13 +263,13 @@ class Search:
     def _rows_alone(self, interval: int) -> Iterator[Row]:
         """Yield rows of nodes that step alone, which divide the model if it does not fit whole."""
         size, num_nodes = self.cluster.gpus_per_node, self.cluster.num_nodes
-        samples, rest = divmod(Schedules.of(self.base).batch_size.final, num_nodes)
+        samples, rest = divmod(self.base.schedules.batch_size.final, num_nodes)
         if rest:
             return
         share = replace(self.base, batch=replace(self.base.batch, global_batch_size=samples))
         fits, alone = False, Nodes.of(range(size), size)
         for parallel, nodes in all_parallel(share, alone, self._layer_seconds):
-            if fits and parallel.num_replicas(size) < size:
+            if fits and parallel.data_parallel_size(size) < size:
                 return
             for row in self._rows_with(parallel, nodes, size, interval):
                 fits = fits or row.fits
@@ -284,7 +283,7 @@ class Search:
         nodes: of the data axis. Those with an `interval` are one node of all, each of which steps
         alone; in these nothing is quantized, as their links are fast.
         """
-        num_replicas = parallel.num_replicas(num_ranks)
+        num_replicas = parallel.data_parallel_size(num_ranks)
         is_divided = num_replicas < num_ranks
         for each in settings_of(self.base, nodes, is_divided=is_divided):
             if interval > 1 and each.inexactness:

@@ -23,7 +23,6 @@ from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit, stored_byt
 from megatron_zpp.planner.timing.balanced_stages import layer_kinds
 from megatron_zpp.recipe.capability import Capability, capabilities_of
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.capabilities.offload import HOST, master_devices
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.sharding import DataAxis, Plan, places_of, plan_units
@@ -108,7 +107,7 @@ class PlannedRun:
             stages=stages,
             is_sharded=is_sharded,
         )
-        return self.model.once(make, *key, muon_options(config))
+        return self.model.once(make, *key, muon_options(config.muon, config.zero))
 
     @cached_property
     def capabilities(self) -> tuple[Capability, ...]:
@@ -183,8 +182,8 @@ class PlannedRun:
     @property
     def num_micro_batches(self) -> int:
         """Return the micro-batches per step, at the final batch size."""
-        batch_size = Schedules.of(self.config).batch_size.final
-        return batch_size // (self.config.batch.micro_batch_size * self.ranks.num_replicas)
+        batch_size = self.config.schedules.batch_size.final
+        return batch_size // (self.config.batch.micro_batch_size * self.ranks.data_parallel_size)
 
     @property
     def construction_bytes(self) -> int:
@@ -230,7 +229,7 @@ def plan_run(
         parallel=config.parallel,
         nodes=nodes,
         rank=place * stride,
-        expert_ranks=expert_ranks(config, nodes),
+        expert_ranks=expert_ranks(config.model, config.parallel, zero.stage, nodes),
     )
     stages = model.stages(ranks)
     units = tuple(_units_of_stages(config, model, ranks, stages))
