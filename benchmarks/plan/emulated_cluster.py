@@ -63,7 +63,7 @@ class ProcessorCost:
     packets: float
 
     def seconds(self, copied: float, limited: float) -> float:
-        """Return the seconds of all cores for so many bytes of all ranks."""
+        """Return the seconds of all cores for the bytes of all ranks."""
         return (copied * self.copying + limited * self.packets) * 1e-9 / CORES
 
 
