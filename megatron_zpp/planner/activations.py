@@ -2,8 +2,8 @@
 
 A block of each kind, and a stage without its blocks, each run one forward and one backward pass on
 meta tensors of the compute format, and the live storages are counted after every op. This includes
-dropout, rotary positions, gated MLPs, attention, experts with balanced routing, and what tensor,
-context and expert parallelism exchange, without a formula for each.
+dropout, rotary positions, gated MLPs, attention, balanced routing, and what ranks of all axes
+exchange, without a formula for each.
 """
 
 import copy
@@ -24,7 +24,8 @@ from megatron_zpp.model.attention.rotary import GLOBAL, KINDS, rotary_tables
 from megatron_zpp.model.attention.sequences import Sequences
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.part import Part
+from megatron_zpp.model.mlp import FeedForward
+from megatron_zpp.model.part import Part, own_axes
 from megatron_zpp.planner.parts.balanced_routing import BalancedRouting
 from megatron_zpp.planner.parts.meta_model import META, MetaModel, largest_block
 from megatron_zpp.planner.parts.meta_tensors import AsOnCpus, AttentionOfCpus, run_backward
@@ -53,9 +54,9 @@ class BlockMemory:
     """Bytes of a block, without its weights and inputs.
 
     saved: alive from forward to backward. forward, backward: the peaks during each pass, including
-    `saved`, and in backward the gradients of weights. Where the experts of the block are a unit of
-    their own, these are three peaks: before them, in them, after them. The gradients of their
-    weights are counted in them; `beside` is what else is alive when these are reduced.
+    `saved`, and in backward the gradients of weights. Where the block has an inner unit, these are
+    three peaks: before it, in it, after it. The gradients of its weights are counted in it;
+    `beside` is what else is alive when these are reduced.
     """
 
     saved: int
@@ -68,13 +69,13 @@ class BlockMemory:
 class Activations:
     """The activations of one micro-batch; `stream` is the bytes of the residual between blocks.
 
-    blocks: by whether they have experts. After the backward pass of the head, the gradients of its
-    weight and of the stream are alive.
+    blocks: by the kind of their second branch. After the backward pass of the head, the gradients
+    of its weight and of the stream are alive.
     """
 
     stream: int
     embedding: PassMemory
-    blocks: Mapping[bool, BlockMemory]
+    blocks: Mapping[type[FeedForward], BlockMemory]
     head: PassMemory
 
 
@@ -156,14 +157,14 @@ class ActivationTraces:
         parallel = ranks.parallel
         splits = ranks.tensor_size, ranks.context_size, parallel.sequence_parallel
         key = (micro_batch, *splits, parallel.cp_comm_type)
-        blocks, moe_layers = {}, model.whole.config.moe_layers
-        for has_experts in {moe_layers[layer] for layer in stage.layers}:
-            block_key = (*key, "block", has_experts and ranks.expert_ranks)
+        split, blocks = model.split(ranks), {}
+        for kind, layer in {type(split.blocks[i].mlp): i for i in stage.layers}.items():
+            inner_size = ranks.inner_size if own_axes(split.blocks[layer]) else 1
+            block_key = (*key, kind, inner_size)
             if block_key not in self._traced:
-                traced = _trace_block(model.split(ranks), ranks, micro_batch, has_experts)
-                self._traced[block_key] = traced
+                self._traced[block_key] = _trace_block(split, ranks, micro_batch, kind)
                 lower_right_mask.cache_clear()  # a mask without values is of no use to others
-            blocks[has_experts], stream = self._traced[block_key]
+            blocks[kind], stream = self._traced[block_key]
         ends_key = (*key, stage.is_first, stage.is_last)
         if ends_key not in self._traced:
             self._traced[ends_key] = _trace_ends(model.ends(ranks, stage), ranks, micro_batch)
@@ -172,7 +173,7 @@ class ActivationTraces:
 
 
 class _Segments:
-    """The peaks of a pass, divided where it enters and leaves experts that are a unit."""
+    """The peaks of a pass, divided where it enters and leaves an inner unit."""
 
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
@@ -183,8 +184,8 @@ class _Segments:
         """End a part of the pass."""
         self._peaks.append(self._live.take_peak())
 
-    def end_experts(self, weights: Iterable[Tensor]) -> Callable[[Tensor], None]:
-        """Return a hook that ends their part, and frees the gradients of `weights`."""
+    def end_inner(self, weights: Iterable[Tensor]) -> Callable[[Tensor], None]:
+        """Return a hook that ends its part, and frees the gradients of its `weights`."""
 
         def end(_: Tensor) -> None:
             self.end()
@@ -202,13 +203,13 @@ class _Segments:
 
 
 def _trace_block(
-    model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch, has_experts: bool
+    model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch, kind: type[FeedForward]
 ) -> tuple[BlockMemory, int]:
     """Return the activations of a block, and the bytes of the residual stream."""
     config = model.config
     block = largest_block(
         model,
-        has_experts=has_experts,
+        kind,
         attention_dropout=micro_batch.attention_dropout,
         selective=micro_batch.selective,
     )
@@ -226,18 +227,18 @@ def _trace_block(
         splits_rows=ranks.tensor_size > 1 and ranks.parallel.sequence_parallel,
     )
 
-    def routing() -> BalancedRouting | None:
-        num_tokens = stream.shape[:2].numel()
-        return BalancedRouting(num_tokens=num_tokens, config=config) if has_experts else None
+    def routing() -> BalancedRouting:
+        return BalancedRouting(num_tokens=stream.shape[:2].numel(), config=config)
 
-    excluded = [*weights.values(), *block.buffers(), stream, *rotary]
+    excluded, inner = [*weights.values(), *block.buffers(), stream, *rotary], own_axes(block)
     with AttentionOfCpus(), AsOnCpus(), LiveBytes(excluded, counts_meta=True) as live:
         if ranks.context_size > 1:  # masks, which all layers share, stay from the first forward
             functional_call(block, weights, (stream, replace(sequences, routing=routing())))
             live.exclude_alive()
         segments = _Segments(live)
-        if has_experts and ranks.expert_ranks > 1:
-            _divide(block.mlp.experts, weights, segments)
+        for name, module in block.named_modules():
+            if module in inner:
+                _divide(module, f"{name}.", weights, segments)
         sequences = replace(sequences, routing=routing())
         result = functional_call(block, weights, (stream, sequences))
         saved, forward = live.current, segments.take()
@@ -250,20 +251,22 @@ def _trace_block(
     return memory, stream.nbytes
 
 
-def _divide(experts: nn.Module, weights: Mapping[str, Tensor], segments: _Segments) -> None:
-    """Divide the passes of a block where they enter and leave its experts."""
-    own = [weight for name, weight in weights.items() if name.startswith("mlp.experts.")]
+def _divide(
+    inner: nn.Module, prefix: str, weights: Mapping[str, Tensor], segments: _Segments
+) -> None:
+    """Divide the passes of a block where they enter and leave a module of it."""
+    own = [weight for name, weight in weights.items() if name.startswith(prefix)]
 
     def enter(_: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
         segments.end()
-        inputs[0].register_hook(segments.end_experts(own))
+        inputs[0].register_hook(segments.end_inner(own))
 
     def leave(_: nn.Module, __: tuple, result: Tensor) -> None:
         segments.end()
         result.register_hook(segments.end)
 
-    experts.register_forward_pre_hook(enter)
-    experts.register_forward_hook(leave)
+    inner.register_forward_pre_hook(enter)
+    inner.register_forward_hook(leave)
 
 
 def _trace_ends(

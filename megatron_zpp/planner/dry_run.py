@@ -14,11 +14,12 @@ from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import estimate as kinds
 from megatron_zpp.planner.estimate import Estimate, estimate
+from megatron_zpp.planner.parts.balanced_routing import assumption
 from megatron_zpp.planner.replicas import PlannedReplicas
 from megatron_zpp.settings.config import Config
 from zeropp.ranks import Environment, free_bytes
 from zeropp.sharding import describe
-from zeropp.wire import AXES, PURPOSES, Nodes
+from zeropp.wire import Nodes
 
 DOES_NOT_FIT = 1  # exit status
 MIB, GIB = 2**20, 2**30
@@ -38,7 +39,6 @@ ADVICE = MappingProxyType(
         kinds.SAVED_COPY: "without --async-save, saving needs no copy",
     }
 )
-BALANCED = "\nif all experts get equally many tokens"
 OFFLOAD_MORE = "; --cpu-optimizer moves fp32 weights, gradients and moments to the host"
 OFFLOAD_LESS = "; offload_optimizer.ratio below 1 keeps some of it on the device"
 
@@ -149,9 +149,6 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
         f"on each of {num_replicas} {'replicas' if shared else 'ranks'}"
     )
-    others = (each for each in memory_estimate.sent if each[0] not in (*PURPOSES, *AXES))
-    has_others = bool(shared) or model.has_experts or any(others)
-    sent = memory_estimate.sent if has_others else None
     memory = {"host": memory_estimate.host}
     if memory_estimate.device:
         memory = {"device": memory_estimate.device, **memory}
@@ -164,8 +161,8 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
         ("ZeRO stage", plan.stage),
         *_optimizer_rows(config, memory_estimate.optimizer_flops),
         *(row for each in run.capabilities for row in each.rows()),
-        *describe(plan, run.num_micro_batches, sent),
-        ("memory", _memory_table(memory) + (BALANCED if model.has_experts else "")),
+        *describe(plan, run.num_micro_batches, memory_estimate.sent),
+        ("memory", _memory_table(memory) + assumption(model)),
     ]
 
 

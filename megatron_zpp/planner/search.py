@@ -15,10 +15,9 @@ from megatron_zpp.planner.candidates import (
     all_parallel,
     candidates_of,
     given_candidate,
-    settings_of,
 )
+from megatron_zpp.planner.crossing import Crossing, crossing_of
 from megatron_zpp.planner.estimate import estimate_places
-from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
 from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.parts.planned_run import plan_places
@@ -27,6 +26,7 @@ from megatron_zpp.planner.step_work import StepTime, StepWork
 from megatron_zpp.planner.timing.balanced_stages import LayerSeconds
 from megatron_zpp.planner.timing.computing import layer_seconds
 from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
+from megatron_zpp.planner.zero_settings import compared_settings
 from megatron_zpp.recipe.capability import settled
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.scheduled_values import Schedules
@@ -137,7 +137,7 @@ class ClusterPlan:
     """All configurations that were looked at, those that fit first, and fastest first.
 
     row_of_flags: the configuration of the flags. places: ranks of the rows that fit; equal ones are
-    ties, the fastest first. crossing: what crosses nodes for a mixture of experts, with the
+    ties, the fastest first. crossing: what crosses nodes where there is a choice, with the
     settings of the best row that has the choice, or of the flags if none fits. alone: those of
     nodes that step alone, by their intervals; only the smallest if none fits in a node.
     """
@@ -148,7 +148,7 @@ class ClusterPlan:
     rows: tuple[Row, ...]
     places: tuple[int, ...]
     row_of_flags: Row
-    crossing: ExpertCrossing | None = None
+    crossing: Crossing | None = None
     alone: tuple[Row, ...] = ()
 
     @property
@@ -228,12 +228,10 @@ class Search:
         best_first = (plan.best, *plan.fitting) if plan.fitting else (row_of_flags,)
         return replace(plan, crossing=self._crossing(best_first))
 
-    def _crossing(self, rows: Iterable[Row]) -> ExpertCrossing | None:
-        """Return what crosses nodes for a mixture of experts, of the first row with a choice."""
-        if not self.base.model.has_experts:
-            return None
+    def _crossing(self, rows: Iterable[Row]) -> Crossing | None:
+        """Return what crosses nodes, of the first row with a choice."""
         crossings = (
-            expert_crossing(row.candidate, self.vocab_size, self.nodes, self._model)
+            crossing_of(row.candidate, self.vocab_size, self.nodes, self._model)
             for row in rows
             if row.candidate.interval == 1
         )
@@ -286,7 +284,8 @@ class Search:
         """
         num_replicas = parallel.num_replicas(num_ranks)
         is_divided = num_replicas < num_ranks
-        for each in settings_of(self.base, nodes, is_divided=is_divided):
+        has_adapters = self.base.lora.lora_rank > 0
+        for each in compared_settings(nodes, is_divided=is_divided, has_adapters=has_adapters):
             if interval > 1 and each.inexactness:
                 continue
             settings = each if interval == 1 else each.every(interval)

@@ -25,7 +25,7 @@ DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them
 class _Chunk:
     """A stage of a rank: its blocks and its root in `PlannedRun.units`, and its activations.
 
-    units: those of the blocks, and of their experts if these are units, in forward order. saved:
+    units: those of the blocks, each before its inner one, in forward order. inner: by block. saved:
     bytes that each block saves for backward, including its result. message: bytes of activations,
     or of their gradients, that a stage sends another.
     """
@@ -35,10 +35,10 @@ class _Chunk:
     ) -> None:
         self.stage, self.activations, self.message = stage, activations, activations.stream
         self.units, self.root = units[:-1], units[-1]
-        self.experts = {index - 1: index for index in self.units if run.units[index].is_experts}
-        self.blocks = [index for index in self.units if not run.units[index].is_experts]
-        moe_layers = run.config.model.moe_layers
-        self.memory = [activations.blocks[moe_layers[layer]] for layer in stage.layers]
+        self.inner = {index - 1: index for index in self.units if run.units[index].is_inner}
+        self.blocks = [index for index in self.units if not run.units[index].is_inner]
+        blocks = run.model.whole.blocks
+        self.memory = [activations.blocks[type(blocks[layer].mlp)] for layer in stage.layers]
         self.saved = _saved_bytes_by_block(run, stage, self.memory, activations.stream)
 
 
@@ -120,13 +120,12 @@ class StepSimulation:
         )
         self.allocated[ACTIVATIONS] += activations.embedding.saved
         for position, index in enumerate(chunk.blocks):
-            experts, memory = chunk.experts.get(chunk.blocks[position]), chunk.memory[position]
-            before, *inside = memory.forward
+            inner, (before, *inside) = chunk.inner.get(index), chunk.memory[position].forward
             self._compute(chunk, index, before)
-            if experts is not None:
-                in_experts, after = inside
-                self._compute(chunk, experts, in_experts)
-                self._free_after_forward(experts)
+            if inner is not None:
+                in_it, after = inside
+                self._compute(chunk, inner, in_it)
+                self._free_after_forward(inner)
                 self._record({ACTIVATIONS: after})
             self.allocated[ACTIVATIONS] += chunk.saved[position]
             self._free_after_forward(index)
@@ -167,8 +166,9 @@ class StepSimulation:
         self._sent = sent
 
     def _backward_of_block(self, chunk: _Chunk, position: int, *, is_last: bool) -> None:
-        """Simulate the backward pass of a block, in which experts that are a unit have theirs."""
-        index, experts = chunk.blocks[position], chunk.experts.get(chunk.blocks[position])
+        """Simulate the backward pass of a block, in which its inner unit has its own."""
+        index = chunk.blocks[position]
+        inner = chunk.inner.get(index)
         memory, units = chunk.memory[position], self.run.units
         self._gather(index, prefetched=())
         self.allocated[ACTIVATIONS] -= chunk.saved[position]
@@ -176,13 +176,13 @@ class StepSimulation:
         self.allocated[ACTIVATIONS] += recomputed
         before, *inside = memory.backward
         before_it = chunk.blocks[position - 1] if position else None
-        if experts is not None:
-            in_experts, after = inside
-            self._record_backward(before, experts)
-            self._gather(experts, prefetched=())
-            self._record_backward(in_experts, before_it)
+        if inner is not None:
+            in_it, after = inside
+            self._record_backward(before, inner)
+            self._gather(inner, prefetched=())
+            self._record_backward(in_it, before_it)
             self.allocated[ACTIVATIONS] += memory.beside
-            self._end_backward(experts, is_last=is_last, gradient=units[experts].gradient)
+            self._end_backward(inner, is_last=is_last, gradient=units[inner].gradient)
             self.allocated[ACTIVATIONS] -= memory.beside
             before = after
         buffers = self._record_backward(before, before_it)
@@ -207,8 +207,7 @@ class StepSimulation:
         is_end = layers[position] % group_size == group_size - 1
         if is_end or position == len(chunk.blocks) - 1:
             # The whole group is recomputed, and stays gathered until its backward passes.
-            experts = chunk.experts.get(chunk.blocks[position])
-            last = chunk.blocks[position] if experts is None else experts
+            last = chunk.inner.get(chunk.blocks[position], chunk.blocks[position])
             for earlier in range(chunk.blocks[position - num_earlier], last + 1):
                 self._gather(earlier, prefetched=())
             peak = saved + max(chunk.memory[position].forward) + chunk.activations.stream

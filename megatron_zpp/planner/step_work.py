@@ -23,9 +23,8 @@ from megatron_zpp.planner.replicas import PlannedExchange, PlannedReplicas
 from megatron_zpp.planner.timing.computing import (
     NOTHING,
     Passes,
-    expert_passes,
     head_passes,
-    layer_passes,
+    unit_passes,
     update_seconds,
 )
 from megatron_zpp.planner.timing.hardware import (
@@ -41,7 +40,7 @@ from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds, pipe
 from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork, step_seconds
 from zeropp.wire import UNQUANTIZED
 
-Works = tuple[list[UnitWork], UnitWork]  # of a stage: its blocks and their experts, and its root
+Works = tuple[list[UnitWork], UnitWork]  # of a stage: its blocks with inner units, and its root
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +161,7 @@ class RankWork:
         self.run, self.vocab_size = run, vocab_size
 
     def works(self, rates: Rates, *, quantizing: bool = True) -> list[Works]:
-        """Return the work of each stage: its blocks' and experts' in order, and its root's."""
+        """Return the work of each stage: its blocks' in order, with inner units, and its root's."""
         run = self.run
         return [
             self._stage_works(*each, rates, quantizing=quantizing)
@@ -206,7 +205,7 @@ class RankWork:
         }
         for layer, unit in units:
             passes = self._passes(stage, layer, unit, rates)
-            if not unit.is_experts:
+            if not unit.is_inner:
                 passes += waiting[AT_ENDS if layer is None else IN_LAYER]
             key = unit, passes
             if key not in works:
@@ -228,19 +227,13 @@ class RankWork:
         return {unit: unit_loads(self.run.plan, unit.parts) for unit in set(self.run.units)}
 
     def _passes(self, stage: Part, layer: int | None, unit: Unit, rates: Rates) -> Passes:
-        """Return what a unit of a stage computes; the experts of a block may be another one."""
+        """Return what a unit of a stage computes."""
         config, itemsize = self.run.config, self.run.compute_dtype.itemsize
-        size = self.run.ranks.expert_ranks
         if layer is None:
             is_last = stage.is_last
             return head_passes(config, self.vocab_size, itemsize, rates) if is_last else NOTHING
-        place = layer - stage.layers.start
-        experts = NOTHING
-        if config.model.moe_layers[layer] and (unit.is_experts or size == 1):
-            experts = expert_passes(config, place, size, itemsize, rates)
-        if unit.is_experts:
-            return experts
-        return layer_passes(config, layer, place, itemsize, rates) + experts
+        place, size = layer - stage.layers.start, self.run.ranks.inner_size
+        return unit_passes(config, layer, place, itemsize, rates, size=size, is_inner=unit.is_inner)
 
     def _unit_work(self, unit: Unit, passes: Passes, rates: Rates, *, quantizing: bool) -> UnitWork:
         axis, kernels = unit.axis, hardware_table()["kernels"]

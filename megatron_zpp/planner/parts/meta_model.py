@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_zpp.model.block import Block
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.mlp import FeedForward
 from megatron_zpp.model.part import WHOLE, Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
@@ -47,7 +48,7 @@ class MetaModel:
 
     def split(self, ranks: PlannedRanks) -> GPT:
         """Return all layers, with a rank's parts of their matrices."""
-        if ranks.tensor_size == ranks.context_size == ranks.expert_ranks == 1:
+        if ranks.tensor_size == ranks.context_size == ranks.inner_size == 1:
             return self.whole
         return self.once(lambda: self._build(GPT, WHOLE, ranks), "all", axes_key(ranks))
 
@@ -126,17 +127,13 @@ class Ends(GPT):
 
 
 def largest_block(
-    model: GPT, *, has_experts: bool, attention_dropout: float, selective: bool
+    model: GPT, kind: type[FeedForward], *, attention_dropout: float, selective: bool
 ) -> Block:
     """Return a copy of the block with the most trained weights, which is run in another way.
 
-    It is one of those that have experts, or of those that have none.
+    It is one of those whose second branch is of a kind.
     """
-    alike = (
-        block
-        for block, marked in zip(model.blocks, model.config.moe_layers, strict=True)
-        if marked == has_experts
-    )
+    alike = (block for block in model.blocks if type(block.mlp) is kind)
     block = copy.deepcopy(max(alike, key=_num_trained))
     block.attention.dropout = attention_dropout
     block.attention.is_recomputed = selective
@@ -155,7 +152,7 @@ def axes_key(ranks: PlannedRanks) -> tuple:
         ranks.context_size,
         ranks.tensor_size > 1 and parallel.sequence_parallel,
         parallel.cp_comm_type,
-        ranks.expert_ranks,
+        ranks.inner_size,
     )
 
 

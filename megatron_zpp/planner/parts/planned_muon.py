@@ -1,6 +1,7 @@
 """What Muon sends and computes in a step of a planned run, from the optimizer's own plan.
 
-The ranks of a data axis, and those with the same experts, hold the rows of matrices together.
+The ranks of a data axis, or of one that modules have of their own, hold the rows of matrices
+together.
 Groups of them orthogonalize rows together: those of a node, of a rank, or all.
 """
 
@@ -10,11 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from megatron_zpp.capabilities.muon.capability import muon_options, uses_muon
 from megatron_zpp.capabilities.muon.matrix_parts import matrix_parts
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.part import Part
+from megatron_zpp.model.part import Part, own_axes
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.timing.hardware import Rates
 from megatron_zpp.planner.timing.links import exchange
@@ -64,15 +66,15 @@ class PlannedMuon:
 
     @cached_property
     def rounds(self) -> tuple[OptimizerRounds, ...]:
-        """What follows each other in a step: the groups of all matrices, then those of experts."""
-        ranks, splits = self.ranks, self.ranks.expert_ranks > 1
+        """What follows each other in a step: the groups on the data axis, then those on others."""
+        ranks = self.ranks
         others: Counter[Matrices] = Counter(
-            self._matrices(place, of_experts=False) for place in range(ranks.tensor_size)
+            self._matrices(place, inner=False) for place in range(ranks.tensor_size)
         )
         rounds = [*self._rounds(others, ranks.data_nodes)]
-        if splits:
-            experts = Counter({self._matrices(0, of_experts=True): ranks.expert_ranks})
-            rounds += self._rounds(experts, ranks.expert_nodes)
+        if self._inner:
+            inner = Counter({self._matrices(0, inner=True): ranks.inner_size})
+            rounds += self._rounds(inner, ranks.nodes_of(ranks.inner_size))
         return tuple(rounds)
 
     @cached_property
@@ -94,27 +96,28 @@ class PlannedMuon:
         """Return the mean seconds of a step beside the update by Adam."""
         return sum((each.seconds(rates) for each in self.rounds), 0.0)
 
-    def _matrices(self, place: int, *, of_experts: bool) -> Matrices:
-        """Return the matrices of a rank at a place on the tensor axis, in the optimizer's order.
+    @cached_property
+    def _inner(self) -> frozenset[nn.Parameter]:
+        """The parameters of modules that have an axis of their own."""
+        return frozenset(each for module in own_axes(self.model) for each in module.parameters())
 
-        Those `of_experts` are on a line of their own where ranks split them.
-        """
+    def _matrices(self, place: int, *, inner: bool) -> Matrices:
+        """Return the matrices of a rank at a place on the tensor axis, in the optimizer's order."""
         parts = matrix_parts(self.model, self.config.model, self.config.muon, place=place)
-        splits = self.ranks.expert_ranks > 1
         return tuple(
             parts.get(parameter) or matrix_of(parameter)
-            for name, parameter in self._parameters()
-            if of_experts == (splits and ".mlp.experts." in name)
+            for parameter in self._parameters()
+            if inner == (parameter in self._inner)
         )
 
-    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield the matrices of Muon's group, and their names."""
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the matrices of Muon's group."""
         for stage in self.stages:
             for layer in stage.layers:
                 for name, parameter in self.model.blocks[layer].named_parameters():
                     name = f"blocks.{layer}.{name}"
                     if parameter.requires_grad and uses_muon(name, parameter):
-                        yield name, parameter
+                        yield parameter
 
     def _rounds(self, axes: Counter[Matrices], nodes: Nodes) -> Iterator[OptimizerRounds]:
         """Yield the rounds of axes on these nodes: how many there are with each matrices."""

@@ -12,11 +12,9 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from megatron_zpp.capabilities.experts.axis import expert_ranks
-from megatron_zpp.capabilities.experts.experts import Experts
 from megatron_zpp.capabilities.muon.capability import MuonCapability, muon_options
-from megatron_zpp.model.part import Part
-from megatron_zpp.planner.parts.meta_model import META, MetaModel, axes_key
+from megatron_zpp.model.part import Part, own_axes
+from megatron_zpp.planner.parts.meta_model import META, MetaModel
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit, stored_bytes
@@ -37,7 +35,7 @@ class PlannedRun:
     """Everything about a rank of a run that its memory depends on.
 
     `stages` are those of the rank, one without a pipeline. `units_of_stages` has the blocks of
-    each, each block followed by its experts if ranks split them, and then the root.
+    each, each block followed by what in it has an axis of its own, and then the root.
     """
 
     config: Config
@@ -99,7 +97,7 @@ class PlannedRun:
         if not MuonCapability.is_on(config):
             return None
         layers, is_sharded = tuple(stage.layers for stage in stages), self.stage > 0
-        key = axes_key(ranks), layers, ranks.data_nodes, ranks.expert_nodes, is_sharded
+        key = ranks.parallel, ranks.nodes, layers, is_sharded
         make = partial(
             PlannedMuon,
             config=config,
@@ -226,12 +224,7 @@ def plan_run(
     zero = config.zero
     model = MetaModel(config, vocab_size) if model is None else model
     stride = nodes.num_ranks // config.parallel.pipeline_model_parallel_size
-    ranks = PlannedRanks(
-        parallel=config.parallel,
-        nodes=nodes,
-        rank=place * stride,
-        expert_ranks=expert_ranks(config, nodes),
-    )
+    ranks = PlannedRanks(config=config, nodes=nodes, rank=place * stride)
     stages = model.stages(ranks)
     units = tuple(_units_of_stages(config, model, ranks, stages))
     plan = Plan(
@@ -255,11 +248,8 @@ def plan_run(
 def _units_of_stages(
     config: Config, model: MetaModel, ranks: PlannedRanks, stages: Iterable[Part]
 ) -> Iterator[Units]:
-    """Yield the units of each of a rank's stages, those of experts on the axis that these have."""
-    axis = its_axis = DataAxis.of(config.zero, ranks.data_nodes)
-    if ranks.expert_ranks > 1:
-        num_losses = ranks.data_nodes.num_ranks
-        its_axis = DataAxis.of(config.zero, ranks.expert_nodes, num_losses=num_losses)
+    """Yield the units of each of a rank's stages; inner ones are on axes of their own."""
+    axis = DataAxis.of(config.zero, ranks.data_nodes)
     alike, blocks = model.alike(ranks), model.split(ranks).blocks
     by_layer: dict[int, list[Unit]] = {}
     for stage in stages:
@@ -268,24 +258,27 @@ def _units_of_stages(
         for layer in stage.layers:
             first = alike[layer]
             if first not in by_layer:
-                by_layer[first] = _units_of_block(config, blocks[first], axis, its_axis)
+                by_layer[first] = _units_of_block(config, blocks[first], ranks, axis)
             units += ((layer, unit) for unit in by_layer[first])
         cut = plan_units(root, (), places_of(root), axis, config.zero)
         yield (*units, (None, Unit(parts=cut)))
 
 
 def _units_of_block(
-    config: Config, block: nn.Module, axis: DataAxis, its_axis: DataAxis
+    config: Config, block: nn.Module, ranks: PlannedRanks, axis: DataAxis
 ) -> list[Unit]:
-    """Return a block, and its experts if these have an axis of their own."""
-    experts = [each for each in block.modules() if isinstance(each, Experts)]
-    apart = dict.fromkeys(experts if its_axis is not axis else (), its_axis)
+    """Return a block, and what in it has an axis of its own."""
+    num_losses = axis.nodes.num_ranks
+    apart = {
+        module: DataAxis.of(config.zero, ranks.nodes_of(own.size), num_losses=num_losses)
+        for module, own in own_axes(block).items()
+    }
     root = nn.ModuleList([block])  # without parameters of its own
     places = places_of(root, (block, *apart))
     *cut, _ = plan_units(root, [block], places, axis, config.zero, apart=apart)
     first = next((i for i, unit in enumerate(cut) if unit.modules[0] in apart), len(cut))
     own, its_own = Unit(parts=tuple(cut[:first])), tuple(cut[first:])
-    return [own, Unit(parts=its_own, is_experts=True)] if its_own else [own]
+    return [own, Unit(parts=its_own, is_inner=True)] if its_own else [own]
 
 
 def plan_places(

@@ -92,6 +92,26 @@ def expert_passes(config: Config, place: int, size: int, itemsize: int, rates: R
     return _passes(config, place, products, 0.0, elementwise)
 
 
+def unit_passes(
+    config: Config,
+    layer: int,
+    place: int,
+    itemsize: int,
+    rates: Rates,
+    *,
+    size: int,
+    is_inner: bool,
+) -> Passes:
+    """Return the passes through a block, or through its experts if these are the unit (`is_inner`).
+
+    They are one where more than one rank, `size`, splits them.
+    """
+    experts = NOTHING
+    if config.model.moe_layers[layer] and (is_inner or size == 1):
+        experts = expert_passes(config, place, size, itemsize, rates)
+    return experts if is_inner else layer_passes(config, layer, place, itemsize, rates) + experts
+
+
 def layer_seconds(config: Config, vocab_size: int, itemsize: int, rates: Rates) -> LayerSeconds:
     """Return what a micro-batch takes in each layer, and in the output layer with the loss."""
     head, layers = head_passes(config, vocab_size, itemsize, rates), []

@@ -10,7 +10,6 @@ from rich.console import Console
 from megatron_zpp.planner.advice import advice, what_would_fit, why_not
 from megatron_zpp.planner.candidates import (
     LARGEST_MICRO_BATCH,
-    all_settings,
     candidates_of,
     given_candidate,
 )
@@ -18,6 +17,7 @@ from megatron_zpp.planner.estimate import ACTIVATIONS, estimate
 from megatron_zpp.planner.plan_table import print_plan
 from megatron_zpp.planner.search import ROOM, TIE, ClusterPlan, rank_rows
 from megatron_zpp.planner.timing.hardware import GIB
+from megatron_zpp.planner.zero_settings import compared_settings
 from megatron_zpp.settings.scheduled_values import Schedules
 from tests.megatron_zpp.planner.searches import search_for
 from zeropp.sharding.forecast import node_bytes
@@ -29,6 +29,7 @@ FLAGS = (
 )
 FEW_MICRO_BATCHES = "--global-batch-size 16"  # few sizes of them, and thus few rows
 VOCABULARY = 512
+NODES = Nodes.of(range(16), 8)
 
 
 def search(link="25gbit", flags="", **described):
@@ -41,9 +42,8 @@ def slow_plan():
 
 
 def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
-    nodes = Nodes.of(range(16), 8)
     for row in (*slow_plan.rows[::17], slow_plan.row_of_flags):
-        expected = estimate(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
+        expected = estimate(row.candidate.config, VOCABULARY, NODES, is_cpu=False)
         assert dict(row.memory) == dict(expected.device)
         sent = expected.sent
         if not row.candidate.is_divided:
@@ -57,7 +57,7 @@ def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
 def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
     searched = search()
     count = 0
-    for settings in all_settings(2, 8):
+    for settings in compared_settings(NODES):
         for candidate in candidates_of(searched.base, settings, 16):
             config, zero = candidate.config, candidate.config.zero
             assert Schedules.of(config).batch_size.final == 64
@@ -66,7 +66,7 @@ def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
             assert zero.gradient_accumulation_steps == micro_batches
             assert zero.stage == settings.zero["stage"]
             count += 1
-    assert count == 3 * 3 * len(all_settings(2, 8))
+    assert count == 3 * 3 * len(compared_settings(NODES))
 
 
 def fake(seconds, inexactness, *sizes, has_room=True):
