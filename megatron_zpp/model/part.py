@@ -60,9 +60,3 @@ def parts_of_stages(
         replace(common, layers=stages[index], is_first=index == 0, is_last=index == last)
         for index in range(place, len(stages), size)
     ]
-
-
-def own_axes(model: nn.Module) -> dict[nn.Module, Any]:
-    """Return the modules that have `own_axis`: of ranks that split and shard their parameters."""
-    axes = ((module, getattr(module, "own_axis", None)) for module in model.modules())
-    return {module: axis for module, axis in axes if axis is not None}

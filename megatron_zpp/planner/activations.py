@@ -24,12 +24,14 @@ from megatron_zpp.model.attention.rotary import GLOBAL, KINDS, rotary_tables
 from megatron_zpp.model.attention.sequences import Sequences
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.model.mlp import FeedForward
-from megatron_zpp.model.part import Part, own_axes
+from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.balanced_routing import BalancedRouting
-from megatron_zpp.planner.parts.meta_model import META, MetaModel, largest_block
+from megatron_zpp.planner.parts.meta_model import META, largest_block, own_axes
 from megatron_zpp.planner.parts.meta_tensors import AsOnCpus, AttentionOfCpus, run_backward
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim import local_part
 from zeropp.wire import InFlightTensor
@@ -39,30 +41,16 @@ from zeropp.wire import InFlightTensor
 class PassMemory:
     """Bytes of one part of the model, without its weights and inputs.
 
-    saved: alive from forward to backward. forward, backward: the peak during each pass, including
-    `saved`, and in backward the gradients of weights. after: alive after backward.
-    """
-
-    saved: int
-    forward: int
-    backward: int
-    after: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockMemory:
-    """Bytes of a block, without its weights and inputs.
-
     saved: alive from forward to backward. forward, backward: the peaks during each pass, including
-    `saved`, and in backward the gradients of weights. Where the block has an inner unit, these are
-    three peaks: before it, in it, after it. The gradients of its weights are counted in it;
-    `beside` is what else is alive when these are reduced.
+    `saved`, and in backward the gradients of weights. Where a block has an inner unit, these are
+    three peaks: before it, in it, after it. The gradients of its weights are counted in it.
+    after: alive after backward; of a block, what is alive when those of its inner unit are reduced.
     """
 
     saved: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    beside: int = 0
+    after: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +63,7 @@ class Activations:
 
     stream: int
     embedding: PassMemory
-    blocks: Mapping[type[FeedForward], BlockMemory]
+    blocks: Mapping[type[FeedForward], PassMemory]
     head: PassMemory
 
 
@@ -144,32 +132,27 @@ class MicroBatch:
     attention_dropout: float
 
 
-class ActivationTraces:
-    """The activations of stages of one model; equal traces are made once."""
-
-    def __init__(self) -> None:
-        self._traced: dict[tuple, Any] = {}
-
-    def trace(
-        self, model: MetaModel, ranks: PlannedRanks, stage: Part, micro_batch: MicroBatch
-    ) -> Activations:
-        """Return the activations of a micro-batch in a stage of a rank."""
-        parallel = ranks.parallel
-        splits = ranks.tensor_size, ranks.context_size, parallel.sequence_parallel
-        key = (micro_batch, *splits, parallel.cp_comm_type)
-        split, blocks = model.split(ranks), {}
-        for kind, layer in {type(split.blocks[i].mlp): i for i in stage.layers}.items():
-            inner_size = ranks.inner_size if own_axes(split.blocks[layer]) else 1
-            block_key = (*key, kind, inner_size)
-            if block_key not in self._traced:
-                self._traced[block_key] = _trace_block(split, ranks, micro_batch, kind)
-                lower_right_mask.cache_clear()  # a mask without values is of no use to others
-            blocks[kind], stream = self._traced[block_key]
-        ends_key = (*key, stage.is_first, stage.is_last)
-        if ends_key not in self._traced:
-            self._traced[ends_key] = _trace_ends(model.ends(ranks, stage), ranks, micro_batch)
-        embedding, head = self._traced[ends_key]
-        return Activations(stream=stream, embedding=embedding, blocks=blocks, head=head)
+def traced(run: PlannedRun, stage: Part) -> Activations:
+    """Return the activations of a micro-batch in a stage; equal traces of a model are made once."""
+    config, model, ranks, parallel = run.config, run.model, run.ranks, run.ranks.parallel
+    micro_batch = MicroBatch(
+        size=config.batch.micro_batch_size,
+        dtype=run.compute_dtype,
+        selective=config.recompute.recompute_granularity == "selective",
+        chunk=CPU_CHUNK if run.is_cpu else DEVICE_CHUNK,
+        # A GPU's attention regenerates its dropout mask; a CPU's saves all scores.
+        attention_dropout=config.model.attention_dropout if run.is_cpu else 0.0,
+    )
+    splits = ranks.tensor_size, ranks.context_size, parallel.sequence_parallel
+    key = (micro_batch, *splits, parallel.cp_comm_type)
+    split, blocks = model.split(ranks), {}
+    for kind, layer in {type(split.blocks[i].mlp): i for i in stage.layers}.items():
+        inner_size = ranks.inner_size if own_axes(split.blocks[layer]) else 1
+        make = partial(_trace_block, split, ranks, micro_batch, kind)
+        blocks[kind], stream = model.once(make, *key, kind, inner_size)
+    make = partial(_trace_ends, model.ends(ranks, stage), ranks, micro_batch)
+    embedding, head = model.once(make, *key, stage.is_first, stage.is_last)
+    return Activations(stream=stream, embedding=embedding, blocks=blocks, head=head)
 
 
 class _Segments:
@@ -178,7 +161,7 @@ class _Segments:
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
         self._peaks: list[int] = []
-        self.beside = 0
+        self.after = 0
 
     def end(self, *_: object) -> None:
         """End a part of the pass."""
@@ -191,7 +174,7 @@ class _Segments:
             self.end()
             for weight in weights:
                 weight.grad = None
-            self.beside = self._live.current
+            self.after = self._live.current
 
         return end
 
@@ -204,7 +187,7 @@ class _Segments:
 
 def _trace_block(
     model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch, kind: type[FeedForward]
-) -> tuple[BlockMemory, int]:
+) -> tuple[PassMemory, int]:
     """Return the activations of a block, and the bytes of the residual stream."""
     config = model.config
     block = largest_block(
@@ -246,8 +229,9 @@ def _trace_block(
         run_backward(result, gradient)
         backward = tuple(peak - result.nbytes for peak in segments.take())
         del gradient
-    beside = max(0, segments.beside - result.nbytes)
-    memory = BlockMemory(saved=saved, forward=forward, backward=backward, beside=beside)
+    lower_right_mask.cache_clear()  # a mask without values is of no use to others
+    after = max(0, segments.after - result.nbytes)
+    memory = PassMemory(saved=saved, forward=forward, backward=backward, after=after)
     return memory, stream.nbytes
 
 
@@ -311,14 +295,14 @@ def _trace_ends(
     embedding_saved = measured["embedding_saved"]
     embedding = PassMemory(
         saved=embedding_saved,
-        forward=measured["embedding_forward"],
-        backward=embedding_backward,
+        forward=(measured["embedding_forward"],),
+        backward=(embedding_backward,),
         after=live.current,
     )
     head = PassMemory(
         saved=saved - embedding_saved,
-        forward=forward - embedding_saved,
-        backward=measured["head_backward"] - embedding_saved,
+        forward=(forward - embedding_saved,),
+        backward=(measured["head_backward"] - embedding_saved,),
         after=measured["after_head"] - embedding_saved,
     )
     return embedding, head

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from megatron_zpp.planner.candidates import Candidate
-from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.parts.planned_run import plan_places
+from megatron_zpp.planner.replicas import mean_of_nodes
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.sharding import first_bytes
@@ -69,9 +69,7 @@ class Crossing:
         )
 
 
-def crossing_of(
-    candidate: Candidate, vocab_size: int, nodes: Nodes, model: MetaModel
-) -> Crossing | None:
+def crossing_of(candidate: Candidate, nodes: Nodes, model: MetaModel) -> Crossing | None:
     """Return the two ways for the other settings of `candidate`; None where there are not two.
 
     There must be experts, and they cannot be split over all nodes if their number is not a multiple
@@ -89,9 +87,8 @@ def crossing_of(
     sent, first_copy = [], 0.0
     for size in (in_node, across):
         its_parallel = replace(parallel, expert_model_parallel_size=size)
-        places = plan_places(
-            replace(config, parallel=its_parallel), vocab_size, nodes, is_cpu=False, model=model
-        )
+        its_config = replace(config, parallel=its_parallel)
+        places = plan_places(its_config, model.vocab_size, nodes, is_cpu=False, model=model)
         by_purpose = mean_of_nodes(places)
         rows = by_purpose["expert", ACROSS]
         own = sum(by_purpose[key] for key in by_purpose if key[1] == ACROSS)

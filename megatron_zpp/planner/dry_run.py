@@ -153,7 +153,7 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
     if memory_estimate.device:
         memory = {"device": memory_estimate.device, **memory}
     return [
-        ("model", f"{shape}: {run.model.whole.num_parameters():,} parameters"),
+        ("model", f"{shape}: {run.model.num_parameters:,} parameters"),
         *(row for each in run.capabilities for row in each.model_rows(run.model.whole)),
         ("batch", batch),
         *([("axes", "\n".join(shared))] if shared else []),

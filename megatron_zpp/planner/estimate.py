@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
-from megatron_zpp.model.part import Part
-from megatron_zpp.planner.activations import Activations, ActivationTraces, MicroBatch
-from megatron_zpp.planner.node_traffic import mean_of_nodes
+from megatron_zpp.planner.activations import traced
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, plan_places
-from megatron_zpp.planner.replicas import AGREED, EXCHANGE, OUTER_STATE, PlannedReplicas
+from megatron_zpp.planner.replicas import (
+    AGREED,
+    EXCHANGE,
+    OUTER_STATE,
+    PlannedReplicas,
+    mean_of_nodes,
+)
 from megatron_zpp.planner.state_memory import (
     GRADIENTS,
     MOMENTS,
@@ -30,7 +33,6 @@ from megatron_zpp.planner.step_simulation import (
     IN_FLIGHT,
     StepSimulation,
 )
-from megatron_zpp.planner.timing.balanced_stages import layer_kinds
 from megatron_zpp.settings.config import Config
 from zeropp.sharding import Plan
 from zeropp.wire import Nodes
@@ -86,17 +88,15 @@ def estimate(
     places = plan_places(config, vocab_size, nodes, is_cpu=is_cpu)
     flops = [run.optimizer.flops for run, _ in places if run.optimizer is not None]
     return replace(
-        estimate_places(places, ActivationTraces(), replicas),
+        estimate_places(places, replicas),
         sent=mean_of_nodes(places, replicas),
         optimizer_flops=max(flops, default=None),
     )
 
 
-def estimate_places(
-    places: Places, traces: ActivationTraces, replicas: PlannedReplicas | None = None
-) -> Estimate:
-    """Return the memory of the rank that needs most; traces that are missing are added."""
-    result = _fullest(places, traces)
+def estimate_places(places: Places, replicas: PlannedReplicas | None = None) -> Estimate:
+    """Return the memory of the rank that needs most."""
+    result = _fullest(places)
     if replicas is None:
         return result
     memory = replicas.with_state(result.run, result.device, result.host)
@@ -104,26 +104,27 @@ def estimate_places(
     return replace(result, device=device, host=host)
 
 
-def _fullest(places: Places, traces: ActivationTraces) -> Estimate:
+def _fullest(places: Places) -> Estimate:
     """Return the estimate of the run that needs most memory.
 
     Of ranks between the ends of a pipeline with the same kinds of layers, the first holds the most
     micro-batches.
     """
     (first, _), *_ = places
-    kinds = layer_kinds(first.config)
+    kinds = first.model.layer_kinds(first.config.recompute.recompute_num_layers)
     chosen: dict[object, PlannedRun] = {}
     for run, _ in places:
         layers = tuple(kinds[layer] for stage in run.stages for layer in stage.layers)
         chosen.setdefault((layers, run.stages[-1].is_last), run)
-    estimates = (estimate_run(run, traces) for run in chosen.values())
-    return max(estimates, key=lambda each: each.device_bytes + each.host_bytes)
+    return max(
+        map(estimate_run, chosen.values()), key=lambda each: each.device_bytes + each.host_bytes
+    )
 
 
-def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
-    """Return the memory that a rank of `run` needs; traces that are missing are added."""
+def estimate_run(run: PlannedRun) -> Estimate:
+    """Return the memory that a rank of `run` needs."""
     config = run.config
-    simulation = StepSimulation(run, [_traced(run, stage, traces) for stage in run.stages])
+    simulation = StepSimulation(run, [traced(run, stage) for stage in run.stages])
     simulation.run_step()
     device, host = simulation.peak, host_bytes(run)
     for each in run.capabilities:
@@ -133,18 +134,3 @@ def estimate_run(run: PlannedRun, traces: ActivationTraces) -> Estimate:
     if run.is_cpu:
         device, host = {}, device + host
     return Estimate(device=MappingProxyType(device), host=MappingProxyType(host), run=run)
-
-
-def _traced(run: PlannedRun, stage: Part, traces: ActivationTraces) -> Activations:
-    """Return the activations of a micro-batch in a stage."""
-    config = run.config
-    # A GPU's attention regenerates its dropout mask; a CPU's saves all scores.
-    dropout = config.model.attention_dropout if run.is_cpu else 0.0
-    micro_batch = MicroBatch(
-        size=config.batch.micro_batch_size,
-        dtype=run.compute_dtype,
-        selective=config.recompute.recompute_granularity == "selective",
-        chunk=CPU_CHUNK if run.is_cpu else DEVICE_CHUNK,
-        attention_dropout=dropout,
-    )
-    return traces.trace(run.model, run.ranks, stage, micro_batch)

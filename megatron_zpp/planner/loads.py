@@ -11,7 +11,6 @@ from dataclasses import replace
 from math import lcm
 
 from megatron_zpp.model.part import Part
-from megatron_zpp.planner.node_traffic import axis_forecast
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.planner.timing.hardware import Rates
@@ -98,7 +97,7 @@ def stage_loads(run: PlannedRun, stage: Part) -> dict[tuple[str, bool], list[Loa
         for where in (IN_LAYER, AT_ENDS, PIPELINE)
         for is_forward in (True, False)
     }
-    for each in axis_forecast(run).messages(stage):
+    for each in run.forecast.messages(stage):
         if each.times:
             where = IN_LAYER if each.in_layers else AT_ENDS
             where = PIPELINE if each.purpose == PIPELINE else where

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
+from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Sent
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES
 from megatron_zpp.planner.state_memory import MOMENTS, SAVED_COPY, WEIGHTS
 from megatron_zpp.planner.timing.hardware import GB, Rates, hardware_table
@@ -142,7 +142,7 @@ class PlannedReplicas:
         share = 2 * (self.num_replicas - 1) / self.num_replicas
         return self.nodes.ranks_per_node * share * self.packed_bytes(run)
 
-    def sent_by_node(self, run: PlannedRun) -> dict[tuple[str, str], float]:
+    def sent_by_node(self, run: PlannedRun) -> Sent:
         """Return the bytes of a node of such ranks per step, before they are coded."""
         per_step = self.exchanged_bytes(run) / self.interval
         return {(PURPOSE, "in_node"): 0.0, OUTER: per_step}
@@ -164,6 +164,20 @@ class PlannedReplicas:
         result[EXCHANGE] = self.buffers_beside_steps(run)
         peak = max(result, exchange, key=Counter.total)
         return (peak, on_host) if device else (device, peak)
+
+
+def mean_of_nodes(places: Places, replicas: PlannedReplicas | None = None) -> Sent:
+    """Return the mean over nodes of the bytes that they send in a step.
+
+    Each run stands for so many places of a pipeline.
+    """
+    total: Counter[tuple[str, str]] = Counter()
+    for run, count in places:
+        outer = {} if replicas is None else replicas.sent_by_node(run)
+        for key, sent in (run.sent_by_node() | outer).items():
+            total[key] += count * sent
+    num_places = sum(count for _, count in places)
+    return {key: sent / num_places for key, sent in total.items()}
 
 
 def interval_of(config: Config) -> int:

@@ -8,7 +8,6 @@ from math import prod
 import torch
 
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.planner.activations import ActivationTraces
 from megatron_zpp.planner.candidates import (
     TIE,
     Candidate,
@@ -18,10 +17,9 @@ from megatron_zpp.planner.candidates import (
 )
 from megatron_zpp.planner.crossing import Crossing, crossing_of
 from megatron_zpp.planner.estimate import estimate_places
-from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.parts.planned_run import plan_places
-from megatron_zpp.planner.replicas import PlannedReplicas, compared_intervals
+from megatron_zpp.planner.replicas import PlannedReplicas, compared_intervals, mean_of_nodes
 from megatron_zpp.planner.step_work import StepTime, StepWork
 from megatron_zpp.planner.timing.balanced_stages import LayerSeconds
 from megatron_zpp.planner.timing.computing import layer_seconds
@@ -47,16 +45,18 @@ class Row:
     """A configuration and its work on a cluster, of which all else is computed when asked for."""
 
     candidate: Candidate
-    num_parameters: int
-    vocab_size: int
     cluster: Cluster
     work: StepWork
-    traces: ActivationTraces
 
     @cached_property
     def memory(self) -> Mapping[str, int]:
         """The bytes of its fullest rank, by kind."""
-        return estimate_places(self.work.places, self.traces, self.work.replicas).device
+        return estimate_places(self.work.places, self.work.replicas).device
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of the model's parameters."""
+        return self.work.run.model.num_parameters
 
     @property
     def usable_bytes(self) -> int:
@@ -109,7 +109,7 @@ class Row:
 
     def _share_of_peak(self, kind: str) -> float:
         config = self.candidate.config
-        flops = TokenFlops.of(config.model, config.recompute, self.vocab_size)
+        flops = TokenFlops.of(config.model, config.recompute, self.work.run.model.vocab_size)
         peak = self.cluster.gpu.peak(self.work.run.compute_dtype)
         return self.tokens_per_second / self.cluster.num_ranks / peak * getattr(flops, kind)
 
@@ -144,7 +144,6 @@ class ClusterPlan:
 
     cluster: Cluster
     config: Config
-    vocab_size: int
     rows: tuple[Row, ...]
     places: tuple[int, ...]
     row_of_flags: Row
@@ -182,12 +181,6 @@ class Search:
         self.nodes = Nodes.of(range(cluster.num_ranks), cluster.gpus_per_node)
         self.base = settled(base, self.nodes)
         self._model = MetaModel(base, vocab_size)
-        self._traces = ActivationTraces()
-
-    @cached_property
-    def num_parameters(self) -> int:
-        """The number of the model's parameters."""
-        return self._model.whole.num_parameters()
 
     @cached_property
     def _layer_seconds(self) -> LayerSeconds:
@@ -219,7 +212,6 @@ class Search:
         plan = ClusterPlan(
             cluster=self.cluster,
             config=self.base,
-            vocab_size=self.vocab_size,
             rows=(*fitting, *too_large),
             places=tuple(places),
             row_of_flags=row_of_flags,
@@ -231,7 +223,7 @@ class Search:
     def _crossing(self, rows: Iterable[Row]) -> Crossing | None:
         """Return what crosses nodes, of the first row with a choice."""
         crossings = (
-            crossing_of(row.candidate, self.vocab_size, self.nodes, self._model)
+            crossing_of(row.candidate, self.nodes, self._model)
             for row in rows
             if row.candidate.interval == 1
         )
@@ -337,11 +329,8 @@ class Search:
             places = [(replace(run, config=config), count) for run, count in like.work.places]
         return Row(
             candidate=candidate,
-            num_parameters=self.num_parameters,
-            vocab_size=self.vocab_size,
             cluster=self.cluster,
-            work=StepWork(places, self.vocab_size, replicas),
-            traces=self._traces,
+            work=StepWork(places, replicas),
         )
 
 

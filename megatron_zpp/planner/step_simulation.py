@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
-from megatron_zpp.planner.activations import Activations, BlockMemory
+from megatron_zpp.planner.activations import Activations
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit
 from megatron_zpp.planner.state_memory import GRADIENTS, WEIGHTS, initial_bytes
@@ -26,8 +27,9 @@ class _Chunk:
     """A stage of a rank: its blocks and its root in `PlannedRun.units`, and its activations.
 
     units: those of the blocks, each before its inner one, in forward order. inner: by block. saved:
-    bytes that each block saves for backward, including its result. message: bytes of activations,
-    or of their gradients, that a stage sends another.
+    bytes that each block saves for backward, including its result. groups: those that are
+    recomputed at once, by the position of a block. message: bytes of activations, or of their
+    gradients, that a stage sends another.
     """
 
     def __init__(
@@ -39,7 +41,13 @@ class _Chunk:
         self.blocks = [index for index in self.units if not run.units[index].is_inner]
         blocks = run.model.whole.blocks
         self.memory = [activations.blocks[type(blocks[layer].mlp)] for layer in stage.layers]
-        self.saved = _saved_bytes_by_block(run, stage, self.memory, activations.stream)
+        self.saved = [each.saved for each in self.memory]
+        self.groups: dict[int, range] = {}
+        for group in Execution(run.config.recompute).computed_twice(stage.layers):
+            first, last = group[0] - stage.layers.start, group[-1] - stage.layers.start
+            self.groups |= dict.fromkeys(positions := range(first, last + 1), positions)
+            self.saved[first:last] = [0] * (last - first)
+            self.saved[last] = activations.stream
 
 
 class StepSimulation:
@@ -114,7 +122,7 @@ class StepSimulation:
         self._gather(chunk.root, prefetched=())
         self._record(
             {
-                ACTIVATIONS: activations.embedding.forward,
+                ACTIVATIONS: max(activations.embedding.forward),
                 GATHERED: self._gather_buffers(units[:AHEAD]),
             }
         )
@@ -129,7 +137,7 @@ class StepSimulation:
                 self._record({ACTIVATIONS: after})
             self.allocated[ACTIVATIONS] += chunk.saved[position]
             self._free_after_forward(index)
-        self._record({HEAD: activations.head.forward})
+        self._record({HEAD: max(activations.head.forward)})
         self.allocated[HEAD] += activations.head.saved
 
     def _compute(self, chunk: _Chunk, index: int, activations: int) -> None:
@@ -149,13 +157,13 @@ class StepSimulation:
         activations, head, stage = chunk.activations, chunk.activations.head, chunk.stage
         result = 0 if stage.is_last else chunk.message  # it is freed after this pass
         self.allocated[ACTIVATIONS] += result
-        self._record({HEAD: head.backward - head.saved})
+        self._record({HEAD: max(head.backward) - head.saved})
         self.allocated[HEAD] += head.after - head.saved
         for position in reversed(range(len(chunk.blocks))):
             self._backward_of_block(chunk, position, is_last=is_last)
         self.allocated[ACTIVATIONS] -= activations.embedding.saved
         self.allocated[HEAD] -= head.after
-        self._record({HEAD: activations.embedding.backward})
+        self._record({HEAD: max(activations.embedding.backward)})
         self._end_backward(chunk.root, is_last=is_last, gradient=activations.embedding.after)
         self._in_flight.clear()
         self._reduced_gradient = 0
@@ -181,9 +189,9 @@ class StepSimulation:
             self._record_backward(before, inner)
             self._gather(inner, prefetched=())
             self._record_backward(in_it, before_it)
-            self.allocated[ACTIVATIONS] += memory.beside
+            self.allocated[ACTIVATIONS] += memory.after
             self._end_backward(inner, is_last=is_last, gradient=units[inner].gradient)
-            self.allocated[ACTIVATIONS] -= memory.beside
+            self.allocated[ACTIVATIONS] -= memory.after
             before = after
         buffers = self._record_backward(before, before_it)
         self.allocated[GATHERED] += buffers
@@ -199,16 +207,14 @@ class StepSimulation:
 
     def _recompute(self, chunk: _Chunk, position: int) -> int:
         """Return the bytes that the earlier blocks of a block's group have saved."""
-        group_size, layers = self.run.recompute_group, chunk.stage.layers
-        if group_size == 0 or position >= self.run.num_recomputed(chunk.stage):
+        group = chunk.groups.get(position)
+        if group is None:
             return 0
-        num_earlier = min(layers[position] % group_size, position)
-        saved = sum(each.saved for each in chunk.memory[position - num_earlier : position])
-        is_end = layers[position] % group_size == group_size - 1
-        if is_end or position == len(chunk.blocks) - 1:
+        saved = sum(each.saved for each in chunk.memory[group.start : position])
+        if position == group[-1]:
             # The whole group is recomputed, and stays gathered until its backward passes.
             last = chunk.inner.get(chunk.blocks[position], chunk.blocks[position])
-            for earlier in range(chunk.blocks[position - num_earlier], last + 1):
+            for earlier in range(chunk.blocks[group.start], last + 1):
                 self._gather(earlier, prefetched=())
             peak = saved + max(chunk.memory[position].forward) + chunk.activations.stream
             self._record({ACTIVATIONS: peak})
@@ -295,17 +301,3 @@ class StepSimulation:
     def _count_in_flight(self) -> None:
         running = sum(hops[0] for hops in self._in_flight)
         self.allocated[IN_FLIGHT] = running + self._reduced_gradient
-
-
-def _saved_bytes_by_block(
-    run: PlannedRun, stage: Part, memory: Sequence[BlockMemory], stream: int
-) -> list[int]:
-    """Return the bytes that each block saves for backward, including its result."""
-    layers, group_size = stage.layers, run.recompute_group
-    saved = [each.saved for each in memory]
-    if group_size:
-        for position in range(run.num_recomputed(stage)):
-            is_last = position == len(layers) - 1
-            ends_group = layers[position] % group_size == group_size - 1 or is_last
-            saved[position] = stream if ends_group else 0
-    return saved

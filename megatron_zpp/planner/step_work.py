@@ -16,7 +16,6 @@ from megatron_zpp.planner.loads import (
     stage_loads,
     unit_loads,
 )
-from megatron_zpp.planner.node_traffic import gradient_messages
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Units
 from megatron_zpp.planner.parts.planned_unit import Unit
 from megatron_zpp.planner.replicas import PlannedExchange, PlannedReplicas
@@ -72,11 +71,9 @@ class StepWork:
     replicas: of which the run is one, if they do not take each step together.
     """
 
-    def __init__(
-        self, places: Places, vocab_size: int, replicas: PlannedReplicas | None = None
-    ) -> None:
+    def __init__(self, places: Places, replicas: PlannedReplicas | None = None) -> None:
         self.places, self.replicas = places, replicas
-        self._ranks = [(RankWork(run, vocab_size), count) for run, count in places]
+        self._ranks = [(RankWork(run), count) for run, count in places]
 
     @cached_property
     def _exchange(self) -> PlannedExchange | None:
@@ -157,8 +154,8 @@ class StepWork:
 class RankWork:
     """What the stages of a rank compute and send in a step."""
 
-    def __init__(self, run: PlannedRun, vocab_size: int) -> None:
-        self.run, self.vocab_size = run, vocab_size
+    def __init__(self, run: PlannedRun) -> None:
+        self.run = run
 
     def works(self, rates: Rates, *, quantizing: bool = True) -> list[Works]:
         """Return the work of each stage: its blocks' in order, with inner units, and its root's."""
@@ -180,9 +177,9 @@ class RankWork:
         ]
 
     def after_passes(self, rates: Rates) -> float:
-        """Return the seconds of what follows the passes: gradients of other axes, the update."""
+        """Return the seconds of what follows the passes: messages, the update."""
         update = update_seconds(self.run.trained, rates) + self.optimizer_seconds(rates)
-        return seconds_of(self._gradient_loads, rates) + update
+        return seconds_of(self._step_loads, rates) + update
 
     def optimizer_seconds(self, rates: Rates) -> float:
         """Return what the optimizer takes beside Adam's update."""
@@ -218,9 +215,9 @@ class RankWork:
         return [stage_loads(self.run, stage) for stage in self.run.stages]
 
     @cached_property
-    def _gradient_loads(self) -> list[Load]:
-        """What is sent once per step: gradients that ranks of an axis have parts of."""
-        return [load_of(each, self.run.ranks) for each in gradient_messages(self.run)]
+    def _step_loads(self) -> list[Load]:
+        """What is sent once per step, beside what units send."""
+        return [load_of(each, self.run.ranks) for each in self.run.step_messages()]
 
     @cached_property
     def _unit_loads(self) -> dict[Unit, dict[str, Loads]]:
@@ -230,8 +227,8 @@ class RankWork:
         """Return what a unit of a stage computes."""
         config, itemsize = self.run.config, self.run.compute_dtype.itemsize
         if layer is None:
-            is_last = stage.is_last
-            return head_passes(config, self.vocab_size, itemsize, rates) if is_last else NOTHING
+            vocab_size = self.run.model.vocab_size
+            return head_passes(config, vocab_size, itemsize, rates) if stage.is_last else NOTHING
         place, size = layer - stage.layers.start, self.run.ranks.inner_size
         return unit_passes(config, layer, place, itemsize, rates, size=size, is_inner=unit.is_inner)
 

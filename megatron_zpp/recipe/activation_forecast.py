@@ -6,7 +6,7 @@ What is sent is counted where it is sent (`RankGroup`), and tests compare the tw
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from math import gcd
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_zpp.model.attention.attention import CoreAttention
 from megatron_zpp.model.attention.latent_attention import LatentAttention
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.mlp import feed_forward
 from megatron_zpp.model.part import Part
@@ -254,15 +255,9 @@ class Forecast:
         """Return how many of a stage's layers are computed twice."""
         return sum(map(len, self.checkpoints(stage)))
 
-    def checkpoints(self, stage: Part) -> list[list[int]]:
+    def checkpoints(self, stage: Part) -> list[tuple[int, ...]]:
         """Return the layers that are computed twice, grouped as they are computed again at once."""
-        recompute = self.config.recompute
-        if recompute.recompute_granularity != "full":
-            return []
-        layers, size = stage.layers, recompute.recompute_num_layers
-        if recompute.recompute_method == "block":
-            layers, size = layers[:size], 1
-        groups = [list(group) for _, group in groupby(layers, key=lambda layer: layer // size)]
+        groups = Execution(self.config.recompute).computed_twice(stage.layers)
         trained = (layer for layer in stage.layers if _is_trained(self.model.blocks[layer]))
         first = next(trained, stage.layers.stop) if stage.is_first else stage.layers.start
         return [group for group in groups if group[-1] >= first]

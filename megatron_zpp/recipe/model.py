@@ -11,7 +11,7 @@ import torch
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.model.part import TORCH_NORMS, Part, own_axes, parts_of_stages
+from megatron_zpp.model.part import TORCH_NORMS, Part, parts_of_stages
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.apex import Apex
 from megatron_zpp.recipe.capability import Capability, capabilities_of, extended
@@ -89,13 +89,14 @@ def _build_pipeline(
 
 def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:
     """Shard a model that is on the meta device over the data axis."""
+    axes = {module: getattr(module, "own_axis", None) for module in model.modules()}
     # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
     return shard(
         model,
         ranks.mesh,
         config.zero,
         axis="data",
-        experts={module: axis.mesh for module, axis in own_axes(model).items()},
+        experts={module: axis.mesh for module, axis in axes.items() if axis is not None},
         cast_forward_inputs=False,
         keeps_root=keeps_root,
         calls_units=True,

@@ -3,8 +3,8 @@
 The parameters are cut as FSDP2 and ZeRO-Offload cut them.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -13,20 +13,24 @@ import torch
 from torch import nn
 
 from megatron_zpp.capabilities.muon.capability import MuonCapability, muon_options
-from megatron_zpp.model.part import Part, own_axes
-from megatron_zpp.planner.parts.meta_model import META, MetaModel
+from megatron_zpp.model.part import Part
+from megatron_zpp.planner.parts.meta_model import META, MetaModel, own_axes
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit, stored_bytes
-from megatron_zpp.planner.timing.balanced_stages import layer_kinds
+from megatron_zpp.recipe.activation_forecast import Forecast
 from megatron_zpp.recipe.capability import Capability, capabilities_of
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.capabilities.offload import HOST, master_devices
 from zeropp.fsdp_adapter import ShardSpec
-from zeropp.sharding import DataAxis, Plan, places_of, plan_units
-from zeropp.wire import Nodes
+from zeropp.optim import OPTIMIZER
+from zeropp.settings import declared
+from zeropp.sharding import DataAxis, Plan, node_bytes, places_of, plan_units
+from zeropp.wire import AXES, HOPS, PURPOSES, Message, Nodes, sum_of
 
+Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
 Units = tuple[tuple[int | None, Unit], ...]  # each with its layer, None for a root
 
 
@@ -86,9 +90,25 @@ class PlannedRun:
             if layer in own and parameter in shards:
                 yield parameter.numel(), *shards[parameter]
 
-    def shard_sizes(self, parameters: AbstractSet[nn.Parameter]) -> list[int]:
-        """Return the elements of this rank's padded shards of parameters, in all layers alike."""
-        return [spec.elements for each, spec in self.shards if each in parameters]
+    @cached_property
+    def forecast(self) -> Forecast:
+        """Return the forecast of what is sent beside weights and gradients."""
+        return Forecast(self.config, self.ranks, self.model.split(self.ranks), self.compute_dtype)
+
+    def step_messages(self) -> Iterator[Message]:
+        """Yield what is sent once per step: gradients that ranks of an axis have parts of, and what
+        capabilities send."""
+        model, ranks = self.model, self.ranks
+        partial = model.partial(ranks) if ranks.tensor_size > 1 else set()
+        tokens = model.split(ranks).tokens.weight
+        is_tied = ranks.pipeline_size > 1 and model.whole.head is None and tokens.requires_grad
+        tied = {tokens} if is_tied else set()  # with its gradient at both ends
+        yield from self.forecast.gradients(
+            [spec.elements for each, spec in self.shards if each in partial],
+            [spec.elements for each, spec in self.shards if each in tied],
+        )
+        for each in self.capabilities:
+            yield from each.messages(self.num_micro_batches)
 
     @cached_property
     def optimizer(self) -> PlannedMuon | None:
@@ -113,6 +133,27 @@ class PlannedRun:
         """Return what else takes part in steps."""
         return capabilities_of(self.config, self.ranks)
 
+    def sent_by_node(self) -> Sent:
+        """Return what a node of ranks at this place of a pipeline sends in a step."""
+        sent: Counter[tuple[str, str]] = Counter()
+        if self.num_ranks > 1:
+            sent.update(node_bytes(self.plan, self.num_micro_batches, typical=True))
+        per_stage = (
+            (self.num_micro_batches, message)
+            for stage in self.stages
+            for message in self.forecast.messages(stage)
+        )
+        for times, message in (*per_stage, *((1, each) for each in self.step_messages())):
+            # All ranks of a node send, each in its own group of ranks.
+            share = self.ranks.nodes.ranks_per_node / message.group.size
+            for key, num_bytes in sum_of(map(message.of, message.group.members)).items():
+                sent[key] += times * share * num_bytes
+        names = [*PURPOSES, *AXES, *declared("PURPOSES", CAPABILITIES)]
+        if self.optimizer is not None:
+            sent.update(self.optimizer.sent_by_node)
+            names.insert(len(PURPOSES), OPTIMIZER)
+        return {(name, hop): sent[name, hop] for name in names for hop in HOPS}
+
     @property
     def stage(self) -> int:
         return self.plan.stage
@@ -125,16 +166,12 @@ class PlannedRun:
         codes.
         """
         is_single_fp32 = self.num_ranks == 1 and self.compute_dtype.itemsize == FP32_BYTES
-        return not is_single_fp32 or self._requires_engine
+        return not is_single_fp32 or self.config.zero.always_gathers
 
     @cached_property
     def regathers(self) -> bool:
         """Return whether blocks are gathered for each use and freed after it."""
-        return self.stage == 3 and (self.num_ranks > 1 or self._requires_engine)
-
-    @property
-    def _requires_engine(self) -> bool:
-        return self.config.zero.always_gathers
+        return self.stage == 3 and (self.num_ranks > 1 or self.config.zero.always_gathers)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -143,11 +180,6 @@ class PlannedRun:
     @property
     def offloads(self) -> bool:
         return self.config.zero.offloads_optimizer
-
-    @property
-    def has_delayed_update(self) -> bool:
-        """Return whether an optimizer update may overlap with the next step."""
-        return self.config.zero.zeropp.delayed_param_update
 
     @cached_property
     def offloaded_shards(self) -> tuple[int, ...]:
@@ -162,21 +194,6 @@ class PlannedRun:
             for (_, spec), device in zip(trained, devices, strict=True)
             if device == HOST
         )
-
-    @property
-    def recompute_group(self) -> int:
-        """Return the number of blocks that are recomputed together; 0 without recomputation."""
-        recompute = self.config.recompute
-        if recompute.recompute_granularity != "full":
-            return 0
-        return 1 if recompute.recompute_method == "block" else recompute.recompute_num_layers
-
-    def num_recomputed(self, stage: Part) -> int:
-        """Return the number of blocks of a stage that are recomputed: the first ones."""
-        recompute, num_blocks = self.config.recompute, len(stage.layers)
-        if recompute.recompute_method == "block":
-            return min(recompute.recompute_num_layers, num_blocks)
-        return num_blocks
 
     @property
     def num_micro_batches(self) -> int:
@@ -294,7 +311,8 @@ def plan_places(
     size = config.parallel.pipeline_model_parallel_size
     stride = nodes.num_ranks // size
 
-    stages, layers = config.parallel.stages(config.model.num_layers), layer_kinds(config)
+    stages = config.parallel.stages(config.model.num_layers)
+    layers = model.layer_kinds(config.recompute.recompute_num_layers)
 
     def kind(place: int) -> tuple[object, ...]:
         """Return what places have in common: layers, ends of the pipeline, and ends of a node."""

@@ -12,12 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_zpp.capabilities.experts.layer import expert_products
-from megatron_zpp.model.flops import (
-    BACKWARD,
-    core_attention,
-    projections,
-    recomputed_layers,
-)
+from megatron_zpp.model.flops import BACKWARD, core_attention, projections
 from megatron_zpp.planner.timing.balanced_stages import LayerSeconds
 from megatron_zpp.planner.timing.hardware import Rates, hardware_table
 from megatron_zpp.settings.config import Config
@@ -130,7 +125,8 @@ def _passes(
     """Return passes of which these are the seconds forward."""
     recompute, forward, again = config.recompute, products + attention + elementwise, 0.0
     if recompute.recompute_granularity == "full":
-        again = forward if place < recomputed_layers(config.model, recompute) else 0.0
+        is_first = recompute.recompute_method != "block" or place < recompute.recompute_num_layers
+        again = forward if is_first else 0.0
     elif recompute.recompute_granularity == "selective":
         again = attention
     backward = _backward_products(config) * products + BACKWARD * (attention + elementwise)

@@ -69,7 +69,7 @@ def candidate_of(its_search: Search, name: str) -> Candidate:
 
 def found_crossing(its_search: Search, candidate: Candidate) -> Crossing:
     model = MetaModel(its_search.base, VOCABULARY)
-    crossing = crossing_of(candidate, VOCABULARY, its_search.nodes, model)
+    crossing = crossing_of(candidate, its_search.nodes, model)
     assert crossing is not None
     return crossing
 

@@ -15,8 +15,8 @@ from megatron_zpp.planner.estimate import (
     WEIGHTS,
     estimate,
 )
-from megatron_zpp.planner.node_traffic import mean_of_nodes, node_of
 from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
+from megatron_zpp.planner.replicas import mean_of_nodes
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, PP2, PP4, SP, TP2, TWO_STAGES
 from zeropp.errors import InputError
@@ -129,7 +129,7 @@ def test_a_pipeline_over_nodes_sends_what_all_its_places_do(count, per_node, chu
     nodes = Nodes.of(range(count), per_node)
     total = Counter()
     for place in range(8):
-        total.update(node_of(plan_run(config, VOCABULARY, nodes, is_cpu=False, place=place)))
+        total.update(plan_run(config, VOCABULARY, nodes, is_cpu=False, place=place).sent_by_node())
     mean = mean_of_nodes(plan_places(config, VOCABULARY, nodes, is_cpu=False))
     assert mean["pipeline", "across_nodes"] > 0
     assert mean == {key: pytest.approx(sent / 8) for key, sent in total.items()}

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from benchmarks.shared.training_setup import largest_of_ranks
 from megatron_zpp.planner.estimate import estimate
-from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
+from megatron_zpp.planner.replicas import mean_of_nodes
 from megatron_zpp.train.build import run_facts
 from megatron_zpp.train.inputs import TRAIN
 from tests.megatron_zpp.parallel.flags import (

@@ -78,7 +78,7 @@ def fake(seconds, inexactness, *sizes, has_room=True):
 def plan_of(rows):
     ordered, places = rank_rows(rows)
     return ClusterPlan(
-        cluster=None, config=None, vocab_size=0, rows=tuple(ordered), places=tuple(places),
+        cluster=None, config=None, rows=tuple(ordered), places=tuple(places),
         row_of_flags=None,
     )  # fmt: skip
 

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_zpp.planner.activations import ActivationTraces
 from megatron_zpp.planner.candidates import (
     TIE,
     all_parallel,
@@ -115,13 +114,12 @@ def test_memory_is_that_of_the_fullest_of_all_ranks(flags):
         sum(len(each.layers) for each in run.stages) for run, count in places for _ in range(count)
     ]
     assert by_place == list(map(len, config.parallel.stages(7)))
-    traces = ActivationTraces()
     each = [
-        estimate_run(plan_run(config, VOCABULARY, NODES, is_cpu=False, place=place), traces)
+        estimate_run(plan_run(config, VOCABULARY, NODES, is_cpu=False, place=place))
         for place in range(4)
     ]
     expected = max(result.device_bytes for result in each)
-    assert estimate_places(places, traces).device_bytes == expected
+    assert estimate_places(places).device_bytes == expected
 
 
 def test_the_slowest_stage_counts():
