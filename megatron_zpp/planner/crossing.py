@@ -10,8 +10,7 @@ from math import gcd
 
 from megatron_zpp.planner.candidates import Candidate
 from megatron_zpp.planner.parts.meta_model import MetaModel
-from megatron_zpp.planner.parts.planned_run import plan_places
-from megatron_zpp.planner.replicas import mean_of_nodes
+from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.sharding import first_bytes
@@ -88,8 +87,8 @@ def crossing_of(candidate: Candidate, nodes: Nodes, model: MetaModel) -> Crossin
     for size in (in_node, across):
         its_parallel = replace(parallel, expert_model_parallel_size=size)
         its_config = replace(config, parallel=its_parallel)
-        places = plan_places(its_config, model.vocab_size, nodes, is_cpu=False, model=model)
-        by_purpose = mean_of_nodes(places)
+        its = RunForecast.of(its_config, model.vocab_size, nodes, is_cpu=False, model=model)
+        by_purpose, places = its.sent, its.places
         rows = by_purpose["expert", ACROSS]
         own = sum(by_purpose[key] for key in by_purpose if key[1] == ACROSS)
         sent.append((own - rows, rows))

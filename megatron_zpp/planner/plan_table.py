@@ -64,7 +64,7 @@ def print_plan(plan: ClusterPlan, top: int, console: Console | None = None) -> N
         console.print(line, soft_wrap=True)
     if plan.fitting and plan.cluster.num_nodes > 1 and len(plan.rows) > 1:
         _print_alone(plan, console)
-    if timed and plan.row_of_flags.work.run.optimizer is not None:
+    if timed and plan.row_of_flags.forecast.first.optimizer is not None:
         console.print(_optimizer_line(plan.config.optimizer.optimizer.title(), timed[0][1]))
     for note in NOTES:
         console.print(note)

@@ -166,20 +166,6 @@ class PlannedReplicas:
         return (peak, on_host) if device else (device, peak)
 
 
-def mean_of_nodes(places: Places, replicas: PlannedReplicas | None = None) -> Sent:
-    """Return the mean over nodes of the bytes that they send in a step.
-
-    Each run stands for so many places of a pipeline.
-    """
-    total: Counter[tuple[str, str]] = Counter()
-    for run, count in places:
-        outer = {} if replicas is None else replicas.sent_by_node(run)
-        for key, sent in (run.sent_by_node() | outer).items():
-            total[key] += count * sent
-    num_places = sum(count for _, count in places)
-    return {key: sent / num_places for key, sent in total.items()}
-
-
 def interval_of(config: Config) -> int:
     """Return the steps between exchanges at the end of a run; 1 if all ranks step together."""
     return SyncSchedule.of(config.zero.zeropp.sync_every).last_interval

@@ -16,13 +16,11 @@ from megatron_zpp.planner.candidates import (
     given_candidate,
 )
 from megatron_zpp.planner.crossing import Crossing, crossing_of
-from megatron_zpp.planner.estimate import estimate_places
 from megatron_zpp.planner.parts.meta_model import MetaModel
-from megatron_zpp.planner.parts.planned_run import plan_places
-from megatron_zpp.planner.replicas import PlannedReplicas, compared_intervals, mean_of_nodes
-from megatron_zpp.planner.step_work import StepTime, StepWork
+from megatron_zpp.planner.replicas import compared_intervals
+from megatron_zpp.planner.run_forecast import RunForecast, StepTime
 from megatron_zpp.planner.timing.balanced_stages import LayerSeconds
-from megatron_zpp.planner.timing.computing import layer_seconds
+from megatron_zpp.planner.timing.computing import Computing
 from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
 from megatron_zpp.planner.zero_settings import compared_settings
 from megatron_zpp.recipe.capability import settled
@@ -42,35 +40,31 @@ ROOM = GIB // 20  # memory left below which the table shows 0.0 GiB
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """A configuration and its work on a cluster, of which all else is computed when asked for."""
+    """A configuration and its run on a cluster."""
 
     candidate: Candidate
     cluster: Cluster
-    work: StepWork
+    forecast: RunForecast
 
-    @cached_property
+    @property
     def memory(self) -> Mapping[str, int]:
         """The bytes of its fullest rank, by kind."""
-        return estimate_places(self.work.places, self.work.replicas).device
+        return self.forecast.device
 
     @property
     def num_parameters(self) -> int:
         """The number of the model's parameters."""
-        return self.work.run.model.num_parameters
+        return self.forecast.first.model.num_parameters
 
     @property
     def usable_bytes(self) -> int:
         """What is there for a rank."""
         return self.cluster.usable_bytes
 
-    @cached_property
-    def _sent(self) -> Mapping[tuple[str, str], float]:
-        return mean_of_nodes(self.work.places, self.work.replicas)
-
     @property
     def sent_in_m(self) -> dict[str, float]:
         """What a node sends in a step, by hop, in M."""
-        return {hop: self._in_m(key for key in self._sent if key[1] == hop) for hop in HOPS}
+        return {hop: self._in_m(key for key in self.forecast.sent if key[1] == hop) for hop in HOPS}
 
     @property
     def optimizer_in_m(self) -> dict[str, float]:
@@ -78,18 +72,18 @@ class Row:
         return {hop: self._in_m([(OPTIMIZER, hop)]) for hop in HOPS}
 
     def _in_m(self, keys: Iterable[tuple[str, str]]) -> float:
-        num_bytes = sum(self._sent.get(key, 0.0) for key in keys)
+        num_bytes = sum(self.forecast.sent.get(key, 0.0) for key in keys)
         return num_bytes / (self.num_parameters * BYTES_PER_WEIGHT)
 
     @cached_property
     def seconds(self) -> float:
         """The typical seconds of a step, whether it fits or not."""
-        return self.work.typical(self.cluster)
+        return self.forecast.typical(self.cluster)
 
     @cached_property
     def time(self) -> StepTime | None:
         """All times of a step, if it fits."""
-        return self.work.time(self.cluster) if self.fits else None
+        return self.forecast.time(self.cluster) if self.fits else None
 
     @property
     def tokens_per_second(self) -> float:
@@ -109,8 +103,8 @@ class Row:
 
     def _share_of_peak(self, kind: str) -> float:
         config = self.candidate.config
-        flops = TokenFlops.of(config.model, config.recompute, self.work.run.model.vocab_size)
-        peak = self.cluster.gpu.peak(self.work.run.compute_dtype)
+        flops = TokenFlops.of(config.model, config.recompute, self.forecast.first.model.vocab_size)
+        peak = self.cluster.gpu.peak(self.forecast.first.compute_dtype)
         return self.tokens_per_second / self.cluster.num_ranks / peak * getattr(flops, kind)
 
     @property
@@ -187,7 +181,8 @@ class Search:
         """The seconds of layers with the sizes of the flags."""
         dtype = getattr(torch, self.base.zero.compute_format)
         rates = self.cluster.at(TYPICAL, dtype)
-        return layer_seconds(self.base, self.vocab_size, dtype.itemsize, rates)
+        computing = Computing(config=self.base, itemsize=dtype.itemsize, rates=rates)
+        return computing.layer_seconds(self.vocab_size)
 
     def run(
         self, *, only_flags: bool = False, on_row: Callable[[int], None] | None = None
@@ -319,19 +314,15 @@ class Search:
         `like` is one that differs in its micro-batch or recomputation alone. Raises InputError for
         nodes that should step alone and are not several.
         """
-        config, nodes = candidate.config, self.nodes
-        replicas = PlannedReplicas.of(config, nodes)
-        if replicas is not None:
-            config, nodes = replicas.config, replicas.nodes
-        if like is None:
-            places = plan_places(config, self.vocab_size, nodes, is_cpu=False, model=self._model)
-        else:
-            places = [(replace(run, config=config), count) for run, count in like.work.places]
-        return Row(
-            candidate=candidate,
-            cluster=self.cluster,
-            work=StepWork(places, replicas),
+        forecast = RunForecast.of(
+            candidate.config,
+            self.vocab_size,
+            self.nodes,
+            is_cpu=False,
+            model=self._model,
+            like=like and like.forecast,
         )
+        return Row(candidate=candidate, cluster=self.cluster, forecast=forecast)
 
 
 def rank_rows(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:

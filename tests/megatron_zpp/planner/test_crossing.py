@@ -9,8 +9,8 @@ from megatron_zpp.capabilities.experts.messages import copies_across_nodes
 from megatron_zpp.planner.advice import advice
 from megatron_zpp.planner.candidates import Candidate, candidates_of
 from megatron_zpp.planner.crossing import Crossing, crossing_of
-from megatron_zpp.planner.estimate import estimate
 from megatron_zpp.planner.parts.meta_model import MetaModel
+from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.planner.search import ClusterPlan, Search
 from megatron_zpp.planner.zero_settings import compared_settings
 from tests.megatron_zpp.planner.searches import search_for
@@ -138,7 +138,7 @@ def test_all_sizes_are_compared_and_the_flags_stay_as_given(plan: ClusterPlan) -
 def test_memory_and_bytes_are_those_of_the_estimate(plan: ClusterPlan) -> None:
     nodes = search(FEW).nodes
     for row in plan.rows[::29]:
-        expected = estimate(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
+        expected = RunForecast.of(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
         assert dict(row.memory) == dict(expected.device)
         far = sum(sent for (_, hop), sent in expected.sent.items() if hop == "across_nodes")
         assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from megatron_zpp.planner.loads import IN_LAYER, load_of, stage_loads, unit_loads
 from megatron_zpp.planner.parts.planned_run import Places, plan_places
-from megatron_zpp.planner.step_work import StepTime, StepWork
+from megatron_zpp.planner.run_forecast import RunForecast, StepTime
+from megatron_zpp.planner.step_work import IN_LAYER, load_of, stage_loads, unit_loads
 from megatron_zpp.planner.timing.hardware import find_cluster
 from megatron_zpp.planner.timing.links import Load
 from megatron_zpp.settings.arguments import parse
@@ -81,7 +81,7 @@ def require_sums(sent: Iterable[tuple[float, Iterable[Load]]], expected: dict[st
 def time_of(flags: str, **described: object) -> StepTime:
     described = {"cluster": "dgx-a100", "num_nodes": 4, "gpus_per_node": 4, **described}
     cluster = find_cluster(**{"link": "25gbit", **described})
-    return StepWork(places(flags)).time(cluster)
+    return RunForecast(places(flags)).time(cluster)
 
 
 @pytest.mark.parametrize("flags", CASES)

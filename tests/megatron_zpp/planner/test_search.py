@@ -13,8 +13,8 @@ from megatron_zpp.planner.candidates import (
     candidates_of,
     given_candidate,
 )
-from megatron_zpp.planner.estimate import ACTIVATIONS, estimate
 from megatron_zpp.planner.plan_table import print_plan
+from megatron_zpp.planner.run_forecast import ACTIVATIONS, RunForecast
 from megatron_zpp.planner.search import ROOM, TIE, ClusterPlan, rank_rows
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.planner.zero_settings import compared_settings
@@ -43,11 +43,11 @@ def slow_plan():
 
 def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
     for row in (*slow_plan.rows[::17], slow_plan.row_of_flags):
-        expected = estimate(row.candidate.config, VOCABULARY, NODES, is_cpu=False)
+        expected = RunForecast.of(row.candidate.config, VOCABULARY, NODES, is_cpu=False)
         assert dict(row.memory) == dict(expected.device)
         sent = expected.sent
         if not row.candidate.is_divided:
-            sent = node_bytes(expected.plan, expected.run.num_micro_batches, typical=True)
+            sent = node_bytes(expected.first.plan, expected.first.num_micro_batches, typical=True)
         far = sum(num_bytes for (_, hop), num_bytes in sent.items() if hop == "across_nodes")
         assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2
     assert {row.candidate.sizes[0] for row in slow_plan.rows} == {1, 2, 4}
