@@ -44,7 +44,7 @@ def flops_per_token(model: ModelConfig, recompute: RecomputeConfig, vocab_size: 
     head = 2 * model.hidden_size * model.padded_vocab_size(vocab_size)
     step = (1 + BACKWARD) * (sum(layers) + head)
     if recompute.recompute_granularity == "full":
-        again = Execution(recompute).computed_twice(range(model.num_layers))
+        again = Execution(recompute).checkpoints(range(model.num_layers))
         return step + sum(layers[layer] for layer in chain(*again))
     if recompute.recompute_granularity == "selective":
         return step + sum(core_attentions)

@@ -233,14 +233,12 @@ def join_ranks(
     With `joining`, these may be the ranks of one replica of several. Raises InputError on all ranks
     if they do not have the same `settings`, texts by their names.
     """
-    device, joining = pick_device(environment), joining or Joining()
+    device, joining = pick_device(environment), joining or Joining(world=environment)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    world = joining.world(environment, config)
-    store = start_process_group(
-        environment, device, timeout, config.distributed_backend, world=world
-    )
+    world, backend = joining.world, config.distributed_backend
+    store = start_process_group(environment, device, timeout, backend, world=world)
     require_same(settings, SAME_COMMAND)
-    replicas, store = joining.join(store, environment, world, timeout)
+    replicas, store = joining.join(store, timeout)
     mesh = build_mesh(device, world.world_size, config)
     for axis in mesh.mesh_dim_names:
         set_time_limit(mesh.get_group(axis), timeout)

@@ -6,11 +6,10 @@ from megatron_zpp.planner.candidates import why_undivided
 from megatron_zpp.planner.replicas import loss_change
 from megatron_zpp.planner.search import MUCH_FASTER, TIE, ClusterPlan, Row, Search
 from megatron_zpp.planner.timing.hardware import GIB
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.wire import Nodes
 
 MOST_RANKS = 8192
-ALONE = "Local steps: nodes exchange their weights after so many steps"
+ALONE = "Local SGD: each replica trains independently between outer steps"
 
 
 def why_not(row: Row) -> str:
@@ -49,27 +48,27 @@ def not_compared(plan: ClusterPlan) -> list[str]:
 
 
 def about_alone(plan: ClusterPlan) -> str:
-    """Return what local steps cost, or why they are not offered."""
+    """Return what local SGD costs, or why it is not offered."""
     if not plan.alone:
-        return "Local steps are not offered: in a node nothing divides the batch."
+        return "Local SGD is not offered: in a node nothing divides the batch."
     row = plan.alone[0]
     if row.time is None:
         return (
-            "Local steps are not offered: a node must hold a whole replica, and the smallest "
+            "Local SGD is not offered: a node must hold a whole replica, and the smallest "
             f"configuration of one, {row.candidate}, {why_not(row)}."
         )
     optimizer = plan.config.optimizer.optimizer
     known = [loss_change(optimizer, each.candidate.interval) for each in plan.alone]
     source = next((f": {each.source}" for each in known if each), "; there is no figure of it")
     return (
-        "Local steps change the result of training. They are advised where they are more than "
+        "Local SGD changes the result of training. It is advised where it is more than "
         f"{MUCH_FASTER:g} times as fast as the best of the others. Loss, compared with steps that "
         f"all take together{source}."
     )
 
 
 def loss_of(row: Row) -> str:
-    """Return how the loss of local steps compares with that of steps that all take together."""
+    """Return how the loss of local SGD compares with that of steps that all take together."""
     change = loss_change(row.candidate.config.optimizer.optimizer, row.candidate.interval)
     return "unknown" if change is None else str(change)
 
@@ -78,10 +77,10 @@ def _local_steps(plan: ClusterPlan) -> str:
     row, best = plan.advised, plan.best
     waits = best.time.across_nodes / best.time.typical
     return (
-        f"Use local steps, {row.candidate}: {seconds(row.time.typical)} a step, "
+        f"Use local SGD, {row.candidate}: {seconds(row.time.typical)} a step, "
         f"{best.time.typical / row.time.typical:.2g} times as fast as the best of steps that all "
-        f"take together, which waits for the links across nodes in {waits:.0%} of its step. They "
-        f"change the result of training, by published and measured losses {loss_of(row)}."
+        f"take together, which waits for the links across nodes in {waits:.0%} of its step. It "
+        f"changes the result of training, by published and measured losses {loss_of(row)}."
     )
 
 
@@ -171,7 +170,7 @@ def _nodes_that_fit(search: Search, smallest: Row) -> int | None:
         num_nodes *= 2
         larger = replace(cluster, num_nodes=num_nodes)
         config = smallest.candidate.config
-        samples = Schedules.of(config).batch_size.final
+        samples = config.schedules.batch_size.final
         num_replicas = config.parallel.num_replicas(larger.num_ranks)
         multiple = num_replicas * config.batch.micro_batch_size
         batch = replace(config.batch, global_batch_size=-(-samples // multiple) * multiple)

@@ -16,10 +16,8 @@ from megatron_zpp.planner.timing.balanced_stages import (
     stage_flags,
 )
 from megatron_zpp.planner.zero_settings import ZeroSettings
-from megatron_zpp.settings.arguments import require_divisible
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, STAGES_PER_RANK
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp import ZeroConfig
 from zeropp.errors import InputError
 from zeropp.settings import JsonSection
@@ -72,7 +70,7 @@ class Candidate:
         return self.config.parallel.expert_model_parallel_size if has_experts else None
 
     def every(self, interval: int) -> "Candidate":
-        """Return this configuration of nodes that step alone with another interval."""
+        """Return this configuration of replicas with another interval."""
         config = with_interval(self.config, interval)
         return replace(self, settings=self.settings.every(interval), config=config)
 
@@ -205,9 +203,10 @@ def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes |
 def _checked_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes:
     base = replace(base, batch=replace(base.batch, micro_batch_size=1))  # others are compared
     replicas = parallel.num_replicas(nodes.num_ranks)
-    Schedules.of(base).batch_size.check(replicas)
-    require_divisible(replace(base, parallel=parallel), replicas)
-    ranks = PlannedRanks(config=replace(base, parallel=parallel), nodes=nodes)
+    base.schedules.batch_size.check(replicas)
+    config = replace(base, parallel=parallel)
+    config.require_divisible(replicas)
+    ranks = PlannedRanks(config=config, nodes=nodes)
     if ranks.inner_size > 1:
         ranks.nodes_of(ranks.inner_size)
     return ranks.data_nodes
@@ -244,7 +243,7 @@ def candidates_of(
     that what follows one that does not fit in memory need not be looked at.
     """
     base = base if parallel is None else replace(base, parallel=parallel)
-    final = Schedules.of(base).batch_size.final
+    final = base.schedules.batch_size.final
     share = 0 if final % num_replicas else final // num_replicas
     sizes = [size for size in range(1, min(share, LARGEST_MICRO_BATCH) + 1) if share % size == 0]
     if base.parallel.num_virtual_stages_per_pipeline_rank:

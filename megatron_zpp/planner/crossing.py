@@ -12,7 +12,6 @@ from megatron_zpp.planner.candidates import Candidate
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.planner.timing.hardware import GIB
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.sharding import first_bytes
 from zeropp.wire import Nodes
 
@@ -96,7 +95,7 @@ def crossing_of(candidate: Candidate, nodes: Nodes, model: MetaModel) -> Crossin
             num_places = sum(count for _, count in places)
             first_copy = sum(count * first_bytes(run.plan) for run, count in places) / num_places
     (weights, _), (other_weights, rows) = sent
-    tokens = Schedules.of(config).batch_size.final * config.model.seq_length / nodes.count
+    tokens = config.schedules.batch_size.final * config.model.seq_length / nodes.count
     return Crossing(
         settings=candidate.settings.name,
         in_node=in_node,

@@ -32,7 +32,7 @@ ADVICE = MappingProxyType(
         kinds.IN_FLIGHT: "--zero-stage 2 or 3 sums smaller gradients; smaller blocks help, too",
         kinds.ACTIVATIONS: f"--recompute-granularity full keeps least; {SMALLER_MICRO_BATCH}",
         kinds.HEAD: SMALLER_MICRO_BATCH,
-        kinds.AGREED: "zeropp.sync_on_host keeps agreed weights on the host",
+        kinds.AGREED: "zeropp.sync_on_host keeps global parameters on the host",
         kinds.OUTER_STATE: "more nodes share out the outer momentum",
         kinds.EXCHANGE: "more ranks in a node make each rank's share of an exchange smaller",
         kinds.SAVED_COPY: "without --async-save, saving needs no copy",

@@ -24,7 +24,6 @@ from megatron_zpp.planner.candidates import SIZES
 from megatron_zpp.planner.replicas import loss_change
 from megatron_zpp.planner.search import ClusterPlan, Row
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
-from megatron_zpp.settings.scheduled_values import Schedules
 
 Columns = Mapping[str, Callable[[Row], str]]  # the text of a cell, by the title of its column
 WIDTH = 100  # columns, where there is no terminal
@@ -81,7 +80,7 @@ def print_plan(plan: ClusterPlan, top: int, console: Console | None = None) -> N
 
 
 def _print_alone(plan: ClusterPlan, console: Console) -> None:
-    """Print what nodes that step alone take, or why they are not offered."""
+    """Print what replicas take, or why they are not offered."""
     console.print(f"\n{ALONE}")
     timed = [(str(row.candidate.interval), row) for row in plan.alone if row.time is not None]
     columns = {title: CONFIGURATION[title] for title in [*CONFIGURATION][:-2]}
@@ -103,7 +102,7 @@ def _optimizer_line(name: str, row: Row) -> str:
 def subject(plan: ClusterPlan) -> dict[str, str]:
     """Return what is planned: the model, the batch, the cluster, and what its constants rest on."""
     model, cluster = plan.config.model, plan.cluster
-    samples = Schedules.of(plan.config).batch_size.final
+    samples = plan.config.schedules.batch_size.final
     return {
         "model": f"{plan.row_of_flags.num_parameters / 1e9:.3g} billion parameters, "
         f"{model.num_layers} layers, hidden {model.hidden_size}, "

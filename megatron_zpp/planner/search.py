@@ -25,12 +25,11 @@ from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
 from megatron_zpp.planner.zero_settings import compared_settings
 from megatron_zpp.recipe.capability import settled
 from megatron_zpp.settings.config import Config, ParallelConfig
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.optim import OPTIMIZER
 from zeropp.wire import HOPS, Nodes
 
 BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit
-# Local steps lose loss, which more computing makes up for: three times as much lowers the loss by
+# Local SGD loses loss, which more computing makes up for: three times as much lowers the loss by
 # 5% (Kaplan et al. 2020, arXiv:2001.08361: C^-0.05), which is more than the published ones lose.
 MUCH_FASTER = 3.0
 # Of several intervals the shortest is taken that is at most so much slower than the longest.
@@ -89,7 +88,7 @@ class Row:
     def tokens_per_second(self) -> float:
         """The tokens of a step in its typical seconds."""
         config = self.candidate.config
-        return Schedules.of(config).batch_size.final * config.model.seq_length / self.seconds
+        return config.schedules.batch_size.final * config.model.seq_length / self.seconds
 
     @property
     def mfu(self) -> float:
@@ -133,7 +132,7 @@ class ClusterPlan:
     row_of_flags: the configuration of the flags. places: ranks of the rows that fit; equal ones are
     ties, the fastest first. crossing: what crosses nodes where there is a choice, with the
     settings of the best row that has the choice, or of the flags if none fits. alone: those of
-    nodes that step alone, by their intervals; only the smallest if none fits in a node.
+    replicas, by their intervals; only the smallest if none fits in a node.
     """
 
     cluster: Cluster
@@ -158,7 +157,7 @@ class ClusterPlan:
 
     @property
     def advised(self) -> Row:
-        """What to use: the best row, or local steps that are `MUCH_FASTER`."""
+        """What to use: the best row, or replicas that are `MUCH_FASTER`."""
         best = self.best
         times = [row.seconds for row in self.alone if row.fits]
         if not times or best.seconds <= MUCH_FASTER * min(times):
@@ -230,7 +229,7 @@ class Search:
             yield from self._rows_with(parallel, nodes, self.cluster.num_ranks)
 
     def _alone(self) -> list[Row]:
-        """Return the best row of nodes that step alone, with each interval that is compared.
+        """Return the best row of replicas, with each interval that is compared.
 
         What a node does between exchanges does not depend on the interval, so that its layout is
         found once. If nothing fits in a node, the smallest row is returned.
@@ -247,9 +246,9 @@ class Search:
         return [self.row(best.every(interval)) for interval in intervals]
 
     def _rows_alone(self, interval: int) -> Iterator[Row]:
-        """Yield rows of nodes that step alone, which divide the model if it does not fit whole."""
+        """Yield rows of replicas, which divide the model if it does not fit whole."""
         size, num_nodes = self.cluster.gpus_per_node, self.cluster.num_nodes
-        samples, rest = divmod(Schedules.of(self.base).batch_size.final, num_nodes)
+        samples, rest = divmod(self.base.schedules.batch_size.final, num_nodes)
         if rest:
             return
         share = replace(self.base, batch=replace(self.base.batch, global_batch_size=samples))
@@ -266,8 +265,8 @@ class Search:
     ) -> Iterator[Row]:
         """Yield rows of `num_ranks` that train a model, but none of micro-batches beyond memory.
 
-        nodes: of the data axis. Those with an `interval` are one node of all, each of which steps
-        alone; in these nothing is quantized, as their links are fast.
+        nodes: of the data axis. Those with an `interval` are one node of all, each of which is
+        a replica; in these nothing is quantized, as their links are fast.
         """
         num_replicas = parallel.num_replicas(num_ranks)
         is_divided = num_replicas < num_ranks
@@ -312,7 +311,7 @@ class Search:
         """Return the row of a configuration.
 
         `like` is one that differs in its micro-batch or recomputation alone. Raises InputError for
-        nodes that should step alone and are not several.
+        replicas that are not several.
         """
         forecast = RunForecast.of(
             candidate.config,

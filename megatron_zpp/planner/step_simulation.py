@@ -43,7 +43,7 @@ class _Chunk:
         self.memory = [activations.blocks[type(blocks[layer].mlp)] for layer in stage.layers]
         self.saved = [each.saved for each in self.memory]
         self.groups: dict[int, range] = {}
-        for group in Execution(run.config.recompute).computed_twice(stage.layers):
+        for group in Execution(run.config.recompute).checkpoints(stage.layers):
             first, last = group[0] - stage.layers.start, group[-1] - stage.layers.start
             self.groups |= dict.fromkeys(positions := range(first, last + 1), positions)
             self.saved[first:last] = [0] * (last - first)

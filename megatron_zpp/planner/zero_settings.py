@@ -52,7 +52,7 @@ class ZeroSettings:
         return cls(name=", ".join(parts), inexactness=inexactness, zero={})
 
     def every(self, interval: int) -> "ZeroSettings":
-        """Return these settings in nodes that step alone, and exchange after so many steps."""
+        """Return these settings for replicas that exchange every `interval` steps."""
         return replace(self, zeropp={**self.zeropp, INTERVAL: interval})
 
     def to_json(self) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class PlannedMuon:
     @cached_property
     def options(self) -> MuonOptions:
         """Where matrices are orthogonalized, and in which numbers."""
-        return muon_options(self.config)
+        return muon_options(self.config.muon, self.config.zero)
 
     def has_momentum(self, spec: ShardSpec, *, is_root: bool) -> bool:
         """Whether a parameter has one number of state for each weight, and not Adam's two."""

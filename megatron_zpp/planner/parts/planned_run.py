@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_zpp.capabilities.muon.capability import MuonCapability, muon_options
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.meta_model import META, MetaModel, own_axes
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
@@ -22,7 +23,6 @@ from megatron_zpp.recipe.activation_forecast import Forecast
 from megatron_zpp.recipe.capability import Capability, capabilities_of
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.capabilities.offload import HOST, master_devices
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.optim import OPTIMIZER
@@ -93,7 +93,13 @@ class PlannedRun:
     @cached_property
     def forecast(self) -> Forecast:
         """Return the forecast of what is sent beside weights and gradients."""
-        return Forecast(self.config, self.ranks, self.model.split(self.ranks), self.compute_dtype)
+        return Forecast(
+            self.model.split(self.ranks),
+            self.ranks,
+            self.config.batch.micro_batch_size,
+            self.compute_dtype,
+            Execution(self.config.recompute),
+        )
 
     def step_messages(self) -> Iterator[Message]:
         """Yield what is sent once per step: gradients that ranks of an axis have parts of, and what
@@ -102,7 +108,7 @@ class PlannedRun:
         partial = model.partial(ranks) if ranks.tensor_size > 1 else set()
         tokens = model.split(ranks).tokens.weight
         is_tied = ranks.pipeline_size > 1 and model.whole.head is None and tokens.requires_grad
-        tied = {tokens} if is_tied else set()  # with its gradient at both ends
+        tied = {tokens} if is_tied else set()  # of the first and the last stage
         yield from self.forecast.gradients(
             [spec.elements for each, spec in self.shards if each in partial],
             [spec.elements for each, spec in self.shards if each in tied],
@@ -126,7 +132,7 @@ class PlannedRun:
             stages=stages,
             is_sharded=is_sharded,
         )
-        return self.model.once(make, *key, muon_options(config))
+        return self.model.once(make, *key, muon_options(config.muon, config.zero))
 
     @cached_property
     def capabilities(self) -> tuple[Capability, ...]:
@@ -198,7 +204,7 @@ class PlannedRun:
     @property
     def num_micro_batches(self) -> int:
         """Return the micro-batches per step, at the final batch size."""
-        batch_size = Schedules.of(self.config).batch_size.final
+        batch_size = self.config.schedules.batch_size.final
         return batch_size // (self.config.batch.micro_batch_size * self.ranks.num_replicas)
 
     @property

@@ -116,23 +116,3 @@ def test_a_full_disk_is_named_and_no_half_file_stays(tmp_path: Path, capsys) -> 
         assert main(argv) == 1
     assert f"error: cannot write {tmp_path}/samples.npz (File too large)" in capsys.readouterr().err
     assert not list(tmp_path.glob("*samples*")) and not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--data-path", "1", "text", "--split", "1"], "weights need a number of samples"),
-        (["--data-path", "nowhere"], "no dataset at nowhere"),
-        (["--split", "a"], "--split 'a'"),
-        (["--seed", str(2**32)], f"--seed {2**32}: expected at most"),
-        (["--train-samples", "9e18"], "does not fit into memory"),
-        (["--train-samples", "-1"], "--train-samples -1: expected at least 0"),
-        (["--mock-data", "--train-samples", "3"], "contradict"),
-        (["--vocab-size", "5"], "holds token id"),
-    ],
-)
-def test_bad_input_is_named_and_nothing_is_written(more, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(small(tmp_path, *more, "--output", "samples.npz")) == 1
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.glob("*samples*"))

@@ -80,7 +80,7 @@ def found_crossing(its_search: Search, candidate: Candidate) -> Crossing:
         ("stage 3, hpZ, gradients once", 4, 1, 1),
         (ALL_THREE, 2, 0.504, 0.258),
         (
-            "stage 3, qwZ hpZ qgZ, steps of codes, INT3, gradients once",
+            "stage 3, qwZ hpZ qgZ, incremental updates, INT3, gradients once",
             2,
             0.504 * CHANGED_SHARE,
             0.203 * CODED_SHARE[3],

@@ -113,7 +113,7 @@ def test_exchanges_beside_steps_have_their_buffers_in_steps(tmp_path: Path) -> N
     ("own", "num_ranks", "lines"),
     [
         ({"sync_every": 4, "sync_store": "10.0.0.1:29400", "sync_nodes": 3}, 4,
-         ["3 that step alone, exchange every 4 steps in 4 bits",
+         ["3 that train independently, synchronized every 4 steps in 4 bits",
           "1 micro-batches of 1 samples of 16 tokens on each of 4 ranks"]),
         ({}, 6, ["exchange every step, every 4 steps after step 9 in 4 bits",
                  "2 micro-batches of 1 samples of 16 tokens on each of 2 ranks"]),
@@ -123,7 +123,7 @@ def test_the_dry_run_is_of_one_node_or_launch(own, num_ranks, lines, capsys) -> 
     flags = flags_of(3, **own) + f"--global-batch-size 12 --dry-run --dry-run-ranks {num_ranks}"
     assert main(f"{TINY} --mock-data {flags}".split()) == 0
     text = capsys.readouterr().out
-    assert all(words in text for words in (*lines, "3 that step alone", AGREED, OUTER_STATE))
+    assert all(words in text for words in (*lines, "3 that train", AGREED, OUTER_STATE))
 
 
 @pytest.mark.parametrize(("bits", "nodes"), [(4, 2), (32, 2), (4, 4), (2, 2)])

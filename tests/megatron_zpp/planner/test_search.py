@@ -18,7 +18,6 @@ from megatron_zpp.planner.run_forecast import ACTIVATIONS, RunForecast
 from megatron_zpp.planner.search import ROOM, TIE, ClusterPlan, rank_rows
 from megatron_zpp.planner.timing.hardware import GIB
 from megatron_zpp.planner.zero_settings import compared_settings
-from megatron_zpp.settings.scheduled_values import Schedules
 from tests.megatron_zpp.planner.searches import search_for
 from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.rank_group import Nodes
@@ -60,7 +59,7 @@ def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
     for settings in compared_settings(NODES):
         for candidate in candidates_of(searched.base, settings, 16):
             config, zero = candidate.config, candidate.config.zero
-            assert Schedules.of(config).batch_size.final == 64
+            assert config.schedules.batch_size.final == 64
             assert config.batch.micro_batch_size in (1, 2, 4) and 4 <= LARGEST_MICRO_BATCH
             micro_batches = 64 // 16 // candidate.micro_batch
             assert zero.gradient_accumulation_steps == micro_batches

@@ -14,8 +14,8 @@ from tests.zeropp.optim.test_offload import ADAM, FORMATS, offloaded, plain, sha
 from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import LossScaler, Sharding, ZeroConfig, optimizer_step, shard
-from zeropp.capabilities.offload.offload import HOST, Offload
-from zeropp.capabilities.offload.offloaded import DelayedAdam
+from zeropp.capabilities.offload.host_masters import HOST, Offload
+from zeropp.capabilities.offload.offloaded_adam import DelayedAdam
 from zeropp.optim.step_or_skip import local_part
 
 STEPS, WARMUP = 6, 2

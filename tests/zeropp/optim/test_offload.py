@@ -22,9 +22,9 @@ from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
 from zeropp import fsdp_adapter as fsdp
-from zeropp.capabilities.offload import offload as module
-from zeropp.capabilities.offload.offload import HOST, Offload
-from zeropp.capabilities.offload.offloaded import DelayedAdam, OffloadedAdam
+from zeropp.capabilities.offload import host_masters as module
+from zeropp.capabilities.offload.host_masters import HOST, Offload
+from zeropp.capabilities.offload.offloaded_adam import DelayedAdam, OffloadedAdam
 from zeropp.optim import CPUAdam, FusedAdam
 
 STEPS, WITH_LOSS_SCALE = 4, 7  # optimizer steps: the scale overflows, grows and overflows in 7

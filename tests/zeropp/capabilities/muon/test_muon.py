@@ -31,7 +31,7 @@ from zeropp.capabilities.muon.newton_schulz import (
     scale,
 )
 from zeropp.capabilities.muon.offloaded_muon import build_offloaded_muon
-from zeropp.capabilities.offload.offloaded import offloaded_adamw
+from zeropp.capabilities.offload.offloaded_adam import offloaded_adamw
 from zeropp.optim.adam import FusedAdam
 from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.rank_group import sum_of
