@@ -4,7 +4,6 @@ The counts and lines below are ceilings that only fall: a change that lowers one
 later capability brings an allowance of its own.
 """
 
-import ast
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,14 +57,14 @@ HOMES = {
 LINES = {
     "zeropp": 22_646,
     "zeropp/deepspeed": 4_333,
-    "megatron_zpp": 24_732,
+    "megatron_zpp": 24_729,
     "megatron_zpp/planner": 5_414,
     "megatron_zpp/interchange": 6_609,
-    "benchmarks": 10_958,
-    "tests": 53_410,
+    "benchmarks": 10_957,
+    "tests": 53_422,
 }
-# How many signatures of a room, without those of rooms in it, take a whole `Config`.
-WHOLE_CONFIGURATION = {"megatron_zpp": 10, "megatron_zpp/planner": 29}
+# How many parameters and fields of a room, but not of rooms in it, are a whole `Config`.
+WHOLE_CONFIGURATION = {"megatron_zpp": 13, "megatron_zpp/planner": 29}
 
 
 def python_files(folder: str) -> list[Path]:
@@ -108,7 +107,8 @@ def test_names_that_capabilities_declare_are_on_the_page_and_read() -> None:
     """A constant in upper case that nobody asks for would have no effect."""
     texts = {path: path.read_text() for name in PACKAGES for path in python_files(name)}
     source = "\n".join(texts.values())
-    asked = set(re.findall(r'(?:declared|_of_capabilities)\(\s*"([A-Z_]+)"', source))
+    readers = r"(?:declared|_of_capabilities|require_none_of)"
+    asked = set(re.findall(readers + r'\(\s*"([A-Z_]+)"', source))
     page = (ROOT / "docs/add_a_capability.md").read_text().partition("| Constant |")[2]
     assert set(re.findall(r"`([A-Z_]+)`", page)) == asked
     for path in texts:
@@ -119,10 +119,6 @@ def test_names_that_capabilities_declare_are_on_the_page_and_read() -> None:
 
 @pytest.mark.parametrize("room", WHOLE_CONFIGURATION)
 def test_functions_take_the_sections_that_they_read(room: str) -> None:
-    taking = []
-    for path in files_of(room, WHOLE_CONFIGURATION):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.arg) and node.annotation is not None:
-                is_whole = ast.unparse(node.annotation).strip("'") == "Config"
-                taking += [f"{path}:{node.lineno}"] * is_whole
+    texts = {path: path.read_text() for path in files_of(room, WHOLE_CONFIGURATION)}
+    taking = [path for path, text in texts.items() for _ in re.findall(r'\w: "?Config\b', text)]
     assert len(taking) <= WHOLE_CONFIGURATION[room], taking

@@ -55,7 +55,7 @@ def predict_and_measure(flags: str) -> tuple[RunForecast | None, int]:
 
 def _train(config: Config, ranks: Ranks) -> None:
     own, size = capabilities_of(config, ranks), config.batch.micro_batch_size
-    micro_batches = config.batch.global_batch_size // (size * ranks.num_replicas)
+    micro_batches = config.batch.global_batch_size // (size * ranks.data_parallel_size)
     sharding = build_model(config, VOCABULARY, ranks, apex=None)
     optimizer = build_optimizer(sharding, config.optimizer, CPU, None, own)
     shape = size, config.model.seq_length

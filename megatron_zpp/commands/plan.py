@@ -166,7 +166,7 @@ def read_run(
     num_ranks = _ranks_of_a_launch(argv, cluster)
     if flags.batch_tokens is not None:
         config = parse(argv, num_ranks, program)
-        num_replicas = config.parallel.num_replicas(cluster.num_ranks)
+        num_replicas = config.parallel.data_parallel_size(cluster.num_ranks)
         tokens = parse_count(flags.batch_tokens, "--batch-tokens")
         each = samples_per_replica(tokens / config.model.seq_length / num_replicas)
         argv = [*argv, "--global-batch-size", str(each * num_replicas)]

@@ -248,7 +248,7 @@ class CommunicationMeter:
     def _beside(self, num_micro_batches: int) -> Counter:
         """Return what is expected of activations, the optimizer and capabilities."""
         expected: Counter = Counter()
-        has_other_axes = self._ranks.num_replicas < self._ranks.num_ranks
+        has_other_axes = self._ranks.data_parallel_size < self._ranks.num_ranks
         if has_other_axes or self._sharding.model.part.axes:
             sizes = self._micro_batch_size, num_micro_batches
             expected.update(activation_traffic(self._sharding, self._ranks, *sizes))

@@ -171,7 +171,7 @@ def _nodes_that_fit(search: Search, smallest: Row) -> int | None:
         larger = replace(cluster, num_nodes=num_nodes)
         config = smallest.candidate.config
         samples = config.schedules.batch_size.final
-        num_replicas = config.parallel.num_replicas(larger.num_ranks)
+        num_replicas = config.parallel.data_parallel_size(larger.num_ranks)
         multiple = num_replicas * config.batch.micro_batch_size
         batch = replace(config.batch, global_batch_size=-(-samples // multiple) * multiple)
         candidate = replace(smallest.candidate, config=replace(config, batch=batch))

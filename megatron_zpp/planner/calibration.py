@@ -49,7 +49,7 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
     _require_same_model(run, config, vocab_size)
     per_node = min(cluster.gpus_per_node, run.num_ranks)
     micro_batch = config.batch.micro_batch_size
-    replicas = config.parallel.num_replicas(run.num_ranks)
+    replicas = config.parallel.data_parallel_size(run.num_ranks)
     if run.num_ranks % per_node or run.global_batch_size % (micro_batch * replicas):
         raise InputError(
             f"--calibrate {path}: {run.num_ranks} GPUs took batches of {run.global_batch_size} "

@@ -202,7 +202,7 @@ def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes |
 
 def _checked_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes:
     base = replace(base, batch=replace(base.batch, micro_batch_size=1))  # others are compared
-    replicas = parallel.num_replicas(nodes.num_ranks)
+    replicas = parallel.data_parallel_size(nodes.num_ranks)
     base.schedules.batch_size.check(replicas)
     config = replace(base, parallel=parallel)
     config.require_divisible(replicas)

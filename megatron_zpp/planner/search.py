@@ -254,7 +254,7 @@ class Search:
         share = replace(self.base, batch=replace(self.base.batch, global_batch_size=samples))
         fits, alone = False, Nodes.of(range(size), size)
         for parallel, nodes in all_parallel(share, alone, self._layer_seconds):
-            if fits and parallel.num_replicas(size) < size:
+            if fits and parallel.data_parallel_size(size) < size:
                 return
             for row in self._rows_with(parallel, nodes, size, interval):
                 fits = fits or row.fits
@@ -268,7 +268,7 @@ class Search:
         nodes: of the data axis. Those with an `interval` are one node of all, each of which is
         a replica; in these nothing is quantized, as their links are fast.
         """
-        num_replicas = parallel.num_replicas(num_ranks)
+        num_replicas = parallel.data_parallel_size(num_ranks)
         is_divided = num_replicas < num_ranks
         has_adapters = self.base.lora.lora_rank > 0
         for each in compared_settings(nodes, is_divided=is_divided, has_adapters=has_adapters):

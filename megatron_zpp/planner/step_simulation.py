@@ -92,7 +92,7 @@ class StepSimulation:
         # Of one stage, those that are in flight at once end as they began.
         distinct = DISTINCT_MICRO_BATCHES * size if len(self._chunks) > 1 else size + 2
         count = min(self.run.num_micro_batches, distinct)
-        order = passes(ranks.pipeline_place, size, count, len(self._chunks))
+        order = passes(ranks.pipeline_rank, size, count, len(self._chunks))
         self.allocated[ACTIVATIONS] += self._arriving(order[0])
         for each, following in pairwise([*order, None]):
             arriving = 0 if following is None else self._arriving(following)

@@ -207,7 +207,7 @@ class Forecast:
         """Yield the activations sent onward, and their gradients sent back."""
         rows = self.ranks.tensor_size if self.splits_rows else 1
         num_bytes = self.elements // rows * self.residual_width
-        line, place = self.ranks.pipeline, self.ranks.pipeline_place
+        line, place = self.ranks.pipeline, self.ranks.pipeline_rank
         for is_end, step in ((stage.is_last, 1), (stage.is_first, -1)):
             if not is_end:
                 group = self._of_pipeline(line[place], line[(place + step) % len(line)])

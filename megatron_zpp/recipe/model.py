@@ -58,7 +58,7 @@ def build_model(
         layers = config.parallel.stages(shape.num_layers)
         for each in capabilities:
             each.require_stages(whole, layers)
-        parts = parts_of_stages(whole.part, layers, ranks.pipeline_place, ranks.pipeline_size)
+        parts = parts_of_stages(whole.part, layers, ranks.pipeline_rank, ranks.pipeline_size)
         stages = (_shard_model(build(part), config.zero, ranks, keeps_root=True) for part in parts)
         sharding = joined(whole, tuple(stages), ranks)
     for each in capabilities:

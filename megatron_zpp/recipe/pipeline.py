@@ -122,7 +122,7 @@ class Pipeline(nn.Module):
             routing=routing,
             shape_of=partial(self._shape, splits=True),
         )
-        place, size = self._ranks.pipeline_place, self._ranks.pipeline_size
+        place, size = self._ranks.pipeline_rank, self._ranks.pipeline_size
         order = passes(place, size, len(scales), len(self.stages))
         arriving = self._expect(step, order[0])
         for each, following in zip_longest(order, order[1:]):
@@ -201,7 +201,7 @@ class Pipeline(nn.Module):
         root = self.roots[each.chunk]
         is_last_use = each.chunk == len(self.stages) - 1
         first_sample, batch = step.micro_batch(each.micro_batch, keep=not is_last_use)
-        stage = self._ranks.pipeline_place + each.chunk * self._ranks.pipeline_size
+        stage = self._ranks.pipeline_rank + each.chunk * self._ranks.pipeline_size
         step.seed_dropout(first_sample, stage)
         if received is not None:
             received.requires_grad_()

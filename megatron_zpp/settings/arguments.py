@@ -48,7 +48,7 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     accumulation = file.values.get("gradient_accumulation_steps")
     parallel = _section(ParallelConfig, {**defaults.DEFAULTS, **values})
     parallel.check()
-    num_replicas = parallel.num_replicas(world_size)
+    num_replicas = parallel.data_parallel_size(world_size)
     alone = file.values.get("zeropp.sync_every", 1) != 1
     if alone and file.values.get("zeropp.sync_store"):  # each node is a launch of its own
         num_replicas *= file.values.get("zeropp.sync_nodes") or 1

@@ -75,7 +75,7 @@ class ParallelConfig(*declared("PARALLEL", CAPABILITIES), Section):
         ),
     )
 
-    def num_replicas(self, world_size: int) -> int:
+    def data_parallel_size(self, world_size: int) -> int:
         """Return how many ranks, or groups of ranks that split a model, see different samples.
 
         Raises InputError if the ranks cannot be divided into such groups.

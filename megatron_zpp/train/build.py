@@ -162,7 +162,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {run.tokenizer.vocab_size:,}"
     )
-    share = "ranks" if ranks.num_replicas == ranks.num_ranks else "replicas"
+    share = "ranks" if ranks.data_parallel_size == ranks.num_ranks else "replicas"
     threads = torch.get_num_threads()
     optimizer = config.optimizer.optimizer.title()
     compute_dtype = str(sharding.compute_dtype).removeprefix("torch.")
@@ -182,7 +182,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ("precision", f"{compute_dtype}, weights and {optimizer} in float32"),
         ("device", f"{ranks.device}, {threads} thread{'s' * (threads > 1)}"),
         *(matmul_rate_rows(run.metrics.matmul_rate) if config.log.log_throughput else []),
-        *(parallel_rows(ranks) if ranks.num_replicas < ranks.num_ranks else []),
+        *(parallel_rows(ranks) if ranks.data_parallel_size < ranks.num_ranks else []),
         *(pipeline_rows(run, micro_batches) if ranks.pipeline_size > 1 else []),
         *([("plan", run.step_watch.expected)] if run.step_watch else []),
         ("ZeRO stage", sharding.stage),
@@ -270,7 +270,7 @@ def check_nodes(zero: ZeroConfig, ranks: Ranks) -> None:
 
 def parallel_rows(ranks: Ranks) -> list[tuple[str, str]]:
     """A row that says how ranks share the work that do not only share the samples."""
-    parts = [f"{ranks.num_replicas} replica{'s' * (ranks.num_replicas > 1)}"]
+    parts = [f"{ranks.data_parallel_size} replica{'s' * (ranks.data_parallel_size > 1)}"]
     for what, members in ranks.sharing().items():
         in_node = all(ranks.nodes.same(ranks.rank, member) for member in members)
         where = "in a node" if in_node else "across nodes"

@@ -19,7 +19,7 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
     if consumed + num_samples > len(dataset):
         consumed = 0  # this run has fewer validation samples than the one that saved the checkpoint
     ranks = run.ranks
-    parts = ranks.num_replicas if ranks.replicas.joins_and_leaves else ranks.num_parts
+    parts = ranks.data_parallel_size if ranks.replicas.joins_and_leaves else ranks.num_parts
     samples_per_pass = config.batch.micro_batch_size * parts
     passes = num_samples // samples_per_pass
 

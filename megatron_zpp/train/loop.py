@@ -24,16 +24,11 @@ def train(run: Run) -> bool:
     with run.console.live(), run.profiler, run.garbage:
         while counters.iteration < last and not stop_reason:
             stop_reason = train_with_these_replicas(run, log)
-        if stop_reason:
-            run.finish_saving()
-            run.console.line(f"stopping after iteration {counters.iteration}: {stop_reason}")
-            return False
         log.end()
-
-    if counters.iteration != counters.saved_iteration:
-        run.save()
     run.finish_saving()
-    return True
+    if stop_reason:
+        run.console.line(f"stopping after iteration {counters.iteration}: {stop_reason}")
+    return not stop_reason
 
 
 def train_with_these_replicas(run: Run, log: IterationLog) -> str | None:

@@ -132,10 +132,12 @@ class Run:
             self.writer.log_progress()
 
     def finish_saving(self) -> None:
-        """Wait until the last checkpoint is complete; all ranks call it.
+        """Save if it has not been done yet, and wait until that is complete; all ranks call it.
 
         Raises InputError if it failed.
         """
+        if self.trainer.counters.iteration != self.trainer.counters.saved_iteration:
+            self.save()
         if self.writer is not None:
             self.writer.finish()
 

@@ -228,8 +228,8 @@ class Trainer:
         run with another number of replicas, then drop the same elements.
         """
         ranks, splits_rows = self.ranks, self.config.parallel.sequence_parallel
-        rows = tuple(ranks.tensor_place if splits_rows and each > 0 else 0 for each in stage)
-        part = (ranks.context_place, *stage, *rows)
+        rows = tuple(ranks.tensor_rank if splits_rows and each > 0 else 0 for each in stage)
+        part = (ranks.context_rank, *stage, *rows)
         sample = (self.config.training.seed, first_sample)
         text = "/".join(map(str, (*sample, *(part if any(part) else ()))))
         digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
@@ -325,7 +325,7 @@ def shares_of_tokens(
     micro-batches of all replicas; a collective.
     """
     counts = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches])
-    total = ranks.sum_tensor(counts.sum()) / (ranks.num_ranks // ranks.num_replicas)
-    mean = total / (len(batches) * ranks.num_replicas)
+    total = ranks.sum_tensor(counts.sum()) / (ranks.num_ranks // ranks.data_parallel_size)
+    mean = total / (len(batches) * ranks.data_parallel_size)
     mean = mean.clamp(min=torch.finfo(torch.float64).tiny)
     return list((counts / mean).float()), (batches[0].loss_mask.numel() / mean).float()

@@ -50,9 +50,8 @@ def ask_for(prompt: tuple = (1,), sampling: dict | None = None, **fields: object
 
 def schedules(**fields: object) -> None:
     """The values of a run of ten iterations of four samples."""
-    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
-    training, schedule = TrainingConfig(train_iters=10), ScheduleConfig(**fields)
-    _ = Config(batch=sizes, training=training, schedule=schedule).schedules
+    schedule, sizes = ScheduleConfig(**fields), BatchConfig(micro_batch_size=1, global_batch_size=4)
+    _ = Config(batch=sizes, training=TrainingConfig(train_iters=10), schedule=schedule).schedules
 
 
 CALLS = {

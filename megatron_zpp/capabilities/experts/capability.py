@@ -121,7 +121,9 @@ class ExpertCapability(Capability):
         """
         means = []
         for kind in self.kinds:
-            num_terms = len(records) * (1 if kind == GLOBAL_BALANCE else self.ranks.num_replicas)
+            num_terms = len(records) * (
+                1 if kind == GLOBAL_BALANCE else self.ranks.data_parallel_size
+            )
             means.append(sum(each.losses[kind, layer].double() for each in records) / num_terms)
         return torch.stack(means) if means else torch.zeros(0, dtype=torch.float64)
 

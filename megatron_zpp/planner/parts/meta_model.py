@@ -65,7 +65,7 @@ class MetaModel:
         """Return the stages of a rank."""
         layers = ranks.parallel.stages(self._config.model.num_layers)
         part = replace(WHOLE, axes=ranks.axes)
-        return parts_of_stages(part, layers, ranks.pipeline_place, ranks.pipeline_size)
+        return parts_of_stages(part, layers, ranks.pipeline_rank, ranks.pipeline_size)
 
     def split(self, ranks: PlannedRanks) -> GPT:
         """Return all layers, with a rank's parts of their matrices."""

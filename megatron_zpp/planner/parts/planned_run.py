@@ -205,7 +205,7 @@ class PlannedRun:
     def num_micro_batches(self) -> int:
         """Return the micro-batches per step, at the final batch size."""
         batch_size = self.config.schedules.batch_size.final
-        return batch_size // (self.config.batch.micro_batch_size * self.ranks.num_replicas)
+        return batch_size // (self.config.batch.micro_batch_size * self.ranks.data_parallel_size)
 
     @property
     def construction_bytes(self) -> int:

@@ -20,7 +20,7 @@ NEAR = ("gradients", "in_node")
 class TwoNodes:
     """The ranks of a job in which all others sent what this one sent: 2 nodes of 2."""
 
-    num_ranks = num_replicas = 4
+    num_ranks = data_parallel_size = 4
     replicas = Replicas()
     nodes = Nodes(num_ranks=4, ranks_per_node=2)
     activations = Traffic(AXES)
@@ -126,8 +126,7 @@ def test_the_ending_compares_all_steps_with_plain_zero():
 
 def test_an_exchange_is_the_mean_over_the_steps_since_the_one_before():
     """What the lines say times their steps is what the ledger has counted."""
-    model, outer = sharding(), Traffic((OUTER,))
-    ranks = TwoNodes()
+    model, outer, ranks = sharding(), Traffic((OUTER,)), TwoNodes()
     ranks.replicas = SimpleNamespace(
         count=1, index=0, ledger=outer, expected=lambda step: {(OUTER, "across_nodes"): MIB}
     )

@@ -77,8 +77,7 @@ CHOSEN = [
     (4, EP2 + PP2 + nodes_of(1)),
     (4, PP2 + TP2 + SP + AGAIN + nodes_of(2)),
     # Each stage has two nodes of two ranks, over which it splits its experts.
-    *((8, EP4 + PP2 + how + "--global-batch-size 8 " + nodes_of(2))
-      for how in (AGAIN, TWO_STAGES, TP2 + SP)),
+    (8, EP4 + PP2 + TWO_STAGES + TP2 + SP + AGAIN + "--global-batch-size 8 " + nodes_of(2)),
 ]  # fmt: skip
 
 

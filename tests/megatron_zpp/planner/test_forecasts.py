@@ -159,7 +159,7 @@ def test_the_forecast_of_planned_ranks_is_that_of_the_ranks(flags: str) -> None:
         config, sharding, ranks = run.config, run.trainer.sharding, run.ranks
         sent = Counter(run.trainer.communication.forecast)  # of the rank's node
         vocab_size = run.tokenizer.vocab_size
-    place = ranks.pipeline_place
+    place = ranks.pipeline_rank
     planned_run = plan_run(config, vocab_size, ranks.nodes, is_cpu=True, place=place)
     assert planned_run.num_ranks == 1 or Counter(planned(sharding.plan)) == Counter(
         planned(planned_run.plan)

@@ -225,8 +225,7 @@ def test_lengths_of_the_schedule_become_samples_through_the_ramp():
 def test_resuming_compares_schedules(caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
     sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
-    old = planned(sizes, {"train_iters": 10})
-    new = planned(sizes, {"train_iters": 20})
+    old, new = (planned(sizes, {"train_iters": count}) for count in (10, 20))
     plain = ScheduleConfig()
     assert new.resumed(new.state(), plain) == new
     with pytest.raises(InputError, match="decay: 80.0 now, 40.0 in the checkpoint") as caught:

@@ -165,9 +165,8 @@ def test_weights_loaded_in_place_are_the_ones_that_are_evaluated(tmp_path):
     with built_run(flags) as run:
         untrained = validation_loss(run)  # leaves copies of the untrained weights
         from_folder = replace(run.config.checkpoint, load=str(tmp_path))
-        config = replace(run.config, checkpoint=from_folder)
-        loading = replace(run, trainer=replace(run.trainer, config=config))
-        load(loading, saved_run(from_folder, run.ranks))
+        trainer = replace(run.trainer, config=replace(run.config, checkpoint=from_folder))
+        load(replace(run, trainer=trainer), saved_run(from_folder, run.ranks))
         assert validation_loss(run) == fresh != untrained
 
 

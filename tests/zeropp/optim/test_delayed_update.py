@@ -164,24 +164,6 @@ def test_a_running_update_does_not_overwrite_loaded_weights():
     assert all((local_part(parameter) == 0.5).all() for parameter in sharding.model.parameters())
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.4])
-@ranks(2)
-def test_stop_and_resume_change_no_digit(ratio, tmp_path):
-    """Saved with an update under way: the newest weights, and those that are computed with."""
-    settings = config_of(bf16={"enabled": True}) | DELAYED
-    settings["zero_optimization"] = {
-        "stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio},
-    }  # fmt: skip
-    whole = run(engine_of(settings), STEPS)
-    engine = engine_of(settings)
-    first = run(engine, WARMUP + 2)
-    engine.save_checkpoint(tmp_path)
-    assert first + run(engine, STEPS - WARMUP - 2, first=WARMUP + 2) == whole
-    again = engine_of(settings)
-    again.load_checkpoint(tmp_path)
-    assert first + run(again, STEPS - WARMUP - 2, first=WARMUP + 2) == whole
-
-
 @ranks(2)
 def test_the_delay_may_be_switched_off_and_on(tmp_path):
     """Without it, training goes on from the newest weights: what was saved is loaded whole."""

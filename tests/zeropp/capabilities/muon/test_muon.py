@@ -229,20 +229,6 @@ def test_work_is_dealt_out_evenly_and_each_row_once():
     assert flops(10, 4) == flops(4, 10) == 5 * (4 * 16 * 10 + 2 * 64)
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([{"params": [torch.nn.Parameter(torch.ones(3))], "use_muon": True}], "shape \\[3\\]"),
-        ([{"params": [torch.nn.Parameter(torch.ones(3, 3))]}], "no use_muon"),
-        ([], "no parameters"),
-        (nn.Embedding(3, 3), "no trained matrix"),
-    ],
-)
-def test_what_muon_cannot_take_is_named(groups, message):
-    with pytest.raises(InputError, match=message):
-        Muon(groups)
-
-
 def test_values_out_of_range_are_named():
     with pytest.raises(InputError, match=r"momentum = 1.5, ns_steps = 0"):
         muon_options(
