@@ -55,7 +55,7 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_507,
+    "zeropp": 22_489,
     "zeropp/deepspeed": 4_333,
     "megatron_zpp": 24_671,
     "megatron_zpp/planner": 5_414,

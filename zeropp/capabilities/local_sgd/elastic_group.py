@@ -12,9 +12,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from zeropp.capabilities.local_sgd.entry import Entering, Entry, Saved
-from zeropp.capabilities.local_sgd.member import Members, ReplicaPulse, liveness
 from zeropp.capabilities.local_sgd.outer_group import PURPOSE, OuterError, OuterGroup
-from zeropp.capabilities.local_sgd.rounds import Rounds
+from zeropp.capabilities.local_sgd.rounds import Members, ReplicaPulse, Rounds, liveness
 from zeropp.capabilities.local_sgd.sync_store import open_sync_store, reported_store
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import broadcast_object

@@ -18,8 +18,8 @@ from torch import Tensor
 from zeropp.capabilities.local_sgd.elastic_group import ElasticGroup, Result
 from zeropp.capabilities.local_sgd.fragment import HOST, Fragment, require_finite
 from zeropp.capabilities.local_sgd.local_steps import LocalSteps
-from zeropp.capabilities.local_sgd.member import Members
 from zeropp.capabilities.local_sgd.outer_mean import OuterMean
+from zeropp.capabilities.local_sgd.rounds import Members
 from zeropp.ranks.coordination import gather_objects
 
 DEALT_BITS = 8  # of a number on its way to a new owner, where fewer than 32 are sent
