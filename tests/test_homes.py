@@ -57,14 +57,14 @@ HOMES = {
 LINES = {
     "zeropp": 22_646,
     "zeropp/deepspeed": 4_333,
-    "megatron_zpp": 24_738,
+    "megatron_zpp": 24_729,
     "megatron_zpp/planner": 5_585,
     "megatron_zpp/interchange": 6_609,
     "benchmarks": 10_957,
     "tests": 53_422,
 }
 # How many parameters and fields of a room, but not of rooms in it, are a whole `Config`.
-WHOLE_CONFIGURATION = {"megatron_zpp": 13, "megatron_zpp/planner": 41}
+WHOLE_CONFIGURATION = {"megatron_zpp": 12, "megatron_zpp/planner": 41}
 
 
 def python_files(folder: str) -> list[Path]:
