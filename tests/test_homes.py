@@ -64,7 +64,7 @@ LINES = {
     "tests": 52_239,
 }
 # How many parameters and fields of a room, but not of rooms in it, are a whole `Config`.
-WHOLE_CONFIGURATION = {"megatron_zpp": 13, "megatron_zpp/planner": 29}
+WHOLE_CONFIGURATION = {"megatron_zpp": 12, "megatron_zpp/planner": 29}
 
 
 def python_files(folder: str) -> list[Path]:
