@@ -30,7 +30,7 @@ if hasattr(os, "SCHED_BATCH"):  # inherited by ranks, who outnumber the cores: e
 
 PROCESSES = re.compile(
     r"\b(subprocess|tests\.ranks|tests\.launched|launched_nodes|training_runs|benchmarks\.started|"
-    r"run_on_ranks|emulated|cuda_compile|torch\.compile)\b"
+    r"run_on_ranks|started_ranks|closed|emulated|cuda_compile|torch\.compile)\b"
 )
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job: tests interrupt

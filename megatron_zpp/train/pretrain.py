@@ -4,7 +4,7 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,22 +41,22 @@ from zeropp.ranks import (
 )
 
 USAGE_ERROR, FAILED = 2, 1
-DryRun = Callable[[Config, Environment, Console], int]
+DryRun = Callable[[Config, Environment, Console, OpenModel], int]
 
 
 def main(
     argv: Sequence[str],
     program: str,
-    dry_run: DryRun,
+    load_dry_run: Callable[[], DryRun],
     open_model: OpenModel,
     *,
     needs_pretrained: bool = False,
 ) -> int:
     """Pretrain a GPT with the flags in `argv`; return the exit status.
 
-    `program` is the name in `--help` and in messages. `dry_run` is what `--dry-run` does, and
-    returns the status. `open_model` opens `--pretrained-checkpoint`, which `needs_pretrained` makes
-    a required flag.
+    `program` is the name in `--help` and in messages. `load_dry_run` returns what `--dry-run`
+    calls; that returns the status. `open_model` opens `--pretrained-checkpoint`, which
+    `needs_pretrained` makes a required flag.
     """
     with Console() as console:
         environment = Environment()
@@ -68,23 +68,24 @@ def main(
             if needs_pretrained:
                 require_pretrained(config.pretrained_checkpoint, program)
             if config.training.dry_run:
-                return dry_run(config, environment, console)
+                return load_dry_run()(config, environment, console, open_model)
             with (
                 Stopping(config.training) as stopping,
                 deterministic_kernels() if config.training.deterministic_mode else nullcontext(),
             ):
                 per_node = config.zero.zeropp.ranks_per_node
                 settings = shared_settings(config)
+                sections = config.zero, config.checkpoint, config.parallel
                 ranks = join_ranks(
                     environment,
                     config.parallel,
                     per_node,
                     settings,
-                    joining_of(config, environment, settings),
+                    joining_of(*sections, environment, settings),
                 )
-                config = with_own_folders(config, ranks)
+                checkpoint = with_own_folders(config.checkpoint, ranks)
                 return RankProgram(
-                    config=config,
+                    config=replace(config, checkpoint=checkpoint),
                     ranks=ranks,
                     console=console,
                     stopping=stopping,
@@ -202,7 +203,7 @@ def train_and_evaluate(run: Run) -> None:
     if resumed_complete:
         console.line(f"training is complete: {trainer.counters.iteration} iterations are done")
     sample = None
-    with closing(run.metrics), run.saver.writer or nullcontext():
+    with closing(run.metrics), run.writer or nullcontext():
         finished = config.training.skip_train or resumed_complete or train(run)
         if finished:
             evaluate_split(run, VALIDATION, "the end of training for val data")

@@ -1,4 +1,4 @@
-"""What `--load` names, where nodes step alone or have done so: a checkpoint of each world."""
+"""What `--load` names, where independent replicas load or have saved it: a checkpoint of each."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.iteration_folders import (
 )
 from megatron_zpp.checkpoint.training_state import STATE, read_state
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.config import CheckpointConfig, Config
+from megatron_zpp.settings.config import CheckpointConfig
 from zeropp import Sharding
 from zeropp.capabilities.local_sgd import AveragedBuffers, OfSharding, TrainedWeights
 from zeropp.errors import InputError
@@ -30,7 +30,7 @@ log = logging.getLogger("megatron_zpp")
 class SavedRun:
     """What `--load` names: the folder and the iteration that this world loads.
 
-    num_worlds: how many nodes that stepped alone have saved it, the first one in `folder`.
+    num_worlds: how many replicas have saved it, the first one in `folder`.
     is_of_each: each world of this run loads its own.
     is_verified: its files have been read and compared already.
     """
@@ -73,17 +73,16 @@ class SavedRun:
         buffers.take(messages)
         buffers.merge(0.0)
         log.info(
-            f"{self.num_worlds} nodes that stepped alone have saved {self.folder}: this run goes "
-            "on with the mean of their weights, and the moments of the optimizer start anew"
+            f"{self.num_worlds} independent replicas have saved {self.folder}: this run goes on "
+            "with the mean of their weights, and the moments of the optimizer are reset"
         )
 
 
 def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     """Return what to load of `--load`; all ranks of all worlds call it.
 
-    None without `--load`, and for a node that begins or joins without a checkpoint, where nodes
-    come and go. Raises InputError if no iteration is there of all worlds that have saved it, or if
-    a world sees none of it.
+    None without `--load`, and for a replica that joins without a checkpoint. Raises InputError if
+    no iteration is there of all worlds that have saved it, or if a world sees none of it.
     """
     if options.load is None:
         return None
@@ -106,28 +105,28 @@ def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
     return _common_run(options, first, num_worlds)
 
 
-def with_own_folders(config: Config, ranks: Ranks) -> Config:
-    """Return the configuration with the folders of this world's checkpoints.
+def with_own_folders(options: CheckpointConfig, ranks: Ranks) -> CheckpointConfig:
+    """Return the options with the folders of this world's checkpoints.
 
     The first world has those that the flags name, and others a folder in each.
     """
     number = ranks.replicas.number
     if not number:
-        return config
-    options = config.checkpoint
+        return options
     save, load = (
         each and str(folder_of_node(Path(each), number)) for each in (options.save, options.load)
     )
-    return replace(config, checkpoint=replace(options, save=save, load=load))
+    return replace(options, save=save, load=load)
 
 
-def with_source(config: Config, source: SavedRun | None, ranks: Ranks) -> Config:
-    """Return the configuration with the folder that this world loads, or else the first one's."""
-    options = config.checkpoint
+def with_source(
+    options: CheckpointConfig, source: SavedRun | None, ranks: Ranks
+) -> CheckpointConfig:
+    """Return the options with the folder that this world loads, or else the first one's."""
     if options.load is None or not ranks.replicas.independent:
-        return config
+        return options
     folder = source.folder if source else _folder_of_first(options, ranks)
-    return replace(config, checkpoint=replace(options, load=str(folder)))
+    return replace(options, load=str(folder))
 
 
 def _folder_of_first(options: CheckpointConfig, ranks: Ranks) -> Path:
@@ -167,7 +166,7 @@ def _of_others(options: CheckpointConfig, first: Path, num_worlds: int) -> Saved
     for folder, launches in zip(folders, found, strict=True):
         if not launches:
             raise InputError(
-                f"{first} is of {num_worlds} nodes that stepped alone, and {folder} has no "
+                f"{first} is of {num_worlds} independent replicas, and {folder} has no "
                 "complete checkpoint: restore it"
             )
     iteration = _newest_of_all(found, iteration_of(path), str(first), options.ckpt_step)
@@ -210,9 +209,7 @@ def _own_run(folder: Path, iteration: int) -> SavedRun | None:
 def _require_all(has: Sequence[bool], what: str) -> None:
     """Raise InputError, on all worlds alike, that names the first node without a checkpoint."""
     if not all(has):
-        raise InputError(
-            f"--load: node {list(has).index(False)} of {len(has)} that step alone has no {what}"
-        )
+        raise InputError(f"--load: replica {list(has).index(False)} of {len(has)} has no {what}")
 
 
 def _launches(folder: Path) -> dict[int, str]:

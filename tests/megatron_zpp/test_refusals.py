@@ -28,7 +28,6 @@ from megatron_zpp.settings.config import (
 )
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
-from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.text.generate import Request, stream
 from megatron_zpp.text.perplexity import measure_perplexity
 from megatron_zpp.text.sampling import Sampling
@@ -51,9 +50,8 @@ def ask_for(prompt: tuple = (1,), sampling: dict | None = None, **fields: object
 
 def schedules(**fields: object) -> None:
     """The values of a run of ten iterations of four samples."""
-    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
-    training, schedule = TrainingConfig(train_iters=10), ScheduleConfig(**fields)
-    Schedules.of(Config(batch=sizes, training=training, schedule=schedule))
+    schedule, sizes = ScheduleConfig(**fields), BatchConfig(micro_batch_size=1, global_batch_size=4)
+    _ = Config(batch=sizes, training=TrainingConfig(train_iters=10), schedule=schedule).schedules
 
 
 CALLS = {

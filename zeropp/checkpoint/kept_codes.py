@@ -113,7 +113,7 @@ class SavedCodes:
 
 
 def codes_to_save(model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's rows and what belongs to them by name; empty without steps of codes.
+    """Return this rank's rows of codes by name; empty if no codes are kept.
 
     All ranks call it: codes of weights that were written since, on any of them, are dropped first.
     """

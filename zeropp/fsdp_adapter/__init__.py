@@ -90,6 +90,7 @@ from zeropp.fsdp_adapter.passes import (
     before_pass,
     call_methods_by,
     is_in_pass,
+    note_backward,
 )
 from zeropp.fsdp_adapter.plain_copies import plain_copy, use_deepcopy
 from zeropp.fsdp_adapter.uncalled_units import UncalledUnits, shard_behind

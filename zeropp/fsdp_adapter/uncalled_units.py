@@ -234,4 +234,6 @@ class UncalledUnits:
         group.zeropp_reducer.is_due |= self._has_gradients
         group.unshard()
         group.wait_for_unshard()
+        if self._has_gradients:
+            group.zeropp_reducer.await_gradients()
         return True

@@ -113,8 +113,8 @@ def plan_units(
                 casts_inputs=False,  # inputs are what the block computes
             )
             units += _plan_unit(module, own.get(module, ()), kind)
-    # The root's own parameters are used first in forward and last in backward or, as with a tied
-    # head, at both ends: they stay gathered from its forward to its backward.
+    # The root's own parameters are used first in forward and last in backward (tied embeddings in
+    # both): they stay gathered from its forward to its backward.
     root, *subunits = _plan_unit(model, own.get(model, ()), replace(like, regathers=False))
     return (*units, *subunits, replace(root, is_root=True))
 

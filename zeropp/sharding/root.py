@@ -229,7 +229,7 @@ class Root(ShardHolder):
         self._uncalled.watch(True, with_root=True)
         output = None
         try:
-            output = method(*arguments, **options)
+            output = fsdp.note_backward(self.model, method(*arguments, **options))
             self.has_called = self.has_called or _needs_backward(output)
             return output
         finally:

@@ -258,7 +258,7 @@ class Sharding:
     ) -> dict[tuple[str, str], int]:
         """Return `expected_traffic` of the same stage under plain FSDP2, to compare with.
 
-        Where nodes step alone, it is over the ranks of all `worlds`, of which this is one.
+        With independent replicas it is over the ranks of all `worlds`, of which this is one.
         """
         if worlds * self.num_ranks == 1:
             return {}

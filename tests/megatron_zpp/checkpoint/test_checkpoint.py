@@ -17,7 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.iteration_folders import POINTER, Retention
+from megatron_zpp.checkpoint.iteration_folders import (
+    POINTER,
+    Retention,
+    candidates,
+    checkpoint_name,
+)
 from megatron_zpp.checkpoint.training_state import read_state
 from tests.full_disk import full_disk
 from tests.megatron_zpp.small_net import (
@@ -297,6 +302,15 @@ def test_the_newest_is_used_unless_the_pointer_names_another(
     pointer = folder / POINTER
     pointer.unlink() if text is None else pointer.write_text(text)
     assert checkpoint.choose(folder).name == f"iter_000000{iteration}"
+
+
+@pytest.mark.parametrize(("latest", "order"), [(12, [12, 8, 4, 16]), (6, [6, 4, 8, 12, 16])])
+def test_older_checkpoints_are_tried_newest_first(latest: int, order: list, tmp_path: Path) -> None:
+    """Newer ones than the pointer's come last; the pointer's comes first, even if it is gone."""
+    for iteration in (4, 8, 12, 16):
+        (tmp_path / checkpoint_name(iteration)).mkdir()
+    (tmp_path / POINTER).write_text(str(latest))
+    assert candidates(tmp_path)[0] == [tmp_path / checkpoint_name(each) for each in order]
 
 
 @ranks(2)

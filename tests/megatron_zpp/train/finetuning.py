@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from megatron_zpp.capabilities.lora.adapters import add_adapters
 from megatron_zpp.capabilities.lora.settings import LoraConfig
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture
 from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.model.delta import is_of_delta
 from megatron_zpp.model.gpt import GPT
@@ -79,7 +79,7 @@ def save_lora_checkpoint(
     config = Config(model=opened.config, tokenizer=opened.tokenizer_config, lora=lora)
     state = TrainingState(
         iteration=5, consumed_samples=5, consumed_tokens=5, seed=1, world_size=1, stage=0,
-        tokenizer=opened.tokenizer.fingerprint, configuration=run_settings(config),
+        tokenizer=opened.tokenizer.fingerprint, configuration=config.to_dict(),
         architecture=architecture(opened.config, opened.tokenizer.vocab_size),
     )  # fmt: skip
     tensors = {

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -220,6 +221,6 @@ def _job(
         environment=place, device=torch.device(device), mesh=mesh, store=None, context_size=size,
         ranks_per_node=config.zero.zeropp.ranks_per_node, replicas=replicas,
     )  # fmt: skip
-    config = with_own_folders(config, joined)
+    config = replace(config, checkpoint=with_own_folders(config.checkpoint, joined))
     with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
         yield config, joined, console, stop

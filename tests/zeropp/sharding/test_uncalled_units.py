@@ -322,32 +322,48 @@ def near(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
     assert difference <= NEAR, f"{where}: {difference}"
 
 
-class Scored(Net):
-    """Computes by a method of its own, and has one that computes without weights."""
+class Uncalled(Stack):
+    """Calls none of its blocks."""
 
-    def score(self, x: torch.Tensor) -> torch.Tensor:
-        return Net.forward(self, x)
-
-    def penalty(self, loss: torch.Tensor) -> torch.Tensor:
-        assert not any(isinstance(each, DTensor) for each in self.stem.parameters())
-        return loss / 2
+    def __init__(self) -> None:
+        super().__init__(calls=False)
 
 
+def scored(kind: type[nn.Module]) -> nn.Module:
+    """A model that computes by a method of its own, and has one that computes without weights."""
+
+    class Scored(kind):
+        def score(self, x: torch.Tensor) -> torch.Tensor:
+            return kind.forward(self, x)
+
+        def penalty(self, loss: torch.Tensor) -> torch.Tensor:
+            assert not any(isinstance(each, DTensor) for each in self.parameters())
+            return loss / 2
+
+    return Scored()
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["", "evaluates"])
+@pytest.mark.parametrize("kind", [Net, Uncalled])
 @pytest.mark.parametrize("stage", [0, 3])
 @ranks(2)
-def test_a_method_of_the_model_trains_it_as_its_forward(stage):
+def test_a_method_of_the_model_trains_it_as_its_forward(stage, kind, evaluates):
     settings = dict(stage=stage, micro_batches=2, optimizer=SGD)
     losses, weights = [], []
     for calls in (True, False):
         torch.manual_seed(1)
-        engine = engine_of(Scored(), **settings)
+        engine = engine_of(scored(kind), **settings)
         found = []
         xs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-        for _ in range(4):
-            with torch.no_grad():
-                found.append((engine if calls else engine.score)(xs).item())
+        for number in range(4):
+            if evaluates:
+                with torch.no_grad():
+                    found.append((engine if calls else engine.score)(xs).item())
             loss = engine(xs) if calls else engine.module.score(xs)
-            engine.backward(engine.penalty(loss) * 2)
+            penalty = engine.penalty(loss) * 2
+            if kind is Uncalled and number == 3:
+                engine.backward(penalty, retain_graph=True)
+            engine.backward(penalty)
             engine.step()
             found.append(loss.item())
         losses.append(found)

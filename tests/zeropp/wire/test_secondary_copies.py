@@ -1,5 +1,7 @@
 """hpZ's secondary copies: packed, of any size, reused until the weights change, exact."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,28 @@ def test_a_frozen_model_crosses_the_nodes_once():
     assert sharding.traffic.take()[across] == 0
     load_random_weights(sharding, 3)
     assert evaluate(sharding) != first
+
+
+@ranks(4)
+def test_nothing_is_compared_where_nothing_would_be_reused():
+    sharding = shard_on_nodes(BOTH, small_model())
+    optimizer, compared = torch.optim.SGD(sharding.model.parameters(), lr=0.5), []
+    comparison = sharding.roots[0].kept._of_any_rank
+    sharding.roots[0].kept._of_any_rank = lambda flags: compared.append(flags) or comparison(flags)
+    for number in range(3):
+        step(sharding, optimizer, number)
+    assert not compared
+    step(sharding, optimizer, 4, micro_batches=3)
+    assert compared == 2 * [[False] * 3]  # as the second and third reuse copies of three units
+
+
+@ranks(4)
+def test_a_part_of_a_sharded_model_can_be_copied():
+    """As PEFT copies modules that it saves; the copy does not hold the rest of the model."""
+    sharding = shard_on_nodes(BOTH)
+    evaluate(sharding), evaluate(sharding)  # ranks have compared what was written
+    copied = copy.deepcopy(sharding.model.blocks[0].norm)
+    assert torch.equal(copied.weight.full_tensor(), torch.ones(12))
 
 
 @pytest.mark.parametrize(("sizes", "ranks_per_node"), [((1, 3, 6), 2), ((16, 2), 3), ((2,), 1)])

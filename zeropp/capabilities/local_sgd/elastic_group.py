@@ -1,6 +1,6 @@
-"""The ranks with one place in nodes that come and go: an `OuterGroup` of those who take part.
+"""The ranks of one index in all replicas of an elastic run: an `OuterGroup` of the present members.
 
-round n:  who takes part  ->  connections, if others than before  ->  work  ->  for all or none
+round n:  quorum  ->  new connections if membership has changed  ->  work  ->  commit, or repeat
 """
 
 import uuid
@@ -31,10 +31,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticOptions:
-    """Where nodes meet, and with how many a run begins.
+    """Where replicas find each other, and with how many a run begins.
 
-    settings: what must be alike on all of them, texts by their names; `advice` is for those who
-    have others. saved_by: what the checkpoint of the node with a number is of.
+    settings: what must be equal on all of them, texts by their names; `advice` is added to the
+    error if it is not. saved_by: identifies the checkpoint from which replica `number` resumes.
     """
 
     address: str
@@ -47,10 +47,10 @@ class ElasticOptions:
 def join_elastic_group(
     options: ElasticOptions, environment: Environment, timeout: timedelta
 ) -> "ElasticGroup":
-    """Let this world begin a run with the other nodes, or wait to join them.
+    """Enter a run as an initial member, or as a replica that will join it.
 
-    All ranks call it. Raises InputError on all of them for other settings than the others have,
-    NetworkError if there is no store or the other nodes do not come.
+    All ranks of the replica call it. Raises InputError on all of them if settings differ from those
+    of the others, NetworkError if there is no store or too few replicas enter.
     """
     limit = timeout.total_seconds()
     entry = pulse = None
@@ -93,18 +93,18 @@ def _enter(options: ElasticOptions, store: dist.Store, name: str, limit: float) 
 
 @dataclass(frozen=True)
 class Round:
-    """Nodes that exchange something; `group` are their ranks of this one's place."""
+    """The members of one round; `group` are their ranks with the index of this one."""
 
     members: Members
     group: OuterGroup
 
 
 class ElasticGroup:
-    """This rank's connections to the nodes that take part.
+    """This rank's connections to the present members.
 
-    `planned`: with how many nodes a run begins. `iteration`: of this node's checkpoint that it goes
-    on from; 0 without one. `launch`: as in `OuterGroup`. All ranks of all members call `hold` in
-    the same order.
+    `planned`: with how many replicas a run begins. `iteration`: of the checkpoint from which this
+    replica resumes; 0 without one. `launch`: as in `OuterGroup`. All ranks of all members call
+    `hold` in the same order.
     """
 
     def __init__(
@@ -120,29 +120,29 @@ class ElasticGroup:
         self.rounds, self.planned, self.iteration = rounds, planned, iteration
         self.launch = launch
         self.traffic = Traffic((PURPOSE,))
-        self.members = rounds.members  # of the last round that all have done
+        self.members = rounds.members  # of the last committed round
         self._store, self._timeout, self._pulse = store, timeout, pulse
         self._round: Round | None = None  # whose connections hold
         self._broken: list[OuterGroup] = []  # gloo would wait for their messages to delete them
 
     @property
     def number(self) -> int:
-        """What names this node's folders; its place may change, and this stays."""
+        """Names this replica's folders; its index may change, this does not."""
         return self.rounds.own.number
 
     @property
     def joins(self) -> bool:
-        """Whether this node has yet to get the others' weights."""
+        """Whether this replica has yet to get the others' weights."""
         return self.place is None
 
     @property
     def place(self) -> int | None:
-        """The place of this node among those who take part."""
+        """The index of this replica among the members."""
         return self.members.place(self.rounds.own.name)
 
     @property
     def node(self) -> int:
-        """As in `OuterGroup`; a node that has yet to join is like the second of two."""
+        """As in `OuterGroup`; a replica that has yet to join counts as the second of two."""
         return 1 if self.place is None else self.place
 
     @property
@@ -151,9 +151,9 @@ class ElasticGroup:
         return 2 if self.place is None else len(self.members.nodes)
 
     def join(self) -> None:
-        """Wait until this node may take part in a round, which the caller then holds.
+        """Wait until this replica is admitted to a round, which the caller then holds.
 
-        All its ranks call it when they are ready to. Raises NobodyLeftError.
+        All its ranks call it when they are ready. Raises NobodyLeftError.
         """
         with reported_store():
             if self.rounds.rank == 0:
@@ -161,11 +161,11 @@ class ElasticGroup:
             self.rounds.wait_for_admission()
 
     def hold(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
-        """Return the result of `work` with all who take part, when all of them have theirs.
+        """Run `work` with all members; return its result once all of them have theirs.
 
-        It is repeated with those who are left if one ends, and so must change nothing. With
-        `admits`, other nodes may join. Raises ExcludedError; OuterError if it fails again and again
-        with all nodes alive.
+        If a member ends, `work` is repeated with the remaining ones, so it must change nothing.
+        With `admits`, replicas may join. Raises ExcludedError; OuterError if it fails repeatedly
+        while all members are alive.
         """
         failures, last = 0, self.members
         while True:
@@ -188,7 +188,7 @@ class ElasticGroup:
                 raise error or OuterError(f"an exchange of {members} has failed {failures} times")
 
     def close(self) -> None:
-        """Say that this node leaves."""
+        """Say that this replica leaves."""
         if self._pulse is not None:
             self._pulse.close()
 

@@ -1,4 +1,4 @@
-"""A node's model, by whatever it is sharded over the ranks of the node."""
+"""A replica's model, by whatever it is sharded over the ranks of the replica."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 class HeldModel(Protocol):
-    """What exchanges with other nodes need to know of a node's model.
+    """What an outer step needs to know of a replica's model.
 
     `trained` are its trained parameters by name. Those that are no shards are the same on all
     ranks of `group`.
@@ -44,7 +44,7 @@ def trained_parameters(model: nn.Module, others: Collection[str] = ()) -> dict[s
 
 @dataclass(frozen=True)
 class OfSharding:
-    """A model of `zeropp.shard` in a world of its own."""
+    """A model of `zeropp.shard` in a replica's own process group world."""
 
     sharding: Sharding
 
@@ -75,10 +75,9 @@ class OfSharding:
 class OfModule:
     """A module that others have sharded over `group`, or have left whole.
 
-    `known` names parameters that count though they are frozen. All ranks of the node have the same
-    names, and what has been gathered of the weights is not used
-    after they have changed: writing raises the versions of tensors, which `zeropp.attach` and
-    `zeropp.shard` look at.
+    `known` names parameters that count though they are frozen. All ranks of the replica have the
+    same names. Gathered weights are not used after a write: it raises the versions of tensors,
+    which `zeropp.attach` and `zeropp.shard` compare.
     """
 
     model: nn.Module

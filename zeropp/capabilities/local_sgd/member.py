@@ -1,6 +1,6 @@
-"""Replicas: which take part in something, the longest-serving one first, and which live.
+"""Membership: which replicas take part, the longest-serving one first, and which live.
 
-Each counts in the store, and the others watch it count.
+Each has a heartbeat in the store, which the others watch.
 """
 
 import json
@@ -15,9 +15,9 @@ from zeropp.ranks.pulse import LEFT, Liveness, Pulse
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A node: each launch has a `name` of its own, while `number` may be that of one that ended.
+    """A replica: each launch has a unique `name`; `number` may be that of one that has ended.
 
-    is_fresh: it has no weights yet, and is to get those of another one.
+    is_fresh: it has no weights yet, and will get those of a member.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Members:
-    """Nodes in the order in which they came, which is their places."""
+    """Replicas in the order in which they joined, which gives their indices."""
 
     nodes: tuple[Member, ...]
 
@@ -47,16 +47,16 @@ class Members:
 
     @property
     def settled(self) -> "Members":
-        """The same nodes, all with weights."""
+        """The same replicas, all with weights."""
         return Members(tuple(replace(each, is_fresh=False) for each in self.nodes))
 
     @property
     def with_weights(self) -> tuple[int, ...]:
-        """The places of nodes that have weights."""
+        """The indices of replicas that have weights."""
         return tuple(place for place, each in enumerate(self.nodes) if not each.is_fresh)
 
     def place(self, name: str) -> int | None:
-        """Return the place of a node; None if it does not take part."""
+        """Return the index of a replica; None if it is no member."""
         return self.names.index(name) if name in self.names else None
 
     def without(self, names: Iterable[str]) -> "Members":
@@ -70,7 +70,7 @@ class Members:
 
 
 class ReplicaPulse:
-    """Counts for the replica `name` until `close`, which says that it has left."""
+    """The heartbeat of the replica `name` until `close`, which says that it has left."""
 
     def __init__(self, store: dist.Store, name: str) -> None:
         self._store, self._name, self._count = store.clone(), name, 0
@@ -90,7 +90,7 @@ class ReplicaPulse:
 
 
 def liveness(store: dist.Store) -> Liveness:
-    """Return what is known of the lives of replicas that count in a store."""
+    """Return which replicas live, by their heartbeats in a store."""
 
     def read(name: str) -> str:
         return store.get(_key(name)).decode() if store.check([_key(name)]) else ""

@@ -1,8 +1,8 @@
-"""The mean of tensors over nodes, in few bits: each part has a node, its owner, that sums it.
+"""The quantized mean of tensors over replicas: each part is reduced by one replica, its owner.
 
-    tensors, in N parts each  ->  quantized, to their owners  ->  means  ->  quantized, to all nodes
+    tensors, in N parts each  ->  quantized, to their owners  ->  means  ->  quantized, to all
 
-All nodes, the owners too, go on with the values that were sent, so that they stay alike to the bit.
+All replicas, the owners too, use the values that were sent, so they stay equal to the bit.
 What the second rounding loses is added to the next means, and with two bits, or where that is asked
 for, what the first one loses to the next tensors (error feedback). Parts of a tensor are quantized
 by themselves, and their owners do not depend on its place among others: equal tensors, as tied

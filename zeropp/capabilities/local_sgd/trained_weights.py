@@ -20,9 +20,9 @@ from zeropp.optim.step_or_skip import local_part
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedWeights:
-    """Trained parameters of a node's model, and the optimizer that may hold their fp32 ones.
+    """Trained parameters of a replica, and the optimizer that may hold their fp32 masters.
 
-    `names`: those of the parameters; None for all. All ranks of a node call the same methods.
+    `names`: those of the parameters; None for all. All ranks of a replica call the same methods.
     """
 
     model: HeldModel

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.capabilities.offload.master_weights import use_in_state_dicts
-from zeropp.capabilities.offload.offload import HOST, Offload
+from zeropp.capabilities.offload.host_masters import HOST, Offload
+from zeropp.capabilities.offload.master_state_dicts import use_in_state_dicts
 from zeropp.errors import InputError
 from zeropp.optim.adam import FusedAdam, Update
 from zeropp.settings.zero_config import ZeroConfig
