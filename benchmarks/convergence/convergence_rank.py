@@ -114,6 +114,6 @@ class SpikedLearningRate:
         self.rate, self.samples = rate, range(first, first + SPIKE * batch_size)
 
     def __call__(self, scheduled_samples: int) -> float:
-        """The learning rate of the step after so many samples."""
+        """The learning rate of the step after `scheduled_samples`."""
         factor = SPIKE_FACTOR if scheduled_samples in self.samples else 1.0
         return factor * self.rate(scheduled_samples)

@@ -11,7 +11,7 @@ OURS, LORA = tuple(_TABLE["names"]), tuple(_TABLE["names_of_lora"])
 
 
 def zero_json(name: str, ranks_per_node: int) -> dict:
-    """The JSON of one of `OURS` or `LORA`, on nodes of so many ranks."""
+    """The JSON of one of `OURS` or `LORA`, on nodes of `ranks_per_node` ranks."""
     zero: dict = {"stage": 3}
     zeropp: dict = {"ranks_per_node": ranks_per_node, "code_messages": False}
     for part in (_TABLE["names"] | _TABLE["names_of_lora"])[name]:

@@ -84,7 +84,7 @@ def new_size(options: Options, name: str) -> dict:
 
 
 def on_rank(options: Options, name: str, minutes: float) -> dict:
-    """The result of one size; no peer begins after so many minutes."""
+    """The result of one size; no peer begins after `minutes`."""
     until = time.monotonic() + 60 * minutes
     size, ranks = new_size(options, name), joined_ranks()
     compile_flag = "" if options.no_compile else " --compile"

@@ -28,6 +28,7 @@ from megatron_zpp.capabilities.experts.routing_record import RoutingRecord, rout
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.recipe.capability import Capability
+from zeropp import Sharding
 from zeropp.settings import no_effect_line
 from zeropp.wire import UNQUANTIZED, Nodes
 
@@ -59,11 +60,13 @@ class ExpertCapability(Capability):
     def axis(self) -> ExpertAxis | None:
         """Return the axis over which ranks split experts, if they do.
 
-        Logs which settings have no effect. Raises InputError for a --expert-model-parallel-size
-        that does not fit.
+        Raises InputError for a --expert-model-parallel-size that does not fit.
         """
-        self._log_settings_without_effect()
         return self._axis
+
+    def before_allocation(self, sharding: Sharding, device: torch.device) -> None:
+        """Log which settings have no effect."""
+        self._log_settings_without_effect()
 
     def model_rows(self, model: GPT) -> Iterator[tuple[str, str]]:
         """Yield how many experts there are, and which ranks have them."""

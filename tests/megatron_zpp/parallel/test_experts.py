@@ -205,7 +205,7 @@ def test_a_run_goes_on_where_other_ranks_have_the_experts(alone: Callable, tmp_p
     require_same_numbers(log, alone(f"{SOFTMAX} --train-iters 6 "), ("lm loss", "grad norm"))
 
 
-@pytest.mark.parametrize("how", [EP1, EP4, EP2 + PP2, EP2 + TP2 + SP])
+@pytest.mark.parametrize("how", [EP4, EP2 + PP2, EP2 + TP2 + SP])
 def test_with_zeropp_a_stop_changes_no_digit(how: str, tmp_path: Path) -> None:
     all_of_it = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
     nodes = nodes_of(2, **all_of_it, zero_hpz_partition_size=2)

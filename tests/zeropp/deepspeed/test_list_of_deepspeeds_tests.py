@@ -1,4 +1,4 @@
-"""The page of DeepSpeed's tests counts what its table and its lists have, and says how it was run."""
+"""The page of DeepSpeed's tests counts what its table and its lists have, and says how it ran."""
 
 import re
 from collections import Counter

@@ -14,6 +14,7 @@ dims of an expert's matrix for [in, out], and 0.19.0 those of a transpose for [o
 as many columns as a matrix has rows.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,18 +23,25 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.interchange.adapters.peft_config import PeftConfig
-from megatron_zpp.interchange.families.forms import (
+from megatron_zpp.interchange.families.capabilities.experts import (
     EACH_EXPERT,
     EVEN_OUTPUTS,
     FUSED_EXPERTS,
     TRANSPOSED_EXPERTS,
-    Form,
 )
+from megatron_zpp.interchange.families.forms import Form
 from megatron_zpp.interchange.families.names import NameTable
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.errors import InputError
+from zeropp.errors import InputError, first_few
 
 EXPERTS = ".mlp.experts."  # in the names of our layers
+OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj|w1|w2|w3)")  # PEFT's names of experts
+NAME_PARTS = 3  # components of the shortest name of a parameter: mlp.experts.down_proj
+LAYOUT_VERSION = "0.19.1"  # of PEFT, the first with this layout of experts
+# PEFT takes dim 2 of [E, out, in] for what goes in since one version, and did so of [E, in, out] in
+# another.
+EXPERTS_FIXED, TRANSPOSES_SWAPPED = (0, 19, 1), (0, 19, 0)
+MODULE = "model.layers.{}.mlp.experts"  # in most families
 KNOWN = (EACH_EXPERT, *FUSED_EXPERTS, *TRANSPOSED_EXPERTS)  # as transformers has them
 # The layers whose rows each parameter has, one after another, in the order of PEFT's wrappers.
 PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -63,6 +71,10 @@ class FusedParameter:
     def target(self) -> str:
         """Its name, as `target_parameters` names it."""
         return f"{self.module}.{self.name}"
+
+    def conflict(self, module: str) -> str:
+        """Say that an expert's module has an adapter beside this one."""
+        return f"{self.target} has adapters of all experts, and {module} one of its own"
 
     def wrapper(self, adapted: Sequence["FusedParameter"]) -> str:
         """Return the module that has A and B, if PEFT adapts these parameters of the module."""
@@ -108,6 +120,16 @@ class FusedParameter:
         return slice(place * self.rows, (place + 1) * self.rows)
 
 
+def is_fused(layer: str) -> bool:
+    """Whether one of our layers is of experts."""
+    return EXPERTS in layer
+
+
+def named_by_weight(model: ModelConfig, modules: Sequence[str]) -> list[str]:
+    """Return the modules that PEFT would take for experts in a model that has some."""
+    return [each for each in modules if model.has_experts and OF_EXPERTS.fullmatch(each)]
+
+
 def fused_parameters(model: ModelConfig, table: NameTable) -> list[FusedParameter]:
     """Return the fused parameters of all layers with experts, in PEFT's order.
 
@@ -115,7 +137,7 @@ def fused_parameters(model: ModelConfig, table: NameTable) -> list[FusedParamete
     """
     return [
         FusedParameter(
-            module=table.experts.format(block),
+            module=table.modules.get("experts", MODULE).format(block),
             name=name,
             layers=tuple(f"blocks.{block}{EXPERTS}{layer}" for layer in layers),
             rows=model.expert_ffn_size if name == "gate_up_proj" else model.hidden_size,
@@ -130,6 +152,30 @@ def fused_parameters(model: ModelConfig, table: NameTable) -> list[FusedParamete
         for forms in [[_form(table, f"blocks.{block}{EXPERTS}{layer}") for layer in layers]]
         if all(form in KNOWN for form in forms)
     ]
+
+
+def fused_layers(
+    adapted: Sequence[str], table: NameTable, model: ModelConfig
+) -> dict[FusedParameter, list[str]]:
+    """Return the parameters of experts that have adapters, and which of their layers have some.
+
+    Raises InputError for experts that transformers lays out in a way that is not known.
+    """
+    layers = [layer for layer in adapted if is_fused(layer)]
+    if not layers:
+        return {}
+    fused = {
+        parameter: [layer for layer in parameter.layers if layer in layers]
+        for parameter in fused_parameters(model, table)
+    }
+    fused = {parameter: own for parameter, own in fused.items() if own}
+    unknown = set(layers).difference(*fused.values())
+    if unknown:
+        raise InputError(
+            f"--to-peft: {first_few(sorted(unknown))}: how PEFT lays out adapters of this family's "
+            "experts is not known: --to-hf writes the model with all adapters merged"
+        )
+    return fused
 
 
 def adapted_in_module(
@@ -159,13 +205,15 @@ def require_layout(
     ]
     if len(fits) < 2:
         return fits[0] if fits else None
-    if config.takes_rows_for_columns(parameter.is_transposed) is None:
+    if config.version is None:
         raise InputError(
             f"{config.location}: peft_version is {config.content.get('peft_version')!r}: before "
             f"0.19.1 PEFT took rows of {parameter.target} for columns, and its shapes do not tell: "
             "add the version that trained the adapters"
         )
-    return config.takes_rows_for_columns(parameter.is_transposed)
+    if parameter.is_transposed:
+        return config.version == TRANSPOSES_SWAPPED
+    return config.version < EXPERTS_FIXED
 
 
 def _form(table: NameTable, layer: str) -> Form:

@@ -1,10 +1,17 @@
-"""Settings of a family's config.json that concern mixtures of experts."""
+"""Mixtures of experts in files of Hugging Face's: settings of config.json, and forms of weights.
+
+Legend: E experts, F width inside an expert, H hidden size.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from megatron_zpp.interchange.families.forms import Form, Sizes
 from megatron_zpp.interchange.families.layers import NUM_LAYERS
 from megatron_zpp.interchange.families.settings import Number
 from megatron_zpp.settings.config import ModelConfig
@@ -18,6 +25,20 @@ def frequency_text(marks: Sequence[bool]) -> str:
         return "1"
     runs = [(int(mark), len(list(run))) for mark, run in groupby(marks)]
     return "+".join(f"[{mark}]*{count}" for mark, count in runs)
+
+
+def canonical(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields, each with its value filled in; {} for a dense model."""
+    if not model.has_experts:
+        return {}
+    is_everywhere = all(model.moe_layers)
+    return {
+        "moe_layer_freq": frequency_text(model.moe_layers),
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "ffn_hidden_size": model.expert_ffn_size if is_everywhere else model.ffn_size,
+        "moe_router_group_best": model.group_best if model.moe_router_num_groups else None,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+    }
 
 
 def experts(key: str, default: int) -> Number:
@@ -127,3 +148,59 @@ def _num_layers(content: Mapping[str, Any], location: str) -> int:
     if num_layers > MAX_LAYERS:
         raise InputError(f"{location}: num_hidden_layers is {num_layers}: at most {MAX_LAYERS}")
     return num_layers
+
+
+def _of_experts(matrices: Tensor, sizes: Sizes) -> Tensor:
+    """Our matrices of all experts, [E * out, in] → [E, out, in]."""
+    return matrices.unflatten(0, (sizes.model.num_experts, -1))
+
+
+def _half_of_experts(index: int) -> Form:
+    """One half of the rows of each expert in [E, 2F, H]; another row of the table has the other."""
+    return Form(
+        join=lambda parts, sizes: parts[0].chunk(2, dim=1)[index].flatten(0, 1),
+        split=lambda tensor, sizes: (_of_experts(tensor, sizes),),
+        place=index,
+        dim=1,
+    )
+
+
+def _in_turn(index: int) -> tuple[Form, Form]:
+    """Every second output of each expert, for weights [E, H, 2F] and for biases [E, 2F]."""
+    weights = Form(
+        join=lambda parts, sizes: parts[0][..., index::2].transpose(1, 2).flatten(0, 1),
+        split=lambda tensor, sizes: (_of_experts(tensor, sizes).transpose(1, 2),),
+        place=index,
+        is_in_turn=True,
+    )
+    biases = Form(
+        join=lambda parts, sizes: parts[0][:, index::2].flatten(0, 1),
+        split=lambda tensor, sizes: (_of_experts(tensor, sizes),),
+        place=index,
+        is_in_turn=True,
+    )
+    return weights, biases
+
+
+EACH_EXPERT = Form(
+    join=lambda parts, sizes: torch.cat(tuple(parts)),
+    split=lambda tensor, sizes: _of_experts(tensor, sizes).unbind(0),
+)
+ALL_EXPERTS = Form(
+    join=lambda parts, sizes: parts[0].flatten(0, 1),
+    split=lambda tensor, sizes: (_of_experts(tensor, sizes),),
+)
+ALL_EXPERTS_TRANSPOSED = Form(
+    join=lambda parts, sizes: parts[0].transpose(1, 2).flatten(0, 1),
+    split=lambda tensor, sizes: (_of_experts(tensor, sizes).transpose(1, 2),),
+)
+FIRST_HALVES, SECOND_HALVES = _half_of_experts(0), _half_of_experts(1)
+EVEN_OUTPUTS, EVEN_BIASES = _in_turn(0)
+ODD_OUTPUTS, ODD_BIASES = _in_turn(1)
+# Of [E, 2F, H], the gate's rows first, and [E, H, F]: the parameters that transformers has of all
+# experts of a layer, in most families, also if its files have tensors for each expert.
+FUSED_EXPERTS = (ALL_EXPERTS, FIRST_HALVES, SECOND_HALVES)
+# Of [E, H, 2F], gate and input in turn, and [E, F, H].
+TRANSPOSED_EXPERTS = (ALL_EXPERTS_TRANSPOSED, EVEN_OUTPUTS, ODD_OUTPUTS)
+COUNTS = {"expert": lambda model: model.num_experts or 0}
+CANONICAL = (canonical,)
