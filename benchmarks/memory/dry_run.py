@@ -19,7 +19,7 @@ from megatron_zpp.capabilities.experts.routing_record import routing_records
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.planner.activations import LiveBytes
-from megatron_zpp.planner.estimate import Estimate, estimate
+from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.one_stage import OneStage
@@ -40,14 +40,14 @@ TABLE = MappingProxyType(read_toml(__package__, "dry_run.toml"))
 STEPS = 2  # the first allocates Adam's moments
 
 
-def predict_and_measure(flags: str) -> tuple[Estimate | None, int]:
+def predict_and_measure(flags: str) -> tuple[RunForecast | None, int]:
     """The prediction for `flags` on these ranks, which rank 0 makes and returns, and the largest
     peak of any rank in bytes."""
     words = f"--mock-data --lr 1e-3 --eval-iters 0 --train-iters 9 {flags}".split()
     config = parse(words, dist.get_world_size())
     ranks, prediction = cpu_ranks(config), None
     if ranks.rank == 0:
-        prediction = estimate(config, VOCABULARY, ranks.nodes, is_cpu=True)
+        prediction = RunForecast.of(config, VOCABULARY, ranks.nodes, is_cpu=True)
     with LiveBytes() as live:
         _train(config, ranks)
     return prediction, int(largest_of_ranks(live.peak, CPU))

@@ -63,7 +63,7 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
         config = with_interval(config, 1)
     measured_on = replace(cluster, num_nodes=run.num_ranks // per_node, gpus_per_node=per_node)
 
-    work = Search(config, vocab_size, measured_on).row(given_candidate(config)).work
+    planned = Search(config, vocab_size, measured_on).row(given_candidate(config)).forecast
 
     is_one_node = measured_on.num_nodes == 1
 
@@ -73,7 +73,7 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
         return replace(cluster, link_share=constant)
 
     def predict(value: float) -> float:
-        return work.typical(with_constant(measured_on, Range(value, value, value)))
+        return planned.typical(with_constant(measured_on, Range(value, value, value)))
 
     limits = PRODUCT_LIMITS if is_one_node else LINK_LIMITS
     fast, typical, slow = (_solve(predict, seconds, limits) for seconds in run.seconds)

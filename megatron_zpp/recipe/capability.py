@@ -63,7 +63,7 @@ class Capability:
         """Add to the layers of a model, or of a stage of it, before it is sharded."""
 
     def axis(self) -> Any:
-        """Return the ranks that split what it `splits`, or None; all ranks call it once."""
+        """Return the ranks that split what it `splits`, or None; all ranks of a run call it."""
 
     def require_stages(self, model: "GPT", stages: Sequence[range]) -> None:
         """Raise InputError for layers of a model, one of `stages`, that could not be trained."""

@@ -79,14 +79,14 @@ def _shard_model(
     model: GPT, zero: ZeroConfig, ranks: Ranks, *, keeps_root: bool = False
 ) -> Sharding:
     """Shard a model that is on the meta device over the data axis."""
-    meshes = {module: getattr(module, "own_mesh", None) for module in model.modules()}
+    axes = {module: getattr(module, "own_axis", None) for module in model.modules()}
     # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
     return shard(
         model,
         ranks.mesh,
         zero,
         axis="data",
-        experts={module: mesh for module, mesh in meshes.items() if mesh is not None},
+        experts={module: axis.mesh for module, axis in axes.items() if axis is not None},
         cast_forward_inputs=False,
         keeps_root=keeps_root,
         calls_units=True,

@@ -13,7 +13,13 @@ from typing import Any
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES, of_capabilities
 from megatron_zpp.settings.command_line import TypedFlag
-from megatron_zpp.settings.data import BatchConfig, DataConfig, FimConfig, TokenizerConfig
+from megatron_zpp.settings.data import (
+    SOURCES,
+    BatchConfig,
+    DataConfig,
+    FimConfig,
+    TokenizerConfig,
+)
 from megatron_zpp.settings.flag import Section
 from megatron_zpp.settings.gpt.model import ModelConfig
 from megatron_zpp.settings.optimization import (
@@ -32,8 +38,15 @@ from megatron_zpp.settings.run import (
 from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp import ZeroConfig
 from zeropp.errors import InputError
-from zeropp.settings import declared, read_toml
+from zeropp.settings import all_keys, declared, read_toml, settings_of
 
+OWN = ("logging_level", "num_workers", "tensorboard_queue_size")  # each machine may have its own
+OWN_KEYS = ("zeropp.sync_store",)  # a host may have other names elsewhere
+PATHS = (  # which may differ between machines, but are given to all or to none
+    *(name for names in SOURCES for name in names),
+    *("data_cache_path", "vocab_file", "merge_file", "tokenizer_model", "pretrained_checkpoint"),
+    *("save", "load", "plan_file", "tensorboard_dir", "wandb_save_dir"),
+)
 REASONS = MappingProxyType(read_toml(__package__, "json_no_effect.toml"))  # by key of the JSON
 
 
@@ -92,6 +105,25 @@ class Config(of_capabilities()):
             for name in names
             if name in saved.get(section, {}) and current[section][name] != saved[section][name]
         ]
+
+    def shared(self) -> dict[str, str]:
+        """Return the settings that all ranks must have alike, as texts by the names of users.
+
+        Each rank reads its own command line and its own JSON. Some differences would train another
+        model without an error: each rank would apply its own learning rate to its shards. Others
+        would leave ranks waiting for each other.
+        """
+        texts = {}
+        for section, kind in SECTIONS.items():
+            for entry in settings_of(kind):
+                value = getattr(getattr(self, section), entry.name)
+                if not entry.why_ignored and entry.name not in OWN:
+                    shown = "given" if entry.name in PATHS else str(value)
+                    texts[entry.shown] = "not given" if value is None else shown
+        for dotted, key in all_keys(ZeroConfig).items():
+            if key.subsection is None and not key.why_ignored and dotted not in OWN_KEYS:
+                texts[f'"{dotted}"'] = str(self.zero.value(dotted))
+        return texts
 
     def check(self, num_replicas: int) -> None:
         """Raise InputError for values out of range and for values that do not fit each other."""

@@ -7,6 +7,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder
@@ -16,7 +17,6 @@ from megatron_zpp.monitor.report.report import report_after_failure, report_rows
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.parallel.replicas import joining_of
-from megatron_zpp.parallel.shared_settings import shared_settings
 from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import CheckpointConfig, Config, LogConfig
 from megatron_zpp.text.generate import generate
@@ -28,9 +28,10 @@ from megatron_zpp.train.loop import train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Interrupted, Stopping
-from zeropp import InputError
+from zeropp import InputError, __version__
 from zeropp.checkpoint import hold_folder
 from zeropp.errors import NetworkError
+from zeropp.native import PACKAGE, source_hash
 from zeropp.ranks import (
     OTHER_RANK_FAILED,
     Environment,
@@ -41,6 +42,8 @@ from zeropp.ranks import (
 )
 
 USAGE_ERROR, FAILED = 2, 1
+PACKAGES = (Path(__file__).resolve().parents[1], PACKAGE)
+DIGITS = 8  # of a hash, to show
 DryRun = Callable[[Config, Environment, Console, OpenModel], int]
 
 
@@ -74,7 +77,7 @@ def main(
                 deterministic_kernels() if config.training.deterministic_mode else nullcontext(),
             ):
                 per_node = config.zero.zeropp.ranks_per_node
-                settings = shared_settings(config)
+                settings = {**versions(), **config.shared()}
                 sections = config.zero, config.checkpoint, config.parallel
                 ranks = join_ranks(
                     environment,
@@ -103,6 +106,12 @@ def main(
         except Interrupted as interruption:
             console.notice(logging.ERROR, str(interruption))
             return interruption.code
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that all ranks must have alike, by the names that users know."""
+    sources = " ".join(source_hash(folder)[:DIGITS] for folder in PACKAGES)
+    return {"version": f"{__version__}, its sources {sources}", "PyTorch": torch.__version__}
 
 
 @dataclass(kw_only=True)

@@ -10,14 +10,14 @@ from rich.console import Console
 from megatron_zpp.planner.advice import advice, what_would_fit, why_not
 from megatron_zpp.planner.candidates import (
     LARGEST_MICRO_BATCH,
-    all_settings,
     candidates_of,
     given_candidate,
 )
-from megatron_zpp.planner.estimate import ACTIVATIONS, estimate
 from megatron_zpp.planner.plan_table import print_plan
+from megatron_zpp.planner.run_forecast import ACTIVATIONS, RunForecast
 from megatron_zpp.planner.search import ROOM, TIE, ClusterPlan, rank_rows
 from megatron_zpp.planner.timing.hardware import GIB
+from megatron_zpp.planner.zero_settings import compared_settings
 from tests.megatron_zpp.planner.searches import search_for
 from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.rank_group import Nodes
@@ -28,6 +28,7 @@ FLAGS = (
 )
 FEW_MICRO_BATCHES = "--global-batch-size 16"  # few sizes of them, and thus few rows
 VOCABULARY = 512
+NODES = Nodes.of(range(16), 8)
 
 
 def search(link="25gbit", flags="", **described):
@@ -40,13 +41,12 @@ def slow_plan():
 
 
 def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
-    nodes = Nodes.of(range(16), 8)
     for row in (*slow_plan.rows[::17], slow_plan.row_of_flags):
-        expected = estimate(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
+        expected = RunForecast.of(row.candidate.config, VOCABULARY, NODES, is_cpu=False)
         assert dict(row.memory) == dict(expected.device)
         sent = expected.sent
         if not row.candidate.is_divided:
-            sent = node_bytes(expected.plan, expected.run.num_micro_batches, typical=True)
+            sent = node_bytes(expected.first.plan, expected.first.num_micro_batches, typical=True)
         far = sum(num_bytes for (_, hop), num_bytes in sent.items() if hop == "across_nodes")
         assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2
     assert {row.candidate.sizes[0] for row in slow_plan.rows} == {1, 2, 4}
@@ -56,7 +56,7 @@ def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
 def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
     searched = search()
     count = 0
-    for settings in all_settings(2, 8):
+    for settings in compared_settings(NODES):
         for candidate in candidates_of(searched.base, settings, 16):
             config, zero = candidate.config, candidate.config.zero
             assert config.schedules.batch_size.final == 64
@@ -65,7 +65,7 @@ def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
             assert zero.gradient_accumulation_steps == micro_batches
             assert zero.stage == settings.zero["stage"]
             count += 1
-    assert count == 3 * 3 * len(all_settings(2, 8))
+    assert count == 3 * 3 * len(compared_settings(NODES))
 
 
 def fake(seconds, inexactness, *sizes, has_room=True):
@@ -77,7 +77,7 @@ def fake(seconds, inexactness, *sizes, has_room=True):
 def plan_of(rows):
     ordered, places = rank_rows(rows)
     return ClusterPlan(
-        cluster=None, config=None, vocab_size=0, rows=tuple(ordered), places=tuple(places),
+        cluster=None, config=None, rows=tuple(ordered), places=tuple(places),
         row_of_flags=None,
     )  # fmt: skip
 

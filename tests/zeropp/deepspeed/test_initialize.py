@@ -230,12 +230,13 @@ def test_unsupported_arguments():
 
 @ranks(2)
 def test_an_optimizer_that_has_stepped_is_refused():
-    model = small_model()
-    optimizer = adamw(model.parameters())
-    loss_of(model, tokens_of(0)).backward()
-    optimizer.step()
-    with pytest.raises(InputError, match="has state already"):
-        zeropp.initialize(model=model, optimizer=optimizer, config=UNNAMED)
+    for config in (UNNAMED | {"zero_optimization": OFFLOAD}, UNNAMED):
+        model = small_model()
+        optimizer = adamw(model.parameters())
+        loss_of(model, tokens_of(0)).backward()
+        optimizer.step()
+        with pytest.raises(InputError, match="AdamW given to zeropp.initialize has state already"):
+            zeropp.initialize(model=model, optimizer=optimizer, config=config)
     with pytest.raises(InputError, match="is sharded already"):
         zeropp.initialize(model=model, config=config_of())
 

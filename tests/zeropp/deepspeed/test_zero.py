@@ -189,26 +189,6 @@ def test_changes_of_one_rank_are_written_back_on_all(stage):
     assert losses[0] != losses[1]  # what was swapped back trains on
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@ranks(4, ranks_per_node=2)
-def test_secondary_copies_do_not_outlive_a_change(frozen):
-    def built() -> nn.Module:
-        model = small_model()
-        model.blocks.requires_grad_(not frozen)
-        return model
-
-    engine, plain = engine_of(built(), zero_optimization=HPZ), built()
-    with torch.no_grad():
-        first = loss_of(engine, tokens_of(0))  # leaves copies
-    assert engine.sharding.roots[0].copies.nbytes > 0
-    weight = engine.module.blocks[0].down.weight
-    with GatheredParameters([weight], modifier_rank=0), torch.no_grad():
-        weight.mul_(3)
-    with torch.no_grad():
-        plain.blocks[0].down.weight.mul_(3)
-        assert loss_of(engine, tokens_of(0)) == loss_of(plain, tokens_of(0)) != first
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -7,11 +7,12 @@ import pytest
 
 from megatron_zpp.capabilities.experts.messages import copies_across_nodes
 from megatron_zpp.planner.advice import advice
-from megatron_zpp.planner.candidates import Candidate, candidates_of, settings_of
-from megatron_zpp.planner.estimate import estimate
-from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
+from megatron_zpp.planner.candidates import Candidate, candidates_of
+from megatron_zpp.planner.crossing import Crossing, crossing_of
 from megatron_zpp.planner.parts.meta_model import MetaModel
+from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.planner.search import ClusterPlan, Search
+from megatron_zpp.planner.zero_settings import compared_settings
 from tests.megatron_zpp.planner.searches import search_for
 from zeropp.sharding.forecast import CHANGED_SHARE, CODED_SHARE
 
@@ -60,17 +61,15 @@ def break_even_tokens(
 
 def candidate_of(its_search: Search, name: str) -> Candidate:
     """The first configuration with the ZeRO settings of a name."""
-    (settings,) = (
-        each
-        for each in settings_of(its_search.base, its_search.nodes, is_divided=False)
-        if each.name == name
-    )
+    has_adapters = its_search.base.lora.lora_rank > 0
+    compared = compared_settings(its_search.nodes, has_adapters=has_adapters)
+    settings = next(each for each in compared if each.name == name)
     return next(candidates_of(its_search.base, settings, its_search.nodes.num_ranks))
 
 
-def crossing_of(its_search: Search, candidate: Candidate) -> ExpertCrossing:
+def found_crossing(its_search: Search, candidate: Candidate) -> Crossing:
     model = MetaModel(its_search.base, VOCABULARY)
-    crossing = expert_crossing(candidate, VOCABULARY, its_search.nodes, model)
+    crossing = crossing_of(candidate, its_search.nodes, model)
     assert crossing is not None
     return crossing
 
@@ -81,7 +80,7 @@ def crossing_of(its_search: Search, candidate: Candidate) -> ExpertCrossing:
         ("stage 3, hpZ, gradients once", 4, 1, 1),
         (ALL_THREE, 2, 0.504, 0.258),
         (
-            "stage 3, qwZ hpZ qgZ, steps of codes, INT3, gradients once",
+            "stage 3, qwZ hpZ qgZ, incremental updates, INT3, gradients once",
             2,
             0.504 * CHANGED_SHARE,
             0.203 * CODED_SHARE[3],
@@ -96,7 +95,7 @@ def test_the_threshold_is_that_of_the_formula(
     With a token go 4 numbers of experts and 4 weights in fp32, of which the formula knows nothing.
     """
     its_search = search(32, num_nodes=num_nodes)
-    crossing = crossing_of(its_search, candidate_of(its_search, name))
+    crossing = found_crossing(its_search, candidate_of(its_search, name))
     expected = break_even_tokens(
         expert_weights=3 * EXPERTS * HIDDEN * WIDTH,
         bytes_per_weight=2 * (q + g),
@@ -139,7 +138,7 @@ def test_all_sizes_are_compared_and_the_flags_stay_as_given(plan: ClusterPlan) -
 def test_memory_and_bytes_are_those_of_the_estimate(plan: ClusterPlan) -> None:
     nodes = search(FEW).nodes
     for row in plan.rows[::29]:
-        expected = estimate(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
+        expected = RunForecast.of(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
         assert dict(row.memory) == dict(expected.device)
         far = sum(sent for (_, hop), sent in expected.sent.items() if hop == "across_nodes")
         assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2
@@ -157,7 +156,7 @@ def test_a_step_is_faster_as_fewer_bytes_cross(batch: int, is_few: bool) -> None
     """Where links are slow: with tokens that cross if there are few."""
     its_search = search(batch, link="100mbit")
     given = candidate_of(its_search, ALL_THREE)
-    crossing, seconds = crossing_of(its_search, given), []
+    crossing, seconds = found_crossing(its_search, given), []
     for size in (crossing.in_node, crossing.across):
         parallel = replace(given.config.parallel, expert_model_parallel_size=size)
         config = replace(given.config, parallel=parallel)
@@ -172,7 +171,7 @@ def test_a_step_is_faster_as_fewer_bytes_cross(batch: int, is_few: bool) -> None
 def test_frozen_experts_cross_once(name: str, bytes_per_weight: float, plan: ClusterPlan) -> None:
     """Each of two nodes sends half of them, as INT8 with an fp32 scale for 256, or in 16 bit."""
     its_search = search(FEW, LORA)
-    crossing = crossing_of(its_search, candidate_of(its_search, name))
+    crossing = found_crossing(its_search, candidate_of(its_search, name))
     assert crossing.weights == crossing.threshold_tokens == 0
     stored = 3 * EXPERTS * HIDDEN * WIDTH * bytes_per_weight
     assert stored < crossing.first_copy < 1.15 * stored  # and attention's
