@@ -106,13 +106,14 @@ class DrawnShard(Drawn):
         self.model.order = self.draw.choice([(0,), (0, 1, 0), tuple(drawn)])
         with torch.no_grad():
             self.losses.append(self.loss(tokens_of(number)).item())
-        if self.releases:
-            self.sharding.release()
+            self.model.order = None
+            if self.releases:
+                self.loss(tokens_of(number))  # uses all that was gathered ahead
+                self.sharding.release()
         if self.draw.random() < 0.5:
             self.load(number, self.model)
         else:
             self.evolve(number, len(self.weights))
-        self.model.order = None
         self.evaluate(number)
 
     def take_turns(self, number: int) -> None:
