@@ -36,7 +36,7 @@ def build_model(
     `fill` writes the weights; without it they are drawn. `capabilities`, by default new ones, may
     add to the model. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
-    seed, shape = config.training.seed, config.model
+    seed, shape, zero = config.training.seed, config.model, config.zero
     if capabilities is None:
         capabilities = capabilities_of(config, ranks)
     common = Part(
@@ -53,17 +53,17 @@ def build_model(
 
     whole = build(common)
     if ranks.pipeline_size == 1:
-        sharding = _shard_model(whole, config.zero, ranks)
+        sharding = _shard_model(whole, zero, ranks)
     else:
         layers = config.parallel.stages(shape.num_layers)
         for each in capabilities:
             each.require_stages(whole, layers)
         parts = parts_of_stages(whole.part, layers, ranks.pipeline_rank, ranks.pipeline_size)
-        stages = (_shard_model(build(part), config.zero, ranks, keeps_root=True) for part in parts)
+        stages = (_shard_model(build(part), zero, ranks, keeps_root=True) for part in parts)
         sharding = joined(whole, tuple(stages), ranks)
     for each in capabilities:
         each.before_allocation(sharding, ranks.device)
-    sharding = allocate_parameters(sharding, config.zero, ranks.device)
+    sharding = allocate_parameters(sharding, zero, ranks.device)
     model = sharding.model
     if fill is None:
         initialize(model, seed, shape)
