@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_zpp.parallel.heartbeat import MainThread
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.parallel.replicas import Joining, Replicas
-from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.ranks import (
     Environment,
@@ -141,32 +140,6 @@ class Ranks(RankGrid):
         for axis in names:
             set_time_limit(mesh.get_group(axis), limit)
         return mesh[names]
-
-    def token_groups(self, *, splits_rows: bool, sums_batch: bool) -> TokenGroups:
-        """Return the ranks of this one's stage that have other tokens, as groups to count them in.
-
-        splits_rows: tensor ranks have tokens of their own. sums_batch: there is to be a group of
-        all ranks with parts of the global batch.
-        """
-        pipe, _, tensor = self.places
-        lines = self.grid[pipe] if splits_rows else self.grid[pipe, :, tensor : tensor + 1]
-        first = self.data_parallel_rank * self.context_size
-        own = lines[first : first + self.context_size]
-
-        def group(members: torch.Tensor) -> dist.ProcessGroup | None:
-            numbers = members.flatten().tolist()
-            return (
-                shared_group("tokens", numbers, lines.flatten().tolist()) if numbers[1:] else None
-            )
-
-        return TokenGroups(
-            samples=group(own),
-            num_parts=own.numel(),
-            batch=group(lines) if sums_batch else None,
-            num_ranks=lines.numel(),
-            context_size=self.context_size,
-            is_counted=splits_rows or tensor == 0,
-        )
 
     def sharing(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks that share something with this one, by what they share."""

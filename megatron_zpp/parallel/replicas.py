@@ -13,7 +13,8 @@ from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import CheckpointConfig, ParallelConfig
 from zeropp import Sharding, ZeroConfig
 from zeropp.ranks import Environment
-from zeropp.settings import modules_of
+from zeropp.settings import CAPABILITIES as ZEROS
+from zeropp.settings import declared, modules_of
 from zeropp.wire import Traffic
 
 OUTER = "outer"  # the purpose of what replicas send each other, in ledgers
@@ -118,8 +119,8 @@ def joining_of(
     settings: Mapping[str, str],
 ) -> Joining:
     """Return how processes come to replicas; `settings` are those that all ranks have alike."""
-    for module in modules_of("replicas", CAPABILITIES):
-        joining = getattr(module, "joining", lambda *_: None)
-        if found := joining(zero, checkpoint, parallel, environment, settings):
-            return found
+    for dotted, _ in declared("INDEPENDENT_STEPS", ZEROS):
+        if zero.value(dotted) != zero.setting(dotted).default:
+            (module,) = modules_of("replicas", CAPABILITIES)
+            return module.joining(zero, checkpoint, parallel, environment, settings)
     return Joining(world=environment)

@@ -80,9 +80,9 @@ class StepTime:
 
 
 class RunForecast:
-    """A run of which all is computed when it is asked for.
+    """What a run that has not started needs, sends and takes, computed when it is asked for.
 
-    places: the run at the places of its pipeline that differ, and how many are like each.
+    places: the run of a rank at the places of its pipeline that differ, and how many are like each.
     replicas: of which these ranks are one, if they do not take each step together.
     """
 
@@ -101,7 +101,7 @@ class RunForecast:
         model: MetaModel | None = None,
         like: "RunForecast | None" = None,
     ) -> "RunForecast":
-        """Return the run of `config` on all ranks of `nodes`, on CPUs or on GPUs.
+        """Return the forecast of a run of `config` on all ranks of `nodes`, on CPUs or on GPUs.
 
         `model` is that of another run. `like` is one that differs in its micro-batch or
         recomputation alone. Raises InputError for ranks that the nodes cannot hold alike, or that
@@ -116,7 +116,7 @@ class RunForecast:
 
     @property
     def first(self) -> PlannedRun:
-        """That of a first rank."""
+        """The run of a first rank."""
         return self.places[0][0]
 
     @cached_property
@@ -138,7 +138,7 @@ class RunForecast:
 
     @property
     def fullest(self) -> PlannedRun:
-        """That of the rank that needs most memory."""
+        """The run of the rank that needs most memory."""
         return self._peak[0]
 
     @property

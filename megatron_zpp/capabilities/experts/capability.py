@@ -26,11 +26,10 @@ from megatron_zpp.capabilities.experts.layer import MoE
 from megatron_zpp.capabilities.experts.log import BUSIEST_EXPERT, BUSIEST_RANK
 from megatron_zpp.capabilities.experts.routing_record import RoutingRecord, routing_records
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.recipe.capability import Capability
 from zeropp import Sharding
 from zeropp.settings import no_effect_line
-from zeropp.wire import UNQUANTIZED, Nodes
+from zeropp.wire import UNQUANTIZED, Nodes, RankGroup
 
 # TensorBoard's names of the losses, which are Megatron's.
 NAMES = {
@@ -85,7 +84,7 @@ class ExpertCapability(Capability):
     def records(self, num_micro_batches: int, scale: float | Tensor) -> list[RoutingRecord]:
         """Return the records of a step's micro-batches, whose losses are multiplied by `scale`."""
         # Ranks that share sequences have terms of a sum, and gradients are averaged over them.
-        return routing_records(num_micro_batches, scale * self.groups.context_size, self.groups)
+        return routing_records(num_micro_batches, scale * self.ranks.context_size, **self.groups)
 
     @torch.no_grad()
     def after_passes(self, step: int, records: Sequence[RoutingRecord]) -> Mapping[str, Tensor]:
@@ -94,13 +93,14 @@ class ExpertCapability(Capability):
         The bias follows what replicas sum that train independently.
         """
         num_layers, num_kinds = len(self.layers), len(self.kinds)
+        splits_rows = self.config.parallel.sequence_parallel  # else tensor ranks have the same
         num_experts, device = self.config.model.num_experts, self.ranks.device
         counts = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
         losses = torch.zeros(num_kinds, num_layers, dtype=torch.float64, device=device)
         rows = torch.zeros(self.ranks.num_ranks, dtype=torch.float64, device=device)
         for place, layer in enumerate(self.layers):
             own = [record for record in records if layer in record.assignments]
-            if own and self.groups.is_counted:
+            if own and (splits_rows or self.ranks.tensor_rank == 0):
                 counts[place] = sum(each.assignments[layer].counts for each in own)
                 losses[:, place] = self._losses(own, layer)
             rows[self.ranks.rank] += sum(each.num_rows[layer] for each in own)
@@ -164,12 +164,21 @@ class ExpertCapability(Capability):
         return list(AuxiliaryLosses(self.config.model).coefficients)
 
     @cached_property
-    def groups(self) -> TokenGroups:
-        """The ranks over which tokens are counted."""
-        return self.ranks.token_groups(
-            splits_rows=self.config.parallel.sequence_parallel,
-            sums_batch=GLOBAL_BALANCE in self.kinds,
-        )
+    def groups(self) -> dict[str, RankGroup]:
+        """The ranks of this one's stage over which tokens are counted, as of a `RoutingRecord`."""
+        pipe, _, tensor = self.ranks.places
+        batch = self.ranks.grid[pipe]
+        if not self.config.parallel.sequence_parallel:
+            batch = batch[:, tensor : tensor + 1]
+        first = self.ranks.data_parallel_rank * self.ranks.context_size
+        members = {"samples": batch[first : first + self.ranks.context_size]}
+        if GLOBAL_BALANCE in self.kinds:
+            members["batch"] = batch
+        return {
+            name: self.ranks.rank_group("tokens", ranks.flatten().tolist())
+            for name, ranks in members.items()
+            if ranks.numel() > 1
+        }
 
     @cached_property
     def _axis(self) -> ExpertAxis | None:

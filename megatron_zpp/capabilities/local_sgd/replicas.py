@@ -209,11 +209,9 @@ def joining(
     parallel: ParallelConfig,
     environment: Environment,
     settings: Mapping[str, str],
-) -> Joining | None:
-    """Return how replicas begin, if they train independently."""
+) -> Joining:
+    """Return how replicas that train independently begin."""
     options = zero.zeropp
-    if options.sync_every == 1:
-        return None
     if options.sync_store is None:
         per_node = options.ranks_per_node or environment.local_world_size
         world = environment.within(parallel.world_ranks(per_node))

@@ -1,10 +1,8 @@
 """Ranks that share or split a mixture of experts compute the numbers of one rank."""
 
 import functools
-import itertools
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,20 +79,6 @@ CHOSEN = [
 ]  # fmt: skip
 
 
-def all_combinations() -> Iterator[tuple[int, str]]:
-    """Expert ranks, other axes, recomputation, micro-batches of a step, and stages."""
-    offload = {"offload_optimizer": {"device": "cpu"}}
-    for size, axes, recomputed, samples, zero in itertools.product(
-        (EP1, EP2, EP4),
-        ("", TP2 + SP, CP2, CP2 + GATHERED, PP2, PP2 + TP2 + SP),
-        ("", AGAIN, "--recompute-granularity selective "),
-        ("--global-batch-size 4 ", "--global-batch-size 16 "),
-        ({"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, **offload}),
-    ):
-        if not (size == EP4 and PP2 in axes):  # a stage has two ranks
-            yield 4, size + axes + recomputed + samples + nodes_of(2, **zero)
-
-
 def require_same_numbers(log: str, expected: str, names: tuple[str, ...]) -> None:
     for name in names:
         numbers, others = (
@@ -105,12 +89,9 @@ def require_same_numbers(log: str, expected: str, names: tuple[str, ...]) -> Non
         assert numbers == pytest.approx(others, rel=RELATIVE, abs=digit), name
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "how"),
-    [*all_combinations()] if os.environ.get("ALL_EXPERT_RANKS") else CHOSEN,
-)
+@pytest.mark.parametrize(("num_ranks", "how"), CHOSEN)
 def test_the_numbers_are_those_of_one_rank(num_ranks, how, alone, tmp_path):
-    """Set ALL_EXPERT_RANKS to run all combinations."""
+    """More ways to share the work are drawn in test_random_parallel.py."""
     (samples,) = re.findall(r"--global-batch-size \d+ ", how) or [""]
     log = run(num_ranks, SOFTMAX + how, tmp_path)
     names = (*LOSSES, "load_balancing_loss", "busiest expert")

@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_zpp.planner.parts.planned_run import Places, plan_places
 from megatron_zpp.planner.run_forecast import RunForecast, StepTime
 from megatron_zpp.planner.step_work import IN_LAYER, load_of, stage_loads, unit_loads
-from megatron_zpp.planner.timing.hardware import find_cluster
+from megatron_zpp.planner.timing.hardware import TYPICAL, find_cluster
 from megatron_zpp.planner.timing.links import Load
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2, TP4, TWO_STAGES
-from zeropp.wire.rank_group import Nodes
+from zeropp.wire.rank_group import EXCHANGE, Nodes, everyone
 from zeropp.wire.traffic import HOPS, PURPOSES
 
 SHAPE = (
@@ -113,3 +114,13 @@ def test_a_pipeline_of_more_micro_batches_waits_less() -> None:
     assert few.bubble / few.computing > 4 * many.bubble / many.computing
     two = time_of(PP2 + TWO_STAGES + "--zero-stage 1")
     assert two.bubble < 0.8 * few.bubble  # the last stage has the output layer too
+
+
+def test_what_capabilities_send_in_a_step_is_waited_for() -> None:
+    cluster = find_cluster(cluster="dgx-a100", num_nodes=4, gpus_per_node=4, link="25gbit")
+    ((run, _),), without = places(""), RunForecast(places("")).typical(cluster)
+    message = everyone(run.ranks.nodes, 0).message(EXCHANGE, 10**6)
+    vars(run)["capabilities"] = (SimpleNamespace(messages=lambda _: [message]),)
+    rates = cluster.at(TYPICAL, run.compute_dtype)
+    waiting = load_of(message, run.ranks).seconds(rates)
+    assert RunForecast([(run, 1)]).typical(cluster) - without == pytest.approx(waiting) and waiting

@@ -115,7 +115,7 @@ def test_exchanges_beside_steps_have_their_buffers_in_steps(tmp_path: Path) -> N
         ({"sync_every": 4, "sync_store": "10.0.0.1:29400", "sync_nodes": 3}, 4,
          ["3 that train independently, synchronized every 4 steps in 4 bits",
           "1 micro-batches of 1 samples of 16 tokens on each of 4 ranks"]),
-        ({}, 6, ["exchange every step, every 4 steps after step 9 in 4 bits",
+        ({}, 6, ["synchronized every step, every 4 steps after step 9 in 4 bits",
                  "2 micro-batches of 1 samples of 16 tokens on each of 2 ranks"]),
     ],
 )  # fmt: skip

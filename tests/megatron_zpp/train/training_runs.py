@@ -207,7 +207,7 @@ def _job(
 ) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     source = "" if "--data-path" in flags else "--mock-data "
-    others = outer.size if isinstance(outer, OuterGroup) else 1  # of one launch
+    others = 1 if outer is None or isinstance(outer, ElasticGroup) else outer.size  # of one launch
     config = parse((TINY + source + flags).split(), world * others)
     if device != "cpu":
         pick_device(Environment.read())  # ranks share the GPUs
@@ -216,7 +216,7 @@ def _job(
     size = config.parallel.context_parallel_size
     replicas = Replicas()
     if outer is not None:
-        replicas = LocalSGD(outer) if isinstance(outer, OuterGroup) else ElasticLocalSGD(outer)
+        replicas = ElasticLocalSGD(outer) if isinstance(outer, ElasticGroup) else LocalSGD(outer)
     joined = kind(
         environment=place, device=torch.device(device), mesh=mesh, store=None, context_size=size,
         ranks_per_node=config.zero.zeropp.ranks_per_node, replicas=replicas,

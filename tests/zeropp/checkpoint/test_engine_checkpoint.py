@@ -48,7 +48,7 @@ def test_a_loaded_checkpoint_replaces_what_nodes_keep(weight_steps, tmp_path):
     expected = run(first, steps=2, first=2)
     second = engine(blank())
     untrained = losses_of(second)
-    assert second.sharding.roots[0].copies.nbytes > 0
+    assert second.sharding.roots[0].kept.nbytes > 0
     second.load_checkpoint(tmp_path)
     assert losses_of(second) == trained != untrained
     assert run(second, steps=2, first=2) == expected

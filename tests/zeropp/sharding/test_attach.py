@@ -85,13 +85,14 @@ def test_detached_it_is_what_it_was():
     sent = attached.traffic.sent
     attached.detach()
     loss_of(model, tokens_of(1)).backward()
-    assert attached.traffic.sent == sent and attached.copies.nbytes == 0
+    assert attached.traffic.sent == sent and attached.kept.nbytes == 0
 
 
 @ranks(2)
 def test_more_ranks_per_node_than_ranks_are_one_node():
     attached = zeropp.attach(sharded(), ZEROPP | {"zeropp": {"ranks_per_node": 16}})
-    assert attached.describe()[0] == ("nodes", "1 of 2 ranks") and attached.copies is None
+    assert attached.describe()[0] == ("nodes", "1 of 2 ranks")
+    assert not attached.plan.axis.weights.keeps
 
 
 @ranks(2)

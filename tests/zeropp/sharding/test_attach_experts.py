@@ -65,7 +65,7 @@ def test_with_all_of_zeropp_it_learns_the_same_and_sends_less(layout: str) -> No
     dist.all_reduce(total)
     assert 3 * total[0] < total[1]
     model(tokens_of(0, dist.get_rank()))
-    assert all(map(attached.copies.is_current, attached._planned.values()))
+    assert all(map(attached.kept.has_current_copy, attached._planned.values()))
 
 
 @pytest.mark.parametrize("layout", ["torchtitan", "transformers"])

@@ -228,7 +228,8 @@ def test_the_description_of_a_copy_larger_than_a_node():
     with logged() as of_two_nodes:
         halves = shard(small_model(), data_mesh(), zero_config(ALL_THREE | TUTORIAL, 2))
     assert halves.plan.units[-1].axis.weights.inner == 2 and len(of_two_nodes) == 1
-    assert one_node.roots[0].copies is None and "INT8 among 4" in described(one_node)["weights"]
+    assert not one_node.plan.axis.weights.keeps
+    assert "INT8 among 4" in described(one_node)["weights"]
     assert len(lines) == 1 and "using the 4 ranks of one node; a copy sharded" in lines[0]
 
 

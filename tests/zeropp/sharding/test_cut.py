@@ -17,8 +17,7 @@ from tests.zeropp.lora_model import (
 )
 from tests.zeropp.small_model import HIDDEN_SIZE, SmallModel, small_model
 from zeropp import InputError
-from zeropp.sharding.cut import trained_subunits
-from zeropp.sharding.places import places_of
+from zeropp.sharding.cut import places_of, trained_subunits
 from zeropp.wire.quantized_shard import is_quantized
 
 STEPS = 2

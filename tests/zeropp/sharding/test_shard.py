@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import ranks
 from tests.zeropp.small_model import Block, SmallModel, small_model, tokens_of
 from zeropp import Sharding, ZeroConfig, shard
+from zeropp.sharding.cut import outermost_blocks
 from zeropp.sharding.forecast import node_bytes
-from zeropp.sharding.places import outermost_blocks
 
 # Each of 3 AdamW steps may enlarge a rounding difference of 2^-24 by the depth of the sums
 # (< 64 terms in rank order), so losses agree to 3 * 64 * 2^-24 = 1.1e-5; 1e-5 is the promise.

@@ -46,8 +46,8 @@ def adamw(sharding: Sharding, lr: float = 1e-3) -> torch.optim.Optimizer:
 
 def rows_of(sharding: Sharding) -> list[torch.Tensor | None]:
     """The copies of all units, up to date or not; ranks of one place in their nodes share them."""
-    copies = sharding.roots[0].copies
-    both = ((copies.get(unit), copies.get_outdated(unit)) for unit in sharding.units)
+    kept = sharding.roots[0].kept
+    both = ((kept.copy_of(unit), kept.get_outdated(unit)) for unit in sharding.units)
     return [current if outdated is None else outdated for current, outdated in both]
 
 
@@ -93,7 +93,7 @@ def test_copies_take_the_memory_of_copies_without_steps():
         step(sharding, adamw(sharding), 0)
         step(sharding, adamw(sharding), 1)
         evaluate(sharding)
-        held.append(sharding.roots[0].copies.nbytes)
+        held.append(sharding.roots[0].kept.nbytes)
     assert held[0] == held[1] > 0
 
 
@@ -303,7 +303,7 @@ def test_copies_that_differ_are_found_and_sent_again():
 @ranks(2)
 def test_one_node_keeps_no_copy_and_sends_no_steps():
     sharding = shard_on_nodes(BOTH, zeropp={"weight_steps": True})
-    assert sharding.roots[0].copies is None
+    assert not sharding.plan.axis.weights.keeps
 
 
 @pytest.mark.parametrize(

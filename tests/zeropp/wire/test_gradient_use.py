@@ -9,7 +9,7 @@ from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from zeropp import InputError, Sharding, initialize, optimizer_step, shard
 from zeropp import fsdp_adapter as fsdp
-from zeropp.wire.gradient_use import GradientUse
+from zeropp.wire.gradients import GradientUse
 
 WIDTH, NUM_EXPERTS = 6, 3
 NEAR = 2e-5  # of the largest element: sums of a few fp32 terms in another order

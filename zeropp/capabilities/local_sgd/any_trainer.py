@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zeropp.capabilities.local_sgd.fragment import OUTER
-from zeropp.capabilities.local_sgd.held_model import OfModule
 from zeropp.capabilities.local_sgd.local_steps import LocalSteps
 from zeropp.capabilities.local_sgd.outer_group import OuterGroup
-from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
+from zeropp.capabilities.local_sgd.trained_weights import OfModule, TrainedWeights
 from zeropp.errors import InputError, first_few
 from zeropp.optim.step_or_skip import own_gradients
 from zeropp.ranks.groups import store_of, time_limit

@@ -11,9 +11,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from zeropp.capabilities.local_sgd.held_model import HeldModel
 from zeropp.capabilities.local_sgd.outer_group import OuterGroup
-from zeropp.optim.step_or_skip import local_part
+from zeropp.capabilities.local_sgd.trained_weights import HeldModel
+from zeropp.fsdp_adapter import local_part
 
 OUTER = "outer."  # prefix of the names of local SGD's state in checkpoints
 

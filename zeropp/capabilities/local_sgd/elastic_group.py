@@ -12,12 +12,12 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from zeropp.capabilities.local_sgd.entry import Entering, Entry, Saved
-from zeropp.capabilities.local_sgd.member import Members, ReplicaPulse, liveness
 from zeropp.capabilities.local_sgd.outer_group import PURPOSE, OuterError, OuterGroup
-from zeropp.capabilities.local_sgd.rounds import Rounds
+from zeropp.capabilities.local_sgd.rounds import Members, ReplicaPulse, Rounds, liveness
 from zeropp.capabilities.local_sgd.sync_store import open_sync_store, reported_store
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import broadcast_object
+from zeropp.ranks.groups import set_backend_time_limit
 from zeropp.ranks.topology import Environment
 from zeropp.wire.traffic import Traffic
 
@@ -91,20 +91,11 @@ def _enter(options: ElasticOptions, store: dist.Store, name: str, limit: float) 
     ).enter()
 
 
-@dataclass(frozen=True)
-class Round:
-    """The members of one round; `group` are their ranks with the index of this one."""
+class ElasticGroup(OuterGroup):
+    """An `OuterGroup` whose members may change: those of the last committed round.
 
-    members: Members
-    group: OuterGroup
-
-
-class ElasticGroup:
-    """This rank's connections to the present members.
-
-    `planned`: with how many replicas a run begins. `iteration`: of the checkpoint from which this
-    replica resumes; 0 without one. `launch`: as in `OuterGroup`. All ranks of all members call
-    `hold` in the same order.
+    iteration: of the checkpoint from which this replica resumes; 0 without one. All ranks of all
+    members call `hold` in the same order.
     """
 
     def __init__(
@@ -118,37 +109,20 @@ class ElasticGroup:
         launch: str = "",
     ) -> None:
         self.rounds, self.planned, self.iteration = rounds, planned, iteration
-        self.launch = launch
+        self.number, self.launch = rounds.own.number, launch  # its index may change
         self.traffic = Traffic((PURPOSE,))
-        self.members = rounds.members  # of the last committed round
-        self._store, self._timeout, self._pulse = store, timeout, pulse
-        self._round: Round | None = None  # whose connections hold
-        self._broken: list[OuterGroup] = []  # gloo would wait for their messages to delete them
-
-    @property
-    def number(self) -> int:
-        """Names this replica's folders; its index may change, this does not."""
-        return self.rounds.own.number
+        self.members, index = rounds.members, rounds.members.place(rounds.own.name)
+        self.node, self.size = 1, 2  # until it has joined, as the second of two
+        if index is not None:
+            self.node, self.size = index, len(self.members.nodes)
+        self._watch, self._store, self._timeout, self._pulse = rounds.wait, store, timeout, pulse
+        self._names: tuple[str, ...] | None = None  # of the members whose connections hold
+        self._broken: list[tuple] = []  # gloo would wait for their messages to delete them
 
     @property
     def joins(self) -> bool:
         """Whether this replica has yet to get the others' weights."""
-        return self.place is None
-
-    @property
-    def place(self) -> int | None:
-        """The index of this replica among the members."""
-        return self.members.place(self.rounds.own.name)
-
-    @property
-    def node(self) -> int:
-        """As in `OuterGroup`; a replica that has yet to join counts as the second of two."""
-        return 1 if self.place is None else self.place
-
-    @property
-    def size(self) -> int:
-        """As in `OuterGroup`."""
-        return 2 if self.place is None else len(self.members.nodes)
+        return self.members.place(self.rounds.own.name) is None
 
     def join(self) -> None:
         """Wait until this replica is admitted to a round, which the caller then holds.
@@ -160,7 +134,7 @@ class ElasticGroup:
                 self.rounds.announce()
             self.rounds.wait_for_admission()
 
-    def hold(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
+    def hold(self, work: Callable[[Members], Result], *, admits: bool = False) -> Result:
         """Run `work` with all members; return its result once all of them have theirs.
 
         If a member ends, `work` is repeated with the remaining ones, so it must change nothing.
@@ -173,7 +147,8 @@ class ElasticGroup:
             with reported_store():
                 members = self.rounds.arrive(admits=admits)
             try:
-                result = work(self._connected(members))
+                self._connect_to(members)
+                result = work(members)
             except OuterError as reason:
                 error = reason
             with reported_store():
@@ -192,29 +167,22 @@ class ElasticGroup:
         if self._pulse is not None:
             self._pulse.close()
 
-    def _connected(self, members: Members) -> Round:
-        known = self._round
-        if known is None or known.members.names != members.names:
-            self._disconnect()
-            number, place = self.rounds.number, members.place(self.rounds.own.name)
-            store = dist.PrefixStore(f"connections/{number}/{self.rounds.rank}", self._store)
-            try:
-                group = OuterGroup(
-                    store,
-                    place,
-                    len(members.nodes),
-                    CONNECT_LIMIT,
-                    traffic=self.traffic,
-                    watch=self.rounds.wait,
-                )
-            except RuntimeError as error:
-                raise OuterError(f"cannot connect to {members}: {error}") from error
-            group.set_time_limit(self._timeout)
-            known = Round(members, group)
-        self._round = Round(members, known.group)
-        return self._round
+    def _connect_to(self, members: Members) -> None:
+        if self._names == members.names:
+            return
+        self._disconnect()
+        number, place = self.rounds.number, members.place(self.rounds.own.name)
+        store = dist.PrefixStore(f"connections/{number}/{self.rounds.rank}", self._store)
+        try:
+            self._connect(store, place, len(members.nodes), CONNECT_LIMIT)
+        except RuntimeError as error:
+            raise OuterError(f"cannot connect to {members}: {error}") from error
+        self._names = members.names
+        for group in (self._messages, self._numbers):
+            set_backend_time_limit(group, self._timeout)
 
     def _disconnect(self) -> None:
-        old, self._round = self._round, None
-        groups = self._broken if old is None else [*self._broken, old.group]
-        self._broken = [group for group in groups if not group.is_idle]
+        if self._names is not None and self._last is not None:
+            self._broken.append((self._last, self._messages, self._numbers))
+        self._names = None
+        self._broken = [each for each in self._broken if not each[0].is_completed()]

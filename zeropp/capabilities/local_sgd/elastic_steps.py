@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeropp.capabilities.local_sgd.elastic_group import ElasticGroup, Result, Round
+from zeropp.capabilities.local_sgd.elastic_group import ElasticGroup, Result
 from zeropp.capabilities.local_sgd.fragment import HOST, Fragment, require_finite
 from zeropp.capabilities.local_sgd.local_steps import LocalSteps
-from zeropp.capabilities.local_sgd.member import Members
 from zeropp.capabilities.local_sgd.outer_mean import OuterMean
+from zeropp.capabilities.local_sgd.rounds import Members
 from zeropp.ranks.coordination import gather_objects
 
 DEALT_BITS = 8  # of a number on its way to a new owner, where fewer than 32 are sent
@@ -101,9 +101,9 @@ class ElasticSteps(LocalSteps):
         with the remaining members if one ends.
         """
 
-        def work(round_: Round) -> tuple[list[PendingFragment], list[float]]:
-            pending, group = self._pending(round_), round_.group
-            return pending, group.sum(*values_of(group.node, group.size))
+        def work(members: Members) -> tuple[list[PendingFragment], list[float]]:
+            group = self.group
+            return self._pending(members), group.sum(*values_of(group.node, group.size))
 
         before = self.group.members
         pending, sums = self.group.hold(work)
@@ -115,11 +115,11 @@ class ElasticSteps(LocalSteps):
     def _average_gradients(self) -> None:
         own = [(each.weights.gradients(), each.weights.have_gradients()) for each in self.fragments]
 
-        def work(round_: Round) -> tuple[list[PendingFragment], list[list[float]]]:
-            pending, counts = self._pending(round_), []
+        def work(members: Members) -> tuple[list[PendingFragment], list[list[float]]]:
+            pending, counts = self._pending(members), []
             for each, (gradients, have_gradients) in zip(pending, own, strict=True):
                 each.values = each.mean.run(gradients)
-                counts.append(round_.group.sum(*have_gradients))
+                counts.append(self.group.sum(*have_gradients))
             return pending, counts
 
         before = self.group.members
@@ -141,9 +141,9 @@ class ElasticSteps(LocalSteps):
         for each in differences.values():
             require_finite(each, each)
 
-        def work(round_: Round) -> tuple[list[PendingFragment], JoinMessage]:
-            pending, num_terms = self._pending(round_), len(round_.members.with_weights)
-            sent = self._send_to_joining(round_, due)
+        def work(members: Members) -> tuple[list[PendingFragment], JoinMessage]:
+            pending, num_terms = self._pending(members), len(members.with_weights)
+            sent = self._send_to_joining(members, due)
             for each in pending:
                 number = each.fragment.number
                 if number in sent.due:
@@ -170,40 +170,37 @@ class ElasticSteps(LocalSteps):
         if sent.agreed or fragment.number in sent.due:
             fragment.merge(0.0)
 
-    def _with_buffers(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
+    def _with_buffers(self, work: Callable[[Members], Result], *, admits: bool = False) -> Result:
         """Return the result of `work` in a round; average the buffers in it too."""
 
-        def both(round_: Round) -> tuple[Result, list[Tensor]]:
-            result, group = work(round_), round_.group
-            own = [self.buffers.message()] * group.size
-            messages = group.exchange(own) if self.buffers.agreed else own
-            return result, [messages[place] for place in round_.members.with_weights]
+        def both(members: Members) -> tuple[Result, list[Tensor]]:
+            result = work(members)
+            own = [self.buffers.message()] * self.group.size
+            messages = self.group.exchange(own) if self.buffers.agreed else own
+            return result, [messages[place] for place in members.with_weights]
 
         result, messages = self.group.hold(both, admits=admits)
         self.buffers.take(messages)
         self.buffers.merge(0.0)
         return result
 
-    def _pending(self, round_: Round) -> list[PendingFragment]:
+    def _pending(self, members: Members) -> list[PendingFragment]:
         """Return the fragments' state as the members of a round own it."""
-        if round_.members.names == self.group.members.names:
-            return [
-                PendingFragment(each, each.mean.copy_for(round_.group), each.momentum)
-                for each in self.fragments
-            ]
+        if members.names == self.group.members.names:
+            return [PendingFragment(e, e.mean.copy(), e.momentum) for e in self.fragments]
         bits, pending = self.options.bits, []
         for each in self.fragments:
             old, device = each.mean, each.momentum.device
-            mean = self.options.mean(old.sizes, round_.group, device)
-            carrier = OuterMean(old.sizes, round_.group, max(bits, DEALT_BITS), device)
+            mean = self.options.mean(old.sizes, self.group, device)
+            carrier = OuterMean(old.sizes, self.group, max(bits, DEALT_BITS), device)
             mean.take_unsent(old)
             mean.error = carrier.sum(old.spread(old.error))
             pending.append(PendingFragment(each, mean, carrier.sum(old.spread(each.momentum))))
         return pending
 
-    def _send_to_joining(self, round_: Round, due: Sequence[int]) -> JoinMessage:
+    def _send_to_joining(self, members: Members, due: Sequence[int]) -> JoinMessage:
         """Send global parameters and progress to the joining replicas; return what has arrived."""
-        members, group = round_.members, round_.group
+        group = self.group
         if not any(each.is_fresh for each in members.nodes):
             return JoinMessage(due=due, agreed={})
         source, nothing = members.with_weights[0], torch.empty(0, dtype=torch.uint8)

@@ -19,8 +19,13 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from zeropp.capabilities.local_sgd.member import Member, Members
-from zeropp.capabilities.local_sgd.rounds import close_rounds, names_with_weights, pauses
+from zeropp.capabilities.local_sgd.rounds import (
+    Member,
+    Members,
+    close_rounds,
+    names_with_weights,
+    pauses,
+)
 from zeropp.errors import InputError, NetworkError, first_lines
 from zeropp.ranks.pulse import Liveness
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from zeropp.capabilities.local_sgd.averaged_buffers import OUTER
-from zeropp.capabilities.local_sgd.held_model import HeldModel
 from zeropp.capabilities.local_sgd.outer_group import OuterGroup
 from zeropp.capabilities.local_sgd.outer_mean import OuterMean
-from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
+from zeropp.capabilities.local_sgd.trained_weights import HeldModel, TrainedWeights
 from zeropp.errors import InputError
 
 HOST = torch.device("cpu")

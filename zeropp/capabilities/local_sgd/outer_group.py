@@ -17,17 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.capabilities.local_sgd.member import Members
 from zeropp.capabilities.local_sgd.rounds import NodeLostError
 from zeropp.errors import InputError
-from zeropp.ranks.groups import set_backend_time_limit
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import WaitError
 from zeropp.wire.traffic import Traffic
 
 PURPOSE = "outer"  # in the ledger
 Result = TypeVar("Result")
-Watch = Callable[[Callable[[], bool]], None]
 
 
 class OuterError(WaitError):
@@ -57,53 +54,28 @@ def join_outer_group(
 class OuterGroup:
     """This rank's group; `node` is the index of its replica, of `size` replicas.
 
+    number: names this replica's folders. planned: how many replicas the global batch is for.
+    launch: identifies the replicas that were started together.
+
     All members call the same methods in the same order. What `start` starts runs on a thread, over
-    connections of its own. `watch` waits until its argument returns True, and raises NodeLostError
-    if that may never be.
+    connections of its own.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        node: int,
-        size: int,
-        timeout: timedelta,
-        *,
-        traffic: Traffic | None = None,
-        watch: Watch | None = None,
-    ) -> None:
-        self.node, self.size = node, size
-        self.members: Members | None = None  # only `ElasticGroup` has them
-        self.launch = ""  # identifies the replicas that were started together
-        self.traffic = Traffic((PURPOSE,)) if traffic is None else traffic
-        self._watch = watch
+    _watch: Callable[[Callable[[], bool]], None] | None = None  # waits; raises NodeLostError
 
+    def __init__(self, store: dist.Store, node: int, size: int, timeout: timedelta) -> None:
+        self.number, self.planned, self.launch = node, size, ""
+        self.traffic = Traffic((PURPOSE,))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
+        self._connect(store, node, size, timeout)
+
+    def _connect(self, store: dist.Store, node: int, size: int, timeout: timedelta) -> None:
         def connected(name: str) -> dist.ProcessGroupGloo:
             return dist.ProcessGroupGloo(dist.PrefixStore(name, store), node, size, timeout)
 
         self._messages, self._numbers = connected("messages"), connected("numbers")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
+        self.node, self.size = node, size
         self._last: dist.Work | None = None
-
-    @property
-    def number(self) -> int:
-        """Names this replica's folders."""
-        return self.node
-
-    @property
-    def planned(self) -> int:
-        """How many replicas the global batch is for."""
-        return self.size
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no message is in flight: gloo deletes a group only then."""
-        return self._last is None or self._last.is_completed()
-
-    def set_time_limit(self, limit: timedelta) -> None:
-        """Set how long a message may take."""
-        for group in (self._messages, self._numbers):
-            set_backend_time_limit(group, limit)
 
     def start(self, work: Callable[[], Result]) -> Future[Result]:
         """Run `work`, which may call `exchange`, on the thread, after what was started before."""

@@ -15,14 +15,16 @@ a member dies in it, and repeated with the remaining members: nobody may keep an
 Every rank of every replica reads these keys for itself, and so comes to the same answers.
 """
 
+import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
-from zeropp.capabilities.local_sgd.member import Member, Members
 from zeropp.errors import NetworkError
+from zeropp.ranks.pulse import LEFT, Liveness, Pulse
 
 DONE, GIVEN_UP = b"done", b"given up"
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
@@ -40,10 +42,93 @@ class NobodyLeftError(NetworkError):
     """All replicas that have the weights have ended, and this one waited to get them."""
 
 
-class Lives(Protocol):
-    """Who lives: `zeropp.ranks.pulse.Liveness`."""
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A replica: each launch has a unique `name`; `number` may be that of one that has ended.
 
-    def is_alive(self, name: str) -> bool: ...
+    is_fresh: it has no weights yet, and will get those of a member.
+    """
+
+    name: str
+    number: int
+    is_fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Members:
+    """Replicas in the order in which they joined, which gives their indices."""
+
+    nodes: tuple[Member, ...]
+
+    @classmethod
+    def of_text(cls, text: str | bytes) -> "Members":
+        """Read what `text` has returned."""
+        return cls(tuple(Member(**each) for each in json.loads(text)))
+
+    @property
+    def text(self) -> str:
+        """As text for the store."""
+        return json.dumps([asdict(each) for each in self.nodes])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self.nodes)
+
+    @property
+    def settled(self) -> "Members":
+        """The same replicas, all with weights."""
+        return Members(tuple(replace(each, is_fresh=False) for each in self.nodes))
+
+    @property
+    def with_weights(self) -> tuple[int, ...]:
+        """The indices of replicas that have weights."""
+        return tuple(place for place, each in enumerate(self.nodes) if not each.is_fresh)
+
+    def place(self, name: str) -> int | None:
+        """Return the index of a replica; None if it is no member."""
+        return self.names.index(name) if name in self.names else None
+
+    def without(self, names: Iterable[str]) -> "Members":
+        """Return the others than these."""
+        gone = set(names)
+        return Members(tuple(each for each in self.nodes if each.name not in gone))
+
+    def __str__(self) -> str:
+        numbers = [str(each.number) for each in self.nodes]
+        return f"node{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+
+
+class ReplicaPulse:
+    """The heartbeat of the replica `name` until `close`, which says that it has left."""
+
+    def __init__(self, store: dist.Store, name: str) -> None:
+        self._store, self._name, self._count = store.clone(), name, 0
+        self._store.set(_key(name), "0")
+        self._pulse = Pulse(self._beat)
+
+    def close(self) -> None:
+        """Let the others go on without this replica at once."""
+        self._pulse.close()
+        with suppress(RuntimeError):  # nobody is left who would read it
+            self._store.set(_key(self._name), LEFT)
+
+    def _beat(self) -> None:
+        self._count += 1
+        with suppress(RuntimeError):  # the main thread meets the lost store, and says so
+            self._store.set(_key(self._name), str(self._count))
+
+
+def liveness(store: dist.Store) -> Liveness:
+    """Return which replicas live, by their heartbeats in a store."""
+
+    def read(name: str) -> str:
+        return store.get(_key(name)).decode() if store.check([_key(name)]) else ""
+
+    return Liveness(read)
+
+
+def _key(name: str) -> str:
+    return f"pulse/{name}"
 
 
 class Rounds:
@@ -54,7 +139,13 @@ class Rounds:
     """
 
     def __init__(
-        self, store: dist.Store, own: Member, rank: int, num_ranks: int, lives: Lives, limit: float
+        self,
+        store: dist.Store,
+        own: Member,
+        rank: int,
+        num_ranks: int,
+        lives: Liveness,
+        limit: float,
     ) -> None:
         self.own, self.rank = own, rank
         self.number = 1  # round 0 decides the initial members

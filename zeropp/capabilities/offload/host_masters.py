@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.optim.step_or_skip import local_part
+from zeropp.fsdp_adapter import local_part
 from zeropp.ranks.coordination import fail_together
 from zeropp.ranks.host_memory import free_bytes, pinned_bytes
 from zeropp.ranks.topology import Environment

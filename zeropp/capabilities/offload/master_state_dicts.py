@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeropp.fsdp_adapter import WholeParameter
-from zeropp.optim.step_or_skip import local_part
+from zeropp.fsdp_adapter import WholeParameter, local_part
 from zeropp.sharding.materialize import part_for_rank
 
 

@@ -14,7 +14,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_zpp.settings.config import ModelConfig
-from tests.megatron_zpp.train.lora_checkpoint import InMemoryWeights
+from tests.megatron_zpp.train.finetuning import InMemoryWeights
 from zeropp.errors import InputError
 
 CONFIG = ModelConfig(

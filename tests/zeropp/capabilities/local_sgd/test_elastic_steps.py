@@ -20,11 +20,9 @@ from tests.mortal_nodes import Killed, Lives
 from zeropp.capabilities.local_sgd.elastic_group import ElasticGroup
 from zeropp.capabilities.local_sgd.elastic_steps import ElasticSteps
 from zeropp.capabilities.local_sgd.fragment import OuterOptions
-from zeropp.capabilities.local_sgd.held_model import OfModule
-from zeropp.capabilities.local_sgd.member import Member, Members
-from zeropp.capabilities.local_sgd.rounds import NobodyLeftError, Rounds
+from zeropp.capabilities.local_sgd.rounds import Member, Members, NobodyLeftError, Rounds
 from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
-from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
+from zeropp.capabilities.local_sgd.trained_weights import OfModule, TrainedWeights
 from zeropp.errors import InputError
 
 RUNS = int(os.environ.get("RANDOM_ELASTIC", "6"))

@@ -16,9 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.mortal_nodes import Killed, Lives
-from zeropp.capabilities.local_sgd.member import Member, Members
 from zeropp.capabilities.local_sgd.rounds import (
     ExcludedError,
+    Member,
+    Members,
     NobodyLeftError,
     NodeLostError,
     Rounds,
