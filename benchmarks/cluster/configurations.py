@@ -23,11 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.cluster.peers.fsdp2_experts import fsdp2_experts
 from benchmarks.cluster.peers.ring_reduce_scatter import RingReduceScatter
+from benchmarks.shared.pretrain_run import cpu_ranks
 from benchmarks.shared.training_setup import TrainingSetup
 from benchmarks.shared.zero_json import LORA, OURS, zero_json
 from benchmarks.step.training_loops import Steps, accumulate, adamw, fsdp2, model_loss_of
 from megatron_zpp.capabilities.lora.settings import LoraConfig
-from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.model import build_model
@@ -70,7 +70,7 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
     """Build a configuration by its name; raises InputError for what zeropp refuses."""
     sizes, zero_name = axes_of(name)
     if sizes:
-        setup = _divided_setup(setup, sizes, ranks_per_node)
+        setup = _divided_setup(setup, sizes)
     steps = itertools.cycle(setup.steps_of_text(STEPS_OF_TEXT))
     if zero_name in (FSDP2, FSDP2_RING, ATTACH):
         if setup.config.model.has_experts:
@@ -130,20 +130,11 @@ def zero_config(name: str, ranks_per_node: int) -> ZeroConfig:
     return ZeroConfig.from_json({"bf16": {"enabled": True}, **zero_json(name, ranks_per_node)})
 
 
-def _divided_setup(
-    setup: TrainingSetup, sizes: Mapping[str, int], ranks_per_node: int
-) -> TrainingSetup:
+def _divided_setup(setup: TrainingSetup, sizes: Mapping[str, int]) -> TrainingSetup:
     """Return the set-up of ranks that split the model along axes."""
     words = [f"{AXES[axis]} {size}" for axis, size in sizes.items()]
     setup = replace(setup, extra_flags=" ".join((setup.extra_flags, *words)))
-    parallel = setup.config.parallel
-    ranks = replace(
-        setup.ranks,
-        mesh=build_mesh(setup.ranks.device, setup.ranks.num_ranks, parallel),
-        context_size=parallel.context_parallel_size,
-        ranks_per_node=ranks_per_node,
-    )
-    return replace(setup, ranks=ranks)
+    return replace(setup, ranks=cpu_ranks(setup.config))
 
 
 def _pipeline_step(

@@ -107,7 +107,8 @@ def _shard(
         inherit_time_limits(mesh)
         require_same_model(model, data)
     group, device, roots = None if data is None else data.get_group(), device_of(data), ()
-    with recorded_as_meta(model, group, torch.device(config.placement.weights or device)):
+    placement = config.placement
+    with recorded_as_meta(model, group, torch.device(placement.weights or device)):
         parts = parts_of(own_meshes) if own_meshes else {}
         blocks = tuple(outermost_blocks(model) if units is None else units)
         places = places_of(model, {*blocks, *own_meshes}, parts)
@@ -126,7 +127,7 @@ def _shard(
         plan, parts, places, known = replace(plan, units=freed), {}, [], {}
         sharding = Sharding(model=model, plan=plan, grid=grid, roots=roots, group=group)
     sharding.refresh()
-    return sharding if config.placement.frozen_bits is None else _stored(sharding, config)
+    return sharding if placement.frozen_bits is None else _stored(sharding, config)
 
 
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:
