@@ -86,8 +86,8 @@ def shard(
         optimizer = zeropp.FusedAdam(model.parameters(), lr=1e-3)
         ```
     """
-    plans = dict(casts_inputs=cast_forward_inputs, keeps_root=keeps_root, calls_units=calls_units)
-    return _shard(model, mesh, config, axis, units, experts, **plans)
+    options = dict(casts_inputs=cast_forward_inputs, keeps_root=keeps_root, calls_units=calls_units)
+    return _shard(model, mesh, config, axis, units, experts, **options)
 
 
 def _shard(
@@ -99,7 +99,7 @@ def _shard(
     own_meshes: Mapping[nn.Module, DeviceMesh],
     *,
     keeps_root: bool,
-    **plans: bool,
+    **options: bool,
 ) -> Sharding:
     """Check that a model can be sharded, or raise InputError; plan it, and cut it as planned."""
     data = None if mesh is None else data_axis(mesh, axis)
@@ -116,7 +116,7 @@ def _shard(
         is_cut = require_shardable(model, data, config, **known, parts=parts)
         grid = Grid(model, mesh, data, own_meshes)
         plan = plan_model(
-            model, mesh, data if is_cut else None, config, **known, keeps_root=keeps_root, **plans
+            model, mesh, data if is_cut else None, config, **known, keeps_root=keeps_root, **options
         )
         if parts:
             replace_by_parts(own_meshes, parts)
@@ -124,7 +124,7 @@ def _shard(
             cut_units = cut(plan.units)
             roots = (Root(model, plan, cut_units, config, group, device, in_turn=keeps_root),)
         freed = tuple(replace(unit, parameters=()) for unit in plan.units)
-        plan, parts, places, known = replace(plan, units=freed), {}, [], {}
+        plan, parts, places, known = replace(plan, units=freed), {}, [], {}  # free whole weights
         sharding = Sharding(model=model, plan=plan, grid=grid, roots=roots, group=group)
     sharding.refresh()
     return sharding if placement.frozen_bits is None else _stored(sharding, config)

@@ -121,6 +121,5 @@ def test_what_capabilities_send_in_a_step_is_waited_for() -> None:
     ((run, _),), without = places(""), RunForecast(places("")).typical(cluster)
     message = everyone(run.ranks.nodes, 0).message(EXCHANGE, 10**6)
     vars(run)["capabilities"] = (SimpleNamespace(messages=lambda _: [message]),)
-    rates = cluster.at(TYPICAL, run.compute_dtype)
-    waiting = load_of(message, run.ranks).seconds(rates)
+    waiting = load_of(message, run.ranks).seconds(cluster.at(TYPICAL, run.compute_dtype))
     assert RunForecast([(run, 1)]).typical(cluster) - without == pytest.approx(waiting) and waiting

@@ -8,11 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron_zpp.planner.advice import advice, what_would_fit, why_not
-from megatron_zpp.planner.candidates import (
-    LARGEST_MICRO_BATCH,
-    candidates_of,
-    given_candidate,
-)
+from megatron_zpp.planner.candidates import LARGEST_MICRO_BATCH, candidates_of, given_candidate
 from megatron_zpp.planner.plan_table import print_plan
 from megatron_zpp.planner.run_forecast import ACTIVATIONS, RunForecast
 from megatron_zpp.planner.search import ROOM, TIE, ClusterPlan, rank_rows

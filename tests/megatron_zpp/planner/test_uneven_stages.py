@@ -5,12 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_zpp.planner.candidates import (
-    TIE,
-    all_parallel,
-    given_candidate,
-    why_undivided,
-)
+from megatron_zpp.planner.candidates import TIE, all_parallel, given_candidate, why_undivided
 from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
 from megatron_zpp.planner.run_forecast import RunForecast, rank_memory
 from megatron_zpp.planner.search import Search
