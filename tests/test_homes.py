@@ -56,12 +56,12 @@ HOMES = {
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
     "zeropp": 22_490,
-    "zeropp/deepspeed": 4_333,
+    "zeropp/deepspeed": 4_332,
     "megatron_zpp": 24_662,
     "megatron_zpp/planner": 5_414,
     "megatron_zpp/interchange": 6_583,
     "benchmarks": 10_746,
-    "tests": 51_660,
+    "tests": 51_646,
 }
 # How many parameters and fields of a room, but not of rooms in it, are a whole `Config`.
 WHOLE_CONFIGURATION = {"megatron_zpp": 12, "megatron_zpp/planner": 29}

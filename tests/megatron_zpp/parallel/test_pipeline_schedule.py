@@ -85,13 +85,8 @@ def test_a_rank_knows_its_places_and_who_shares_its_work():
     config, nodes = SimpleNamespace(parallel=AXES_OF_GRID), Nodes(num_ranks=24, ranks_per_node=4)
     for p, replica, c, t in product(range(P), range(R), range(C), range(T)):
         ranks = PlannedRanks(config=config, nodes=nodes, rank=number(p, replica, c, t))
-        places = (
-            ranks.pipeline_rank,
-            ranks.data_parallel_rank,
-            ranks.context_rank,
-            ranks.tensor_rank,
-        )
-        assert places == (p, replica, c, t)
+        assert (ranks.pipeline_rank, ranks.data_parallel_rank) == (p, replica)
+        assert (ranks.context_rank, ranks.tensor_rank) == (c, t)
         assert (ranks.num_ranks, ranks.data_parallel_size) == (P * R * C * T, R)
         assert ranks.pipeline == tuple(number(each, replica, c, t) for each in range(P))
         assert ranks.tensor_group.members == tuple(number(p, replica, c, i) for i in range(T))

@@ -124,7 +124,7 @@ def values_of(run: Run) -> dict[str, Any]:
     agreed = [each for part in steps.fragments for each in part.agreed]
     errors = [(each.mean.error, *each.mean.unsent) for each in steps.fragments]
     return values | {
-        "global parameters and buffers": copied([*agreed, *steps.buffers.agreed.values()]),
+        "global weights, buffers": copied([*agreed, *steps.buffers.agreed.values()]),
         "outer momentum": copied([each.momentum for each in steps.fragments]),
         "what rounding lost": copied([part for each in errors for part in each]),
         "exchanges under way": [each.merges_at for each in steps.parts],
@@ -206,7 +206,7 @@ def steps_and_exchange(folder: Path) -> None:
         run.ranks.replicas.steps.synchronize(2)
         after = values_of(run)
         require("outer step", after, own=values, of_nodes=of_nodes)
-        alike = ("trained weights", "global parameters and buffers", BUFFERS)
+        alike = ("trained weights", "global weights, buffers", BUFFERS)
         assert all(equal(*outer.gather(after[name])) for name in alike)
         if outer.node == 0:
             (folder / "alone.pickle").write_bytes(pickle.dumps(of_nodes))
@@ -271,13 +271,7 @@ def join(folder: Path) -> None:
         own.with_suffix(f".end.{outer.number}").write_bytes(pickle.dumps(end))
         assert trainer.ranks.replicas.steps.sum(lambda place, size: [1.0]) == [2.0]
         of_first = pickle.loads(own.with_suffix(".end.0").read_bytes())
-        names = (
-            "trained weights",
-            BUFFERS,
-            "global parameters and buffers",
-            "counters",
-            "schedules",
-        )
+        names = ("trained weights", BUFFERS, "global weights, buffers", "counters", "schedules")
         names += ("order of samples",)
         assert all(equal(end[name], of_first[name]) for name in names)
 
