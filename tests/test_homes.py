@@ -57,7 +57,7 @@ HOMES = {
 LINES = {
     "zeropp": 22_490,
     "zeropp/deepspeed": 4_332,
-    "megatron_zpp": 24_662,
+    "megatron_zpp": 24_659,
     "megatron_zpp/planner": 5_414,
     "megatron_zpp/interchange": 6_583,
     "benchmarks": 10_746,
