@@ -141,9 +141,8 @@ def test_the_documents_use_the_fields_words() -> None:
 
 
 def test_the_code_uses_the_fields_words() -> None:
-    paths = [
-        path for room in ("zeropp", "megatron_zpp", "csrc") for path in (ROOT / room).rglob("*.*")
-    ]
+    rooms = (ROOT / room for room in ("zeropp", "megatron_zpp", "csrc"))
+    paths = [path for room in rooms for path in room.rglob("*.*")]
     paths = [path for path in paths if path.suffix in (".py", ".pyi", ".toml", ".cpp", ".cu", ".h")]
     texts = {path: " ".join(re.sub(r'"\s*f?"', "", path.read_text()).split()) for path in paths}
     problems = [

@@ -1,5 +1,5 @@
 from zeropp.capabilities.muon.muon import Muon as Muon
-from zeropp.fsdp_adapter import local_part as local_part
+from zeropp.fsdp_adapter.parameters import local_part as local_part
 from zeropp.optim.adam import MOMENTS as MOMENTS
 from zeropp.optim.adam import FusedAdam as FusedAdam
 from zeropp.optim.adam import fastest_adamw as fastest_adamw

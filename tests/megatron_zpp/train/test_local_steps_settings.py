@@ -128,10 +128,7 @@ def flags_at(stage: int, **zeropp: object) -> str:
 def test_an_exchange_is_counted_once_for_the_steps_before_it(bits, stage, tmp_path):
     zeropp = {"sync_every": 3, "sync_bits": bits}
     flags = flags_at(stage, **zeropp) + "--train-iters 7"
-    with (
-        worlds(2, shared_folder(str(tmp_path))) as outer,
-        built_run(flags, outer) as run,
-    ):
+    with worlds(2, shared_folder(str(tmp_path))) as outer, built_run(flags, outer) as run:
         taken, trained = steps(run, 6), run.trainer.sharding.model.num_parameters()
         rank = dist.get_rank() + 2 * outer.node
     sent, expected = taken.sent[OUTER], taken.expected[OUTER]

@@ -14,13 +14,7 @@ from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
-from tests.megatron_zpp.train.training_runs import (
-    TINY,
-    field,
-    log_of,
-    losses,
-    with_json,
-)
+from tests.megatron_zpp.train.training_runs import TINY, field, log_of, losses, with_json
 from tests.ranks import ranks
 from zeropp import InputError
 from zeropp.capabilities.offload import host_masters
