@@ -1,9 +1,9 @@
-"""What the nodes sent for training steps: the byte counts of all ranks, beside two formulas.
+"""What the nodes will send and have sent in training steps: the byte counts of all ranks, beside
+two formulas.
 
 Weights, gradients, what optimizers and replicas send, and the activations that ranks sharing
-samples send each other, in training steps only. What evaluation and
-generation send is left out: it comes at other times than steps do, and would hide what a step
-costs.
+samples send each other. What evaluation and generation send is left out: it comes at other times
+than steps do, and would hide what a step costs.
 """
 
 from collections import Counter

@@ -53,9 +53,9 @@ def rank_bytes(
 def node_bytes(
     plan: Plan, num_micro_batches: int = 1, *, typical: bool = False
 ) -> dict[tuple[str, str], float]:
-    """Return the bytes that a node's ranks send per step, by (purpose, hop): the mean over nodes.
+    """Return the bytes of weights and gradients that a node sends per step, by (purpose, hop).
 
-    Nodes differ only if hops begin in the middle of a node; the pattern repeats after some ranks.
+    The mean over nodes, which differ (periodically) only if hops begin in the middle of a node.
     """
     total: Counter[tuple[str, str]] = Counter()
     by_axis: dict[DataAxis, Counter[UnitPlan]] = {}
