@@ -72,7 +72,7 @@ def test_a_node_that_is_stopped_for_long_ends_when_it_goes_on(tmp_path: Path) ->
 def wait_for_line(pattern: str, node: LaunchedNode) -> str:
     """Wait for a pattern in a log; return its first group, or all of it."""
     try:
-        match = wait_for(lambda: re.search(pattern, node.log.read_text()), 90)
+        match = wait_for(lambda: re.search(pattern, node.log.read_text()), 180)
     except TimeoutError as error:
         raise AssertionError(f"{pattern} never came:\n{node.log.read_text()}") from error
     return match[match.lastindex or 0]
