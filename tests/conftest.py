@@ -23,7 +23,6 @@ if str(ROOT) not in sys.path:
 import torch.distributed as dist  # noqa: E402  (needs the variables above)
 
 from tests import fork_server  # noqa: E402  (needs the path above)
-from tests.closed_folder import ClosedFolder  # noqa: E402
 from tests.ranks import shared_pool  # noqa: E402
 
 if hasattr(os, "SCHED_BATCH"):  # inherited by ranks, who outnumber the cores: else who is woken
@@ -31,7 +30,7 @@ if hasattr(os, "SCHED_BATCH"):  # inherited by ranks, who outnumber the cores: e
 
 PROCESSES = re.compile(
     r"\b(subprocess|tests\.ranks|tests\.launched|launched_nodes|training_runs|benchmarks\.started|"
-    r"run_on_ranks|closed|emulated|cuda_compile|torch\.compile)\b"
+    r"run_on_ranks|started_ranks|closed|emulated|cuda_compile|torch\.compile)\b"
 )
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job: tests interrupt
@@ -49,14 +48,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not config.getoption("quick") or collection_path.suffix != ".py":
         return None
     return PROCESSES.search(collection_path.read_text()) is not None or None
-
-
-@pytest.fixture
-def closed(tmp_path: Path) -> Iterator[ClosedFolder]:
-    """A folder that the programs it runs cannot write."""
-    folder = ClosedFolder(tmp_path / "closed")
-    yield folder
-    folder.open()
 
 
 @pytest.fixture(autouse=True)

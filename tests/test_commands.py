@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.launched import LAUNCH, ROOT, TORCHRUN, kill_all, launching, rank_pid, wait_for, zeropp
+from tests.launched import LAUNCH, ROOT, kill_all, launching, rank_pid, wait_for, zeropp
 from tests.terminal import ESCAPE, Terminal
 
 TUTORIAL = (
@@ -36,29 +36,21 @@ def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: (\S+) \|", text)]
 
 
-@pytest.mark.parametrize(("nodes", "tensor"), [(1, 1), (2, 1), (1, 2)])
-def test_the_tutorials_command(nodes, tensor, launch):
-    sizes = f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size 1 "
-    flags = (
-        TUTORIAL
-        + sizes
-        + "--train-iters 2 --log-interval 1 --eval-iters 1 --initial-loss-scale 1024 "
-    )
+def test_the_tutorials_command(launch):
+    sizes = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+    flags = TUTORIAL + sizes + "--train-iters 2 --eval-iters 1 --initial-loss-scale 1024 "
+    flags += "--mock-data --tokenizer-type NullTokenizer --vocab-size 50"
     script = str(ROOT / "pretrain_zeropp_gpt.py")
-    launcher = [*TORCHRUN, "--nproc-per-node", "4"]
-    if nodes == 2:
-        launcher = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2"]
-    if (nodes, tensor) != (1, 1):  # the tutorial's own has GPT-2's vocabulary, which takes longer
-        flags += "--mock-data --tokenizer-type NullTokenizer --vocab-size 50"
-    process, log = launch([*launcher, script, *flags.split()])
+    launcher = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2"]
+    process, log = launch([*launcher, script, *flags.split(), "--log-interval", "1"])
     assert process.wait(200) == 0, log.read_text()
     text = log.read_text()
     assert len(losses(text)) == 2 and all(0 < loss < 20 for loss in losses(text))
     assert re.findall(r"number of skipped iterations: +(\d+)", text) == ["0"] * 2
-    assert f"using the {4 // nodes} ranks of one node" in text and "INT8" in text
+    assert "using the 2 ranks of one node" in text and "INT8" in text
     crossed = re.findall(r"across nodes: (\S+) .* weights backward: (\S+) ", text)
-    assert len(crossed) == 2 and all(float(backward) == 0 for _, backward in crossed)
-    assert all((float(total) > 0) == (nodes == 2) for total, _ in crossed)
+    assert len(crossed) == 2
+    assert all(float(total) > 0 == float(backward) for total, backward in crossed)
 
 
 def test_a_terminal_gets_short_lines(tmp_path):
@@ -97,17 +89,8 @@ def test_bad_flags_on_several_ranks_are_said_once(launch):
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, ["partition_size = 2", "3 ranks"]),
-        ({"zeropp": {"ranks_per_node": 2}}, ["ranks_per_node = 2", "3 ranks"]),
-    ],
-)
-def test_what_does_not_fit_the_ranks_is_said_once_before_anything_is_built(
-    settings, named, launch, tmp_path
-):
-    (tmp_path / "ds.json").write_text(json.dumps(settings))
+def test_what_does_not_fit_the_ranks_is_said_once_before_anything_is_built(launch, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zeropp": {"ranks_per_node": 2}}))
     flags = f"{TINY} --deepspeed_config {tmp_path}/ds.json"
     process, log = launch(zeropp(3, "pretrain_gpt.py", flags))
     assert process.wait(120) != 0
@@ -115,13 +98,13 @@ def test_what_does_not_fit_the_ranks_is_said_once_before_anything_is_built(
     # A slow rank, ended by the launcher before it has come so far, passes it on as rank 0's.
     own = [line for line in text.splitlines() if "error: " in line and "error: rank 0:" not in line]
     assert len(own) == 1 and "Traceback" not in text, text
-    assert all(name in text for name in named) and "parameters" not in text
+    assert "ranks_per_node = 2" in own[0] and "3 ranks" in own[0] and "parameters" not in text
 
 
-@pytest.mark.parametrize("saving", ["", "--async-save"])
-def test_sigterm_saves_and_the_next_run_goes_on(saving, launch, tmp_path):
+def test_sigterm_saves_and_the_next_run_goes_on(launch, tmp_path):
+    """The save is finished by the process that saves beside training."""
     flags = f"{FOREVER} --save {tmp_path}/save --load {tmp_path}/save --exit-signal-handler "
-    flags += saving
+    flags += "--async-save"
     process, log = launch(zeropp(2, "pretrain_gpt.py", flags))
     wait_for(" iteration        3/", log, process)
     process.send_signal(signal.SIGTERM)

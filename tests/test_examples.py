@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from megatron_zpp.preprocess import PreprocessConfig, preprocess
 from megatron_zpp.settings.config import TokenizerConfig
@@ -26,7 +27,6 @@ PYTHON = {  # run by tests/test_python_examples.py, with the JSON that they read
     "attach_fsdp2.py",
     "standard_library.py", "docstrings.py",
     "deepspeed",  # by tests/test_deepspeed_examples.py
-    "cluster",  # by tests/test_cluster_examples.py
 }  # fmt: skip
 MIXZ = "ds_mixz_config.json"  # needs a model: run by tests/megatron_zpp/train/test_finetune.py
 # These need nodes: the first is run by test_pretrain_local_steps.py, where the second is read.
@@ -46,6 +46,7 @@ SCRIPTS = {
 }
 SLURM = "slurm.sh"
 TUTORIAL = "pretrain_zeropp_18b.sh"
+CLUSTER = EXAMPLES / "cluster"  # of which Ray's is run by hand only
 PAGES = {  # what starts from nothing: page -> what its last command leaves behind, or prints
     "README.md": "checkpoints/corpus/latest_checkpointed_iteration.txt",
     "docs/start_megatron.md": "checkpoints/first/latest_checkpointed_iteration.txt",
@@ -121,7 +122,16 @@ def printed(command: list[str], folder: Path, **variables: str) -> str:
 
 
 def test_nothing_in_the_folder_is_untested() -> None:
-    tested = {*SCRIPTS, SLURM, TUTORIAL, MIXZ, *ALONE, *PYTHON, *(path.name for path in JSON_FILES)}
+    tested = {
+        *SCRIPTS,
+        SLURM,
+        TUTORIAL,
+        CLUSTER.name,
+        MIXZ,
+        *ALONE,
+        *PYTHON,
+        *(path.name for path in JSON_FILES),
+    }
     names = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
     assert names == tested and JSON_FILES
 
@@ -251,3 +261,49 @@ def test_no_page_overwrites_a_file_of_another() -> None:
         if words[-2:-1] == [">"]
     ]
     assert len(written) >= 5 and len(written) == len({*written})
+
+
+def words_of(script: str, folder: Path, **variables: str) -> list[str]:
+    """The command that the script of a recipe for clusters starts with torchrun."""
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    put(programs, "torchrun", 'printf "%s\\0" torchrun "$@"')
+    variables["PATH"] = f"{programs}:/usr/bin:/bin"
+    return printed(["bash", "-euc", script], folder, **variables).split("\0")[:-1]
+
+
+def test_every_pod_of_the_jobset_starts_torchrun_and_meets_in_the_first(tmp_path):
+    jobset = yaml.safe_load((CLUSTER / "kubernetes_jobset.yaml").read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
+    pods = job["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    assert container["command"] == ["bash", "-c"]
+    words = words_of(container["args"][0], tmp_path)
+    name = jobset["metadata"]["name"]
+    port = container["ports"][0]["containerPort"]
+    assert f"{name}-{job['name']}-0-0.{name}:{port}" in words
+    assert int(words[words.index("--nnodes") + 1]) == pods["completions"] == pods["parallelism"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(words[words.index("--nproc-per-node") + 1]) == gpus
+    assert problem(words) is None
+    volumes = {volume["name"] for volume in pods["template"]["spec"]["volumes"]}
+    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
+
+
+def test_every_machine_of_the_skypilot_task_starts_torchrun(tmp_path):
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    place = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
+    place |= {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    words = words_of(task["run"], tmp_path, **place)
+    assert words[words.index("--master-addr") + 1] == "10.0.0.1"
+    assert words[words.index("--node-rank") + 1] == "1" and task["num_nodes"] == 2
+    assert problem(words) is None
+    assert words[words.index("--save") + 1] in task["file_mounts"]
+    assert problem(task["setup"].split()) is None
+
+
+def test_the_image_is_made_of_files_that_exist():
+    text = (ROOT / "Dockerfile").read_text()
+    sources = [name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()]
+    assert {"csrc", "zeropp", "megatron_zpp", "pyproject.toml", "setup.py"} <= {*sources}
+    assert [name for name in sources if not (ROOT / name).exists()] == []

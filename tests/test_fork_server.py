@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import fork_server
-from tests.launched import ROOT, call
+from tests.launched import ROOT
 
 pytestmark = pytest.mark.skipif(not fork_server.AVAILABLE, reason="only Linux has subreapers")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -145,15 +145,6 @@ def test_a_program_has_this_clones_modules_if_it_would_import_them(has_another, 
     shown = subprocess.check_output(command, env=environment, cwd=tmp_path, text=True)
     expected = "False\nanother\n" if has_another else f"True\n{ROOT}/zeropp/__init__.py\n"
     assert shown == expected
-
-
-def write(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
-def test_a_function_of_a_test_file_can_be_called(tmp_path: Path) -> None:
-    assert call(write, tmp_path / "file", "text").wait() == 0
-    assert (tmp_path / "file").read_text() == "text"
 
 
 @pytest.mark.parametrize(

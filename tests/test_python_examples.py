@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.launched import LAUNCH, ROOT, start, zeropp
 
@@ -37,18 +38,25 @@ def test_the_engines_loop_learns_saves_and_goes_on(tmp_path):
     assert saved == checkpoints | {"pytorch_model.bin"}
 
 
+def sent_by(script: Path, folder: Path) -> str:
+    """Run ten steps on two nodes of two ranks, which must learn; return what is said of bytes."""
+    log = folder / "log"
+    launch = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2", str(script), "--steps", "10"]
+    assert start(launch, log, folder).wait(timeout=SECONDS) == 0, log.read_text()
+    losses = [
+        float(loss) for loss in re.findall(r"^step \d+, loss ([\d.]+)", log.read_text(), re.M)
+    ]
+    assert len(losses) == 2 and losses[0] > 5 > 4.5 > losses[1]  # ln 256 = 5.5 is chance
+    return log.read_text()
+
+
 def test_gpt2_learns_with_all_three_on_without_megatron_zpp(tmp_path):
     zero = json.loads((EXAMPLES / "ds_hugging_face.json").read_text())["zero_optimization"]
     assert zero["zero_quantized_weights"] and zero["zero_quantized_gradients"]
     assert zero["zero_hpz_partition_size"] == 2 and zero["stage"] == 3
-    program, log = tmp_path / "program.py", tmp_path / "log"
     script = str(EXAMPLES / "shard_hugging_face.py")
-    program.write_text(PROGRAM.format(folder=str(EXAMPLES), script=script))
-    launch = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2", str(program)]
-    assert start(launch, log, tmp_path).wait(timeout=SECONDS) == 0, log.read_text()
-    text = log.read_text()
-    losses = [float(loss) for loss in re.findall(r"^step \d+, loss ([\d.]+)", text, re.M)]
-    assert len(losses) == 2 and losses[0] > 5 > 4.5 > losses[1]  # ln 256 = 5.5 is chance
+    (tmp_path / "program.py").write_text(PROGRAM.format(folder=str(EXAMPLES), script=script))
+    text = sent_by(tmp_path / "program.py", tmp_path)
     sent = dict(re.findall(r"sent per step, (\w+, \w+): ([\d.]+) KiB", text))
     # Backward finds the weights that forward left in the node: they do not cross nodes again.
     assert float(sent["weights_forward, across_nodes"]) > 0
@@ -56,24 +64,14 @@ def test_gpt2_learns_with_all_three_on_without_megatron_zpp(tmp_path):
 
 
 def test_llama_learns_split_within_nodes_and_sharded_across(tmp_path):
-    script, log = str(EXAMPLES / "tensor_parallel_hugging_face.py"), tmp_path / "log"
-    launch = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2", script, "--steps", "10"]
-    assert start(launch, log, tmp_path).wait(timeout=SECONDS) == 0, log.read_text()
-    text = log.read_text()
-    losses = [float(loss) for loss in re.findall(r"^step \d+, loss ([\d.]+)", text, re.M)]
-    assert len(losses) == 2 and losses[0] > 5 > 4.5 > losses[1]  # ln 256 = 5.5 is chance
+    text = sent_by(EXAMPLES / "tensor_parallel_hugging_face.py", tmp_path)
     sent = dict(re.findall(r"sent per step, (\w+, \w+): ([\d.]+) KiB", text))
     kinds = {kind for kind, num_bytes in sent.items() if float(num_bytes) > 0}
     assert kinds == {"weights_forward, across_nodes", "gradients, across_nodes"}
 
 
 def test_llama_learns_under_fsdp2_and_sends_less_than_that(tmp_path):
-    script, log = str(EXAMPLES / "attach_fsdp2.py"), tmp_path / "log"
-    launch = [*LAUNCH, "--num_ranks", "4", "--ranks_per_node", "2", script, "--steps", "10"]
-    assert start(launch, log, tmp_path).wait(timeout=SECONDS) == 0, log.read_text()
-    text = log.read_text()
-    losses = [float(loss) for loss in re.findall(r"^step \d+, loss ([\d.]+)", text, re.M)]
-    assert len(losses) == 2 and losses[0] > 5 > 4.5 > losses[1]  # ln 256 = 5.5 is chance
+    text = sent_by(EXAMPLES / "attach_fsdp2.py", tmp_path)
     sent = re.findall(r"sent per step, \w+, \w+: ([\d.]+) KiB instead of ([\d.]+)", text)
     ours, plain = (sum(map(float, column)) for column in zip(*sent, strict=True))
     assert 0 < 2 * ours < plain

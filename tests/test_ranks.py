@@ -120,42 +120,31 @@ def test_hung_rank_is_killed_and_named(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def hang_in_a_collective_after_a_failure() -> None:
+def fail_on_rank_zero(how: str) -> None:
+    """The other rank waits for long, or for ever."""
     if dist.get_rank() == 0:
-        raise RuntimeError("no use")
+        if how == "raises":
+            raise RuntimeError("no use")
+        if how == "exits":
+            sys.exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(SLEEP_SECONDS)
 
 
-def test_failure_does_not_wait_for_the_others() -> None:
-    began = time.monotonic()
-    with pytest.raises(FAILED, match="RuntimeError: no use"):
-        hang_in_a_collective_after_a_failure()
+@pytest.mark.parametrize(
+    ("how", "shown"),
+    [
+        ("raises", "RuntimeError: no use"),
+        ("exits", "SystemExit: 3"),
+        ("dies", "rank 0 of 2 died: killed by SIGKILL"),
+    ],
+)
+def test_a_failure_does_not_wait_for_the_others(how: str, shown: str, tmp_path: Path) -> None:
+    before, began = pids(tmp_path), time.monotonic()
+    with pytest.raises(FAILED, match=shown):
+        fail_on_rank_zero(how=how)
     assert time.monotonic() - began < SLEEP_SECONDS
-
-
-@ranks(2)
-def kill_rank_one() -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def test_killed_rank_is_named_and_replaced(tmp_path: Path) -> None:
-    before = pids(tmp_path)
-    with pytest.raises(FAILED, match="rank 1 of 2 died: killed by SIGKILL"):
-        kill_rank_one()
-    assert pids(tmp_path)[1] != before[1]
-
-
-@ranks(2)
-def exit_on_rank_zero() -> None:
-    if dist.get_rank() == 0:
-        sys.exit(3)
-
-
-def test_sys_exit_is_a_failure() -> None:
-    with pytest.raises(FAILED, match="SystemExit: 3"):
-        exit_on_rank_zero()
+    assert pids(tmp_path)[1] != before[1]  # who slept was killed
 
 
 @ranks(2)

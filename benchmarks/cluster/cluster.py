@@ -26,12 +26,15 @@ from rich.console import Console
 
 from benchmarks.cluster.bf16_matmul import bf16_is_slow
 from benchmarks.cluster.cluster_chart import draw
+from benchmarks.cluster.cluster_rank import ClusterRank
 from benchmarks.cluster.cluster_report import show, summary
-from benchmarks.cluster.configurations import FSDP2, LORA, NAMES, OURS, axes_of
+from benchmarks.cluster.configurations import FSDP2, NAMES, axes_of
 from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved, warm_up
 from benchmarks.cluster.network import emulation
-from benchmarks.cluster.rank_processes import exit_on_signals, started_cluster
+from benchmarks.cluster.started_cluster import started_cluster
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
+from benchmarks.shared.processes import exit_on_signals
+from benchmarks.shared.zero_json import LORA, OURS
 from zeropp.errors import InputError
 
 DEFAULT_NAMES = (FSDP2, "zero3", "zeropp")
@@ -56,7 +59,7 @@ def measure(options: Options, result: dict) -> None:
     round_trip = None if options.one_host else options.round_trip / 1000
     with (
         Console(stderr=True).status("starting") as status,
-        started_cluster(options.nodes, options.ranks_per_node, round_trip) as ranks,
+        started_cluster(ClusterRank, options.nodes, options.ranks_per_node, round_trip) as ranks,
     ):
         ranks.ask("join", products=options.products)
         processes = [] if options.one_host else ranks.pid_of_each_node(options.ranks_per_node)

@@ -1,25 +1,16 @@
-"""One rank of an emulated cluster: does what `RankProcesses.ask` orders through a pipe."""
+"""What one rank of an emulated cluster does, as `RankProcesses.ask` orders through a pipe."""
 
 import gc
 import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Mapping
 
 import torch
 
 from benchmarks.cluster.bf16_matmul import multiply_in_fp32
 from benchmarks.cluster.configurations import Configuration, build_configuration
-from benchmarks.convergence.convergence_rank import build_variant, held_out_loss_of
-from benchmarks.convergence.variants import Recipe
-from benchmarks.shared.pretrain_run import run_step, training_batches
 from benchmarks.shared.training_setup import TrainingSetup, joined_ranks
-from megatron_zpp.data.loader import Loader
-from megatron_zpp.monitor.communication import ACROSS_NODES, sum_over
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.train.run import Run
-from zeropp.errors import InputError
 
 PROBE_PORT = 29400
 CHUNK = 2**20  # bytes
@@ -32,7 +23,6 @@ class ClusterRank:
         self.ranks: Ranks | None = None
         self.configurations: dict[str, Configuration] = {}
         self.bf16_kernels: torch.library.Library | None = None
-        self.training: tuple[Run, Recipe, Loader] | None = None  # what `train` trains in parts
 
     def join(self, products: str) -> dict:
         """Join the process group; bf16 matrices are multiplied in `products`, bf16 or fp32."""
@@ -70,33 +60,6 @@ class ClusterRank:
             "sent": configuration.take_sent(),
         }
 
-    def pretrain(self, variant: str, seed: int, recipe: Mapping[str, object]) -> dict:
-        """Build a variant of a convergence comparison, to be trained by `train`."""
-        recipe = Recipe(**recipe)
-        run = build_variant(variant, seed, recipe)
-        self.training = run, recipe, training_batches(run)
-        return {"parameters": run.trainer.sharding.model.num_parameters()}
-
-    def train(self, steps: int) -> dict:
-        """Train for some steps.
-
-        Returns their seconds, and after the last of the run the bytes that a node has sent to
-        others, by the traffic ledger and without evaluations.
-        """
-        seconds, (run, _, batches) = [], self.training
-        for _ in range(steps):
-            started = time.perf_counter()
-            iteration = run_step(run, batches)
-            seconds.append(time.perf_counter() - started)
-        counted = iteration.communication
-        ledger = sum_over(counted.sent, ACROSS_NODES) if counted else 0
-        return {"seconds": seconds, "ledger": ledger}
-
-    def held_out(self) -> dict:
-        """Returns the held-out loss."""
-        run, recipe, _ = self.training
-        return {"loss": held_out_loss_of(run, recipe)}
-
     def probe(self, sender: int, receiver: int, address: str, num_bytes: int) -> dict:
         """The receiver's answer is the rate of one connection between two ranks, in bit/s."""
         if self.ranks.rank == sender:
@@ -104,26 +67,6 @@ class ClusterRank:
         if self.ranks.rank == receiver:
             return {"rate": _receive(address, num_bytes)}
         return {}
-
-
-def main() -> None:
-    """Answer orders until the other end of the pipe is closed."""
-    connection = Connection(int(sys.argv[1]))
-    rank = ClusterRank()
-    methods = (
-        rank.join, rank.build, rank.run, rank.probe, rank.pretrain, rank.train, rank.held_out,
-    )  # fmt: skip
-    orders: Mapping[str, Callable[..., dict]] = {method.__name__: method for method in methods}
-    while True:
-        try:
-            order, arguments = connection.recv()
-        except EOFError:
-            return
-        try:
-            answer = orders[order](**arguments)
-        except InputError as refusal:
-            answer = {"refused": str(refusal)}
-        connection.send(answer)
 
 
 def _receive(address: str, num_bytes: int) -> float:
@@ -152,7 +95,3 @@ def _send(address: str, num_bytes: int) -> None:
     with peer:
         for first in range(0, num_bytes, CHUNK):
             peer.sendall(bytes(min(CHUNK, num_bytes - first)))
-
-
-if __name__ == "__main__":
-    main()

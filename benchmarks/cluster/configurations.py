@@ -2,7 +2,7 @@
 
 `fsdp2` is plain `fully_shard`; `fsdp2-ring` the same with a reduce-scatter that sends what NCCL's
 sends, half of gloo's; `attach` the first with all of ZeRO++ by `zeropp.attach`, all in bf16. The
-others are those of benchmarks/shared/zero_json.py; in the last three, only LoRA's adapters are
+others are those of benchmarks/shared/zero_json.toml; in the last three, only LoRA's adapters are
 trained, of rank 8 or as flags say. In front of the others stand the
 sizes of axes that split the model: `tp2-zeropp`, `pp2-zero1`, `pp2-tp2-zero3`, `cp2-zeropp`.
 `ep2-zeropp` and `ep4-fsdp2` say how many ranks split the experts of a mixture. All compute the same
@@ -23,11 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.cluster.peers.fsdp2_experts import fsdp2_experts
 from benchmarks.cluster.peers.ring_reduce_scatter import RingReduceScatter
+from benchmarks.shared.pretrain_run import cpu_ranks
 from benchmarks.shared.training_setup import TrainingSetup
-from benchmarks.shared.zero_json import zero_json
+from benchmarks.shared.zero_json import LORA, OURS, zero_json
 from benchmarks.step.training_loops import Steps, accumulate, adamw, fsdp2, model_loss_of
 from megatron_zpp.capabilities.lora.settings import LoraConfig
-from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.model import build_model
@@ -37,10 +37,6 @@ from zeropp import Sharding, ZeroConfig, attach
 from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.quantized_shard import stored_bytes
 
-OURS = (
-    "zero3", "qwz", "hpz", "qgz", "zeropp", "zeropp-4-4", "zeropp-once", "code-steps",
-    "code-steps-int3", "code-steps-auto", "no-hpz", "zero3-once", "zero1",
-)  # fmt: skip
 AXES = MappingProxyType(
     {
         "tp": "--tensor-model-parallel-size",
@@ -49,7 +45,6 @@ AXES = MappingProxyType(
         "ep": "--expert-model-parallel-size",
     }
 )
-LORA = ("lora-zero3", "mixz", "mixz-hpz")
 ADAPTERS = LoraConfig(lora_rank=8, pretrained_checkpoint="none: the weights are drawn")
 FSDP2, FSDP2_RING, ATTACH = "fsdp2", "fsdp2-ring", "attach"
 NAMES = (FSDP2, FSDP2_RING, ATTACH, *OURS)
@@ -75,7 +70,7 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
     """Build a configuration by its name; raises InputError for what zeropp refuses."""
     sizes, zero_name = axes_of(name)
     if sizes:
-        setup = _divided_setup(setup, sizes, ranks_per_node)
+        setup = _divided_setup(setup, sizes)
     steps = itertools.cycle(setup.steps_of_text(STEPS_OF_TEXT))
     if zero_name in (FSDP2, FSDP2_RING, ATTACH):
         if setup.config.model.has_experts:
@@ -103,7 +98,7 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
     ranks, count = setup.ranks, setup.micro_batches
     sharding = build_model(config, setup.vocab_size, ranks, apex=None)
     own = capabilities_of(config, ranks)
-    optimizer = build_optimizer(sharding, config, ranks.device, None, own)
+    optimizer = build_optimizer(sharding, config.optimizer, ranks.device, None, own)
     if isinstance(sharding.model, Pipeline):
         step = _pipeline_step(sharding.model, optimizer, steps, count)
     else:
@@ -116,7 +111,7 @@ def build_configuration(name: str, setup: TrainingSetup, ranks_per_node: int) ->
         expected={
             **sharding.expected_traffic(count),
             **dict.fromkeys(ranks.activations.sent, 0),
-            **activation_traffic(config, ranks, sharding, count),
+            **activation_traffic(sharding, ranks, config.batch.micro_batch_size, count),
         },
         held=_frozen_bytes(sharding),
     )
@@ -135,20 +130,11 @@ def zero_config(name: str, ranks_per_node: int) -> ZeroConfig:
     return ZeroConfig.from_json({"bf16": {"enabled": True}, **zero_json(name, ranks_per_node)})
 
 
-def _divided_setup(
-    setup: TrainingSetup, sizes: Mapping[str, int], ranks_per_node: int
-) -> TrainingSetup:
+def _divided_setup(setup: TrainingSetup, sizes: Mapping[str, int]) -> TrainingSetup:
     """Return the set-up of ranks that split the model along axes."""
     words = [f"{AXES[axis]} {size}" for axis, size in sizes.items()]
     setup = replace(setup, extra_flags=" ".join((setup.extra_flags, *words)))
-    parallel = setup.config.parallel
-    ranks = replace(
-        setup.ranks,
-        mesh=build_mesh(setup.ranks.device, setup.ranks.num_ranks, parallel),
-        context_size=parallel.context_parallel_size,
-        ranks_per_node=ranks_per_node,
-    )
-    return replace(setup, ranks=ranks)
+    return replace(setup, ranks=cpu_ranks(setup.config))
 
 
 def _pipeline_step(

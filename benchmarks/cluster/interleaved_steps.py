@@ -12,8 +12,8 @@ from benchmarks.cluster.network.emulation import (
     bits_per_second,
     counters,
 )
-from benchmarks.cluster.rank_processes import RankProcesses
 from benchmarks.shared.interleaved import Disagreement, interleaved
+from benchmarks.shared.rank_processes import RankProcesses
 
 PROBE_SECONDS = 0.4
 PROBE_BYTES = 2**28  # where the rate is not limited

@@ -12,18 +12,20 @@ first evaluation which is not above it; without --target that is the highest of 
 
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cluster.network import emulation
-from benchmarks.cluster.rank_processes import (
-    RankProcesses,
-    exit_on_signals,
-    started_cluster,
-)
+from benchmarks.cluster.started_cluster import started_cluster
+from benchmarks.convergence.comparison import across_nodes
+from benchmarks.convergence.convergence_rank import VariantRank, train_variant
 from benchmarks.convergence.variants import FLAGS, RATES, VARIANTS, Recipe
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.charts import chart
+from benchmarks.shared.processes import exit_on_signals
+from benchmarks.shared.rank_processes import RankProcesses
 from benchmarks.shared.table import Column, table
 from zeropp.errors import InputError
 
@@ -79,7 +81,7 @@ def measure(options: Options, result: dict) -> None:
         for variant in options.variants:
             print(f"{variant} at {rate}", file=sys.stderr, flush=True)
             recipe = recipe_of(options, variant)
-            with started_cluster(options.nodes, recipe.ranks_per_node, 0.0) as ranks:
+            with started_cluster(VariantRank, options.nodes, recipe.ranks_per_node, 0.0) as ranks:
                 rows.append({"rate": rate, **trained(ranks, variant, rate, recipe, options.seed)})
     highest = max(row["losses"][-1][1] for row in rows)
     target = highest if options.target is None else options.target
@@ -91,26 +93,26 @@ def measure(options: Options, result: dict) -> None:
 def trained(ranks: RankProcesses, variant: str, rate: str, recipe: Recipe, seed: int) -> dict:
     """Losses by step, seconds of training up to each of them, and bytes a node sends in a step."""
     processes = ranks.pid_of_each_node(recipe.ranks_per_node)
-    nodes = len(processes)
-    built = ranks.ask("pretrain", variant=variant, seed=seed, recipe=asdict(recipe))
-    losses, seconds, wire = [(0, ranks.ask("held_out")[0]["loss"])], [0.0], 0
-    for step in range(recipe.eval_interval, recipe.steps + 1, recipe.eval_interval):
+    nodes, wire = len(processes), 0.0
+
+    @contextmanager
+    def limited() -> Iterator[None]:
+        nonlocal wire
         emulation.set_rate(nodes, rate)
         before = sent_by(processes)
-        answers = ranks.ask("train", steps=recipe.eval_interval)
+        yield
         wire += statistics.fmean(sent_by(processes)) - statistics.fmean(before)
         emulation.set_rate(nodes, emulation.UNLIMITED)
-        seconds.append(seconds[-1] + max(sum(answer["seconds"]) for answer in answers))
-        losses.append((step, ranks.ask("held_out")[0]["loss"]))
-    parameters = built[0]["parameters"]
+
+    run, seconds = train_variant(ranks, variant, seed, recipe, limited)
     return {
         "variant": variant,
-        "parameters": parameters,
-        "losses": losses,
+        "parameters": run["parameters"],
+        "losses": run["held_out"],
         "seconds": seconds,
         "wire": wire / recipe.steps,
-        "ledger": answers[0]["ledger"] / recipe.steps,
-        "of_model": wire / recipe.steps / (2 * parameters),
+        "ledger": across_nodes(run["node_bytes"]),
+        "of_model": wire / recipe.steps / (2 * run["parameters"]),
     }
 
 

@@ -17,7 +17,7 @@ levels, of which the largest is a block's largest.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from benchmarks.shared.interleaved import Disagreement
 from zeropp.quant.ops import dequantize, quantize
 from zeropp.quant.packing import RowLayout
 from zeropp.quant.reference import rotate, unrotate
@@ -142,6 +143,14 @@ def zeropp_round_trip(values: Tensor, bits: int) -> Tensor:
     out = torch.empty(1, len(values))
     dequantize(quantize(values[None], layout), out, layout)
     return out[0]
+
+
+def verify(codes: Mapping[str, tuple[BlockCode, int]], tensors: Iterable[Tensor]) -> None:
+    """Raise Disagreement unless each code gives the numbers of the ops with its bits."""
+    for (name, (code, bits)), tensor in itertools.product(codes.items(), tensors):
+        own = code.round_trip(tensor).values.flatten()
+        if not torch.equal(own, zeropp_round_trip(tensor.flatten(), bits)):
+            raise Disagreement(f"{name}: the ops and the model differ; nothing was measured")
 
 
 def gain_of(exact: Tensor, result: Tensor) -> float:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.byte_text import ByteText
-from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.rank_processes import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.training_setup import CPU
 from benchmarks.shared.zero_json import zero_json
@@ -33,30 +33,28 @@ def measure(options: Options, result: dict) -> None:
     """Compare all trainers."""
     result |= {"steps": options.steps, "rows": []}
     for name in options.trainers:
-        arguments = ["--steps", str(options.steps), "--trainers", name]
-        row = run_on_ranks(__spec__.name, RANKS, arguments, ranks_per_node=RANKS_PER_NODE)
-        result["rows"].append(row)
+        arguments = __spec__.name, RANKS, name, options.steps
+        result["rows"].append(run_on_ranks(*arguments, ranks_per_node=RANKS_PER_NODE))
 
 
-def compare(options: Options) -> dict:
+def on_rank(name: str, steps: int) -> dict:
     """Train with one trainer, plainly and attached, as one of the ranks."""
     from benchmarks.convergence.attached_trainers import LENGTH, SAMPLES, TRAINERS
 
     start_process_group(Environment.read(), CPU, timedelta(minutes=10))
-    (name,) = options.trainers
-    text = ByteText(options.steps * RANKS * SAMPLES, LENGTH - 1)
+    text = ByteText(steps * RANKS * SAMPLES, LENGTH - 1)
     tokens = torch.stack([torch.from_numpy(sample["tokens"]) for sample in text])
-    tokens = tokens.view(options.steps, RANKS, SAMPLES, LENGTH)
+    tokens = tokens.view(steps, RANKS, SAMPLES, LENGTH)
     config = zero_json("zeropp", RANKS_PER_NODE)
     with tempfile.TemporaryDirectory() as folder:
         plain, _ = TRAINERS[name](tokens, None, Path(folder))
         losses, attached = TRAINERS[name](tokens, config, Path(folder))
-    last = max(1, options.steps // 10)
+    last = max(1, steps // 10)
     return {
         "trainer": name,
         "loss": statistics.mean(plain[-last:]),
         "attached": statistics.mean(losses[-last:]),
-        "sent": across_nodes(attached.traffic.sent) / options.steps,
+        "sent": across_nodes(attached.traffic.sent) / steps,
         "plain": across_nodes(attached.plain_traffic()),
         "plain_of_4": across_nodes(attached.plain_traffic(4)),
         "forecast_of_4": across_nodes(attached.expected_traffic(4)),
@@ -85,7 +83,7 @@ def show(result: dict) -> str:
 
 
 OPTIONS = (Flag("--steps", 200, least=1), Flag("--trainers", NAMES, choices=NAMES))
-BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, on_rank=compare)
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -6,7 +6,7 @@ difference is taken within a seed, relative to the baseline's loss, and only the
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from benchmarks.convergence.variants import BASELINE
 from benchmarks.shared import table as tables
@@ -20,33 +20,8 @@ Runs = Mapping[str, Mapping[int, dict]]  # variant -> seed -> result of the run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """A variant beside the baseline; differences are relative, within a seed.
-
-    error: the standard error of the difference; 0 for one seed. bump: the largest difference of the
-    smoothed training loss, averaged over seeds, and where. bits: of a weight and of a gradient in
-    coded messages between nodes.
-    """
-
-    variant: str
-    seeds: int
-    first: float  # mean held-out loss before training, nats per token
-    final: float  # the same at the end
-    difference: float
-    error: float
-    worst: float  # the largest difference of one seed
-    worst_seed: int
-    bump: float
-    bump_at: int  # iteration
-    node_bytes: float  # sent by a node to other nodes per training step
-    of_model: float  # the same in M, the bytes of the model in 16 bit
-    bits: dict[str, float]
-    step_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Curves:
-    """A variant over the iterations, as means over the seeds; differences as in `Row`."""
+    """A variant over the iterations, as means over the seeds; differences as in `compare`."""
 
     variant: str
     training: list[Point]
@@ -55,8 +30,16 @@ class Curves:
     held_out_difference: list[Point]
 
 
-def compare(runs: Runs) -> list[Row]:
-    """A row for each variant, in the order of `runs`; all have the baseline's seeds."""
+def compare(runs: Runs) -> list[dict]:
+    """A row for each variant, in the order of `runs`; all have the baseline's seeds.
+
+    first, final: mean held-out losses before training and at the end, nats per token. difference:
+    of the latter from the baseline's, relative and within a seed; error: its standard error, 0 for
+    one seed; worst: the largest one of a seed. bump: the largest difference of the smoothed
+    training loss, averaged over seeds, and at which iteration. node_bytes: sent by a node to other
+    nodes per training step; of_model: the same in M, the bytes of the model in 16 bit. bits: of a
+    weight and of a gradient in coded messages between nodes.
+    """
     over_time = curves(runs)
     return [_row(each, runs[each.variant], runs[BASELINE]) for each in over_time]
 
@@ -73,26 +56,31 @@ def smoothed(losses: Sequence[float]) -> list[Point]:
     return [(end, statistics.fmean(losses[end - window : end])) for end in ends]
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[dict]) -> str:
     """The rows as a Markdown table."""
-    return tables.table(map(asdict, rows), *COLUMNS)
+    return tables.table(rows, *COLUMNS)
 
 
-def verdict(rows: Sequence[Row]) -> str | None:
+def across_nodes(node_bytes: Mapping[str, float]) -> float:
+    """The bytes of all purposes that a node sends to other nodes."""
+    return sum(sent for key, sent in node_bytes.items() if key.endswith(ACROSS))
+
+
+def verdict(rows: Sequence[dict]) -> str | None:
     """Whether all three components together reach the target; None if they were not trained."""
-    for row in (each for each in rows if each.variant == "zeropp"):
-        reached = "within" if abs(row.difference) <= TARGET else "NOT within"
+    for row in (each for each in rows if each["variant"] == "zeropp"):
+        reached = "within" if abs(row["difference"]) <= TARGET else "NOT within"
         return (
-            f"All three: held-out loss {100 * row.difference:+.2f}% from the baseline's, "
+            f"All three: held-out loss {100 * row['difference']:+.2f}% from the baseline's, "
             f"{reached} {100 * TARGET:g}%."
         )
     return None
 
 
-def bits_lines(rows: Sequence[Row]) -> list[str]:
+def bits_lines(rows: Sequence[dict]) -> list[str]:
     """For each variant with coded messages, the bits that their numbers took."""
     texts = {
-        row.variant: [f"{bits:.2f} bits a {name}" for name, bits in row.bits.items()]
+        row["variant"]: [f"{bits:.2f} bits a {name}" for name, bits in row["bits"].items()]
         for row in rows
     }
     return [f"{variant}: {', '.join(each)}" for variant, each in texts.items() if each]
@@ -115,7 +103,7 @@ COLUMNS = (
 )
 
 
-def _row(over_time: Curves, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Row:
+def _row(over_time: Curves, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> dict:
     runs = list(of_seeds.values())
     finals = {
         seed: run["held_out"][-1][1] / baseline[seed]["held_out"][-1][1] - 1
@@ -123,26 +111,24 @@ def _row(over_time: Curves, of_seeds: Mapping[int, dict], baseline: Mapping[int,
     }
     worst_seed = max(finals, key=finals.get)
     bump_at, bump = max(over_time.training_difference, key=lambda point: point[1])
-    across = statistics.fmean(
-        sum(sent for key, sent in run["node_bytes"].items() if key.endswith(ACROSS)) for run in runs
-    )
+    across = statistics.fmean(across_nodes(run["node_bytes"]) for run in runs)
     bits = [run.get("bits", {}) for run in runs]
-    return Row(
-        variant=over_time.variant,
-        seeds=len(runs),
-        first=over_time.held_out[0][1],
-        final=over_time.held_out[-1][1],
-        difference=statistics.fmean(finals.values()),
-        error=statistics.stdev(finals.values()) / len(runs) ** 0.5 if len(runs) > 1 else 0.0,
-        worst=finals[worst_seed],
-        worst_seed=worst_seed,
-        bump=bump,
-        bump_at=bump_at,
-        node_bytes=across,
-        of_model=across / (2 * runs[0]["parameters"]),
-        bits={name: statistics.fmean(each[name] for each in bits) for name in bits[0]},
-        step_seconds=statistics.median(run["step_seconds"] for run in runs),
-    )
+    return {
+        "variant": over_time.variant,
+        "seeds": len(runs),
+        "first": over_time.held_out[0][1],
+        "final": over_time.held_out[-1][1],
+        "difference": statistics.fmean(finals.values()),
+        "error": statistics.stdev(finals.values()) / len(runs) ** 0.5 if len(runs) > 1 else 0.0,
+        "worst": finals[worst_seed],
+        "worst_seed": worst_seed,
+        "bump": bump,
+        "bump_at": bump_at,
+        "node_bytes": across,
+        "of_model": across / (2 * runs[0]["parameters"]),
+        "bits": {name: statistics.fmean(each[name] for each in bits) for name in bits[0]},
+        "step_seconds": statistics.median(run["step_seconds"] for run in runs),
+    }
 
 
 def _curves(variant: str, of_seeds: Mapping[int, dict], baseline: Mapping[int, dict]) -> Curves:

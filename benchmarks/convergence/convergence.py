@@ -20,7 +20,6 @@ import torch
 
 from benchmarks.convergence import convergence_chart
 from benchmarks.convergence.comparison import (
-    Row,
     Runs,
     bits_lines,
     compare,
@@ -28,7 +27,7 @@ from benchmarks.convergence.comparison import (
     table,
     verdict,
 )
-from benchmarks.convergence.convergence_rank import build_variant, train_variant
+from benchmarks.convergence.convergence_rank import VariantRank, train_variant
 from benchmarks.convergence.variants import (
     BASELINE,
     FLAGS,
@@ -40,7 +39,7 @@ from benchmarks.convergence.variants import (
     Recipe,
 )
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
-from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
+from benchmarks.shared.rank_processes import RankFailed, started_ranks
 from benchmarks.shared.result import environment_report, write_text
 from benchmarks.shared.table import markdown_table
 from tools.faster_precision import MARGIN, seconds
@@ -61,7 +60,7 @@ def measure(options: Options, result: dict) -> None:
     result |= {
         "recipe": asdict(recipe),
         "seeds": list(options.seeds),
-        "rows": [asdict(row) for row in compare(runs)],
+        "rows": compare(runs),
         "runs": [run for of_seeds in runs.values() for run in of_seeds.values()],
     }
 
@@ -134,16 +133,14 @@ def read_runs(path: Path, recipe: Recipe) -> dict[tuple[str, int], dict]:
 
 
 def train(variant: str, seed: int, recipe: Recipe) -> dict:
-    """One run on several ranks; raises RanksFailed if they end without an answer."""
+    """One run on several ranks; raises RankFailed if they end without an answer."""
     order = {"variant": variant, "seed": seed, "recipe": asdict(recipe)}
     report = environment_report()
     try:
-        answer = run_on_ranks(
-            __spec__.name, recipe.ranks, ["--order", json.dumps(order)],
-            ranks_per_node=recipe.ranks_per_node,
-        )  # fmt: skip
-    except RanksFailed as failure:
-        raise RanksFailed(
+        with started_ranks(VariantRank, recipe.ranks, recipe.ranks_per_node) as ranks:
+            answer, _ = train_variant(ranks, variant, seed, recipe)
+    except (InputError, RankFailed) as failure:
+        raise RankFailed(
             f"{variant}, seed {seed}: {failure}; finished runs are stored, and the same command "
             "continues with this one"
         ) from failure
@@ -161,10 +158,9 @@ def draw(result: dict, path: Path) -> None:
 
 def show(result: dict) -> str:
     """The table of variants, what was compared, and each seed's losses."""
-    recipe, runs = result["recipe"], result["runs"]
-    rows = [Row(**row) for row in result["rows"]]
+    recipe, runs, rows = result["recipe"], result["runs"], result["rows"]
     loads = [run["load"]["before"] for run in runs]
-    baseline = next(row for row in rows if row.variant == BASELINE)
+    baseline = next(row for row in rows if row["variant"] == BASELINE)
     facts = [
         subject(result),
         f"runs from {min(run['date'] for run in runs)} on, of commit "
@@ -172,7 +168,7 @@ def show(result: dict) -> str:
         f"{statistics.median(loads):.1f} (largest {max(loads):.1f})",
         f"`pretrain_gpt.py` with `{recipe['flags']}`",
         f"held-out loss: {recipe['eval_samples']} samples, the same for every variant of a seed; "
-        f"{baseline.first:.3f} before training",
+        f"{baseline['first']:.3f} before training",
     ]
     meaning = (
         "Differences are taken within a seed and averaged, ± their standard error. The bump is the "
@@ -209,13 +205,6 @@ def seed_table(result: dict) -> str:
     return markdown_table(["", *(f"seed {seed}" for seed in seeds)], rows)
 
 
-def on_rank(options: Options) -> dict:
-    """Train one variant of one seed, as `train` orders."""
-    order = json.loads(options.order)
-    recipe = Recipe(**order["recipe"])
-    return train_variant(build_variant(order["variant"], order["seed"], recipe), recipe)
-
-
 def _commit(run: dict) -> str:
     return f"{(run['commit'] or 'unknown')[:12]}{' + changes' if run['uncommitted'] else ''}"
 
@@ -242,18 +231,8 @@ OPTIONS = (
     *RATES,
     Flag("--flags", "", "further flags of pretrain_gpt.py, for every variant"),
     Flag("--folder", "runs/convergence", "for finished runs"),
-    Flag("--order", help="of a rank: JSON with the variant, the seed and the recipe"),
 )
-BENCHMARK = Benchmark(
-    __spec__,
-    __doc__,
-    measure,
-    show,
-    OPTIONS,
-    check=check,
-    on_rank=on_rank,
-    draw=draw,
-)
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, check=check, draw=draw)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

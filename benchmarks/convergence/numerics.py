@@ -6,6 +6,7 @@ same numbers as its ops. Error: relative L2 over all tensors together. Gain: the
 least-squares fit of the result to the input. docs/numerics.md discusses both.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.codes.block_codes import CODES, SCALES, BlockCode, gain_of, zeropp_round_trip
+from benchmarks.codes.block_codes import (
+    CODES,
+    SCALES,
+    BlockCode,
+    gain_of,
+    verify,
+    zeropp_round_trip,
+)
 from benchmarks.codes.small_gpt import SmallGPT
 from benchmarks.convergence.variants import FLAGS
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.charts import chart
-from benchmarks.shared.interleaved import Disagreement
 from benchmarks.shared.table import Column, table
 from zeropp.quant.ops import quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import BLOCK, ROTATED_4, RowLayout
@@ -54,8 +61,8 @@ def measure(options: Options, result: dict) -> None:
     generator = torch.Generator().manual_seed(5)
     noise = [[torch.randn(GAUSSIAN, generator=generator)] for _ in gradients]
     data = dict(zip(DATA, (noise[0], weights, gradients[0]), strict=True))
-    for tensors in data.values():
-        verify(tensors)
+    codes = {f"INT{bits}": (code_of(bits), bits) for bits in BITS}
+    verify(codes, itertools.chain(*data.values()))
     result |= {
         "model": MODEL,
         "steps": options.steps,
@@ -85,17 +92,8 @@ def train(steps: int) -> tuple[float, Tensors, list[Tensors]]:
 
 
 def code_of(bits: int, **settings: object) -> BlockCode:
-    """A code of so many bits; by default zeropp's."""
+    """A code of `bits` bits; by default zeropp's."""
     return BlockCode(**{"block": BLOCK[bits], "top": 1 << (bits - 1), **settings})
-
-
-def verify(tensors: Tensors) -> None:
-    """Raise Disagreement unless the model of zeropp's format gives the same numbers as the ops."""
-    for bits in BITS:
-        for values in tensors:
-            own = code_of(bits).round_trip(values).values
-            if not torch.equal(own, zeropp_round_trip(values, bits)):
-                raise Disagreement(f"INT{bits}: the ops and the model differ; nothing was measured")
 
 
 def one_hop(bits: int, data: Mapping[str, Tensors]) -> list[dict]:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.cluster.network import emulation
-from benchmarks.cluster.rank_processes import exit_on_signals
 from benchmarks.endurance.disturbances import KINDS
 from benchmarks.endurance.job import Job, started_job
 from benchmarks.endurance.resources import Recorder
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.processes import exit_on_signals
 from benchmarks.shared.table import Column, table
 
 RECOVERY_SECONDS = 300  # until a job that needs no hand has passed the point it had reached

@@ -57,9 +57,9 @@ class LaunchedNode:
 class LaunchedNodes:
     """The nodes of a run in `folder`, of `ranks` each, which begins with `planned` of them.
 
-    They exchange `every` so many steps. `flags` are added to those of the model. `hosts` are the
-    prefixes of commands on machines of an emulated cluster: on the last, at `store_address`, is the
-    store, on each of the others a node. Without them, all are on this machine.
+    every: steps between outer steps. flags: added to those of the model. hosts: the prefixes of
+    commands on machines of an emulated cluster: on the last, at `store_address`, is the store, on
+    each of the others a node. Without them, all are on this machine.
     """
 
     folder: Path

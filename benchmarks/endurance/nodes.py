@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.cluster.network import emulation
-from benchmarks.cluster.rank_processes import exit_on_signals
 from benchmarks.endurance.launched_nodes import LaunchedNode, LaunchedNodes, wait_for
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.processes import exit_on_signals
 from benchmarks.shared.table import Column, table
 
 GOES_ON_SECONDS, START_SECONDS = 30.0, 300.0

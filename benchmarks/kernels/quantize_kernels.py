@@ -31,7 +31,7 @@ from zeropp.native.kernels import ISAS
 from zeropp.quant import cpu, cuda, reference
 
 CHECKED = 1 << 20  # elements, at most, that are compared with the reference on the CPU
-GOAL, LARGE = 0.85, 64 << 20  # share of a copy's speed to reach on so many bytes
+GOAL, LARGE = 0.85, 64 << 20  # share of a copy's speed to reach on this many bytes
 CPU_ELEMENTS = (1 << 26, 1 << 17)  # beyond every cache; inside level 2
 CUDA_ELEMENTS = (1 << 28, 1 << 26, 1 << 21)  # a GiB of fp32; 64 MiB of INT8; inside level 2
 
@@ -49,7 +49,7 @@ class Place:
     plain_rounds: int  # of plain torch, which is slow on a CPU
 
     def copy(self, size: int) -> Callable[[], object]:
-        """A function that copies so many bytes."""
+        """A function that copies `size` bytes."""
         source, target = (torch.ones(size, dtype=torch.uint8, device=self.device) for _ in (0, 1))
         if self.device.type == "cuda" or torch.get_num_threads() > 1:
             return lambda: target.copy_(source)

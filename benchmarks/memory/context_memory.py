@@ -10,15 +10,10 @@ import time
 
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.pretrain_run import (
-    cpu_ranks,
-    join_cpu_ranks,
-    silent_run,
-    training_batches,
-)
-from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.pretrain_run import cpu_ranks, silent_run, training_batches
+from benchmarks.shared.rank_processes import NO_GPUS, run_on_ranks
 from benchmarks.shared.table import Column, table
-from benchmarks.shared.training_setup import CPU, largest_of_ranks
+from benchmarks.shared.training_setup import CPU, joined_ranks, largest_of_ranks
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.settings.arguments import parse
 
@@ -37,20 +32,19 @@ def measure(options: Options, result: dict) -> None:
     result["seq_length"], result["rows"] = options.seq_length, []
     for num_ranks in options.ranks:
         for kind in KINDS if num_ranks > 1 else ("a2a",):
-            arguments = ["--seq-length", str(options.seq_length), "--kind", kind]
-            answer = run_on_ranks(__spec__.name, num_ranks, arguments)
+            arguments = __spec__.name, num_ranks, options.seq_length, kind
+            answer = run_on_ranks(*arguments, variables=NO_GPUS)
             result["rows"].append({"ranks": num_ranks, "kind": kind, **answer})
     losses = [row["loss"] for row in result["rows"]]
     if max(losses) - min(losses) > TOLERANCE * min(losses):
         raise Disagreement(f"the losses differ: {losses}")
 
 
-def on_rank(options: Options) -> dict:
+def on_rank(seq_length: int, kind: str) -> dict:
     """Run one pass over a sequence; return the bytes of the rank with most."""
-    environment = join_cpu_ranks()
-    size = environment.world_size
-    sizes = f"--context-parallel-size {size} {KINDS[options.kind]}" if size > 1 else ""
-    flags = f"{MODEL} --seq-length {options.seq_length} {sizes}"
+    size = joined_ranks().num_ranks
+    sizes = f"--context-parallel-size {size} {KINDS[kind]}" if size > 1 else ""
+    flags = f"{MODEL} --seq-length {seq_length} {sizes}"
     config = parse(flags.split(), size)
     run = silent_run(config, cpu_ranks(config))
     run.trainer.sharding.model.train()
@@ -89,12 +83,8 @@ def show(result: dict) -> str:
     return f"one sequence of {result['seq_length']:,} tokens\n\n{rows}"
 
 
-OPTIONS = (
-    Flag("--seq-length", 32768),
-    Flag("--ranks", (1, 2, 4)),
-    Flag("--kind", "a2a", "of a rank", choices=tuple(KINDS)),
-)
-BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, on_rank=on_rank)
+OPTIONS = (Flag("--seq-length", 32768), Flag("--ranks", (1, 2, 4)))
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

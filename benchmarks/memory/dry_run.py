@@ -3,22 +3,23 @@
 The bytes of all live tensors are measured after every op, on the rank that has most.
 """
 
-import json
 import sys
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
-from benchmarks.shared.pretrain_run import cpu_ranks, join_cpu_ranks
-from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.pretrain_run import cpu_ranks
+from benchmarks.shared.rank_processes import NO_GPUS, run_on_ranks
 from benchmarks.shared.table import Column, table
-from benchmarks.shared.training_setup import CPU, largest_of_ranks
+from benchmarks.shared.training_setup import CPU, joined_ranks, largest_of_ranks
+from benchmarks.shared.zero_json import json_flag
 from megatron_zpp.capabilities.experts.routing_record import routing_records
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.planner.activations import LiveBytes
-from megatron_zpp.planner.estimate import Estimate, estimate
+from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.one_stage import OneStage
@@ -27,6 +28,7 @@ from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from zeropp import optimizer_step
+from zeropp.settings import read_toml
 
 VOCABULARY = 1000
 MIB = 2**20
@@ -34,85 +36,28 @@ MODEL = (
     "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --hidden-dropout 0 "
     "--attention-dropout 0 --micro-batch-size 2 "
 )
-NODES = {"bf16": {"enabled": True}, "zeropp": {"ranks_per_node": 2}}
-CHANGES = {"zeropp": NODES["zeropp"] | {"weight_steps": True, "code_messages": True}}
-HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
-PLUS = HPZ | {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-MIXZ = HPZ | {"zero_quantized_nontrainable_weights": True}
-ALL_THREE, INCREMENTAL, STORED = "(ZeRO++)", "(ZeRO++, weight_steps)", "(MixZ++)"
-JSONS = {
-    ALL_THREE: {"zero_optimization": PLUS},
-    INCREMENTAL: {"zero_optimization": PLUS} | CHANGES,
-    STORED: {"zero_optimization": MIXZ},
-}
-LORA = "--lora-rank 8 --pretrained-checkpoint none"
-TENSOR, CONTEXT, PIPELINE = (
-    f"--{axis}-parallel-size" for axis in ("tensor-model", "context", "pipeline-model")
-)
-EXPERTS = (
-    "--swiglu --disable-bias-linear --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 128"
-)
-MIXTURE, SPLIT = "(16 experts)", "--expert-model-parallel-size"
-CASES = (
-    "--zero-stage 0 --global-batch-size 8",
-    "--zero-stage 0 --global-batch-size 24 --bf16",
-    "--zero-stage 1 --global-batch-size 8 --bf16",
-    "--zero-stage 1 --global-batch-size 24",
-    "--zero-stage 2 --global-batch-size 8 --bf16",
-    "--zero-stage 2 --global-batch-size 24",
-    "--zero-stage 3 --global-batch-size 8",
-    "--zero-stage 3 --global-batch-size 24 --bf16",
-    "--zero-stage 3 --global-batch-size 8 --bf16 --recompute-granularity selective",
-    "--zero-stage 3 --global-batch-size 8 --bf16 --recompute-granularity full",
-    "--zero-stage 0 --global-batch-size 8 --bf16 --recompute-granularity full "
-    "--recompute-num-layers 3",
-    "--zero-stage 1 --global-batch-size 8 --bf16 --cpu-optimizer",
-    "--zero-stage 2 --global-batch-size 24 --bf16 --cpu-optimizer",
-    "--zero-stage 3 --global-batch-size 8 --cpu-optimizer",
-    "--zero-stage 3 --global-batch-size 8 --bf16 --cpu-optimizer --remote-device cpu",
-    f"{ALL_THREE} --global-batch-size 8 --bf16",
-    f"{ALL_THREE} --global-batch-size 24 --bf16 --cpu-optimizer",
-    f"{INCREMENTAL} --global-batch-size 8 --bf16",
-    f"--zero-stage 2 --global-batch-size 24 --bf16 {LORA}",
-    f"{STORED} --global-batch-size 24 --bf16 {LORA}",
-    f"{STORED} --global-batch-size 24 --bf16 --cpu-optimizer {LORA}",
-    f"--zero-stage 3 --global-batch-size 8 --bf16 {TENSOR} 2 --sequence-parallel",
-    f"--zero-stage 1 --global-batch-size 8 --bf16 {TENSOR} 4",
-    f"--zero-stage 3 --global-batch-size 8 --bf16 {CONTEXT} 2",
-    f"--zero-stage 2 --global-batch-size 8 --bf16 {CONTEXT} 2 --cp-comm-type allgather",
-    f"--zero-stage 1 --global-batch-size 24 --bf16 {PIPELINE} 2",
-    f"--zero-stage 3 --global-batch-size 24 {PIPELINE} 2 --recompute-granularity full",
-    f"--zero-stage 3 --global-batch-size 16 --bf16 {PIPELINE} 2 "
-    "--num-virtual-stages-per-pipeline-rank 3",
-    f"--zero-stage 1 --global-batch-size 24 --bf16 {PIPELINE} 2 {TENSOR} 2 --sequence-parallel",
-    f"{MIXTURE} --zero-stage 3 --global-batch-size 24 --bf16 {SPLIT} 1",
-    f"{MIXTURE} --zero-stage 3 --global-batch-size 24 --bf16 {SPLIT} 2",
-    f"{MIXTURE} --zero-stage 3 --global-batch-size 24 --bf16 {SPLIT} 4",
-    f"{MIXTURE} --zero-stage 1 --global-batch-size 24 --bf16 {SPLIT} 2",
-    f"{MIXTURE} --zero-stage 3 --global-batch-size 8 {SPLIT} 4 --recompute-granularity full",
-    f"{MIXTURE} {ALL_THREE} --global-batch-size 8 --bf16 {SPLIT} 2",
-)
+TABLE = MappingProxyType(read_toml(__package__, "dry_run.toml"))
 STEPS = 2  # the first allocates Adam's moments
 
 
-def predict_and_measure(flags: str) -> tuple[Estimate | None, int]:
+def predict_and_measure(flags: str) -> tuple[RunForecast | None, int]:
     """The prediction for `flags` on these ranks, which rank 0 makes and returns, and the largest
     peak of any rank in bytes."""
     words = f"--mock-data --lr 1e-3 --eval-iters 0 --train-iters 9 {flags}".split()
     config = parse(words, dist.get_world_size())
     ranks, prediction = cpu_ranks(config), None
     if ranks.rank == 0:
-        prediction = estimate(config, VOCABULARY, ranks.nodes, is_cpu=True)
+        prediction = RunForecast.of(config, VOCABULARY, ranks.nodes, is_cpu=True)
     with LiveBytes() as live:
         _train(config, ranks)
     return prediction, int(largest_of_ranks(live.peak, CPU))
 
 
 def _train(config: Config, ranks: Ranks) -> None:
-    size = config.batch.micro_batch_size
-    micro_batches = config.batch.global_batch_size // (size * ranks.num_replicas)
+    own, size = capabilities_of(config, ranks), config.batch.micro_batch_size
+    micro_batches = config.batch.global_batch_size // (size * ranks.data_parallel_size)
     sharding = build_model(config, VOCABULARY, ranks, apex=None)
-    optimizer = build_optimizer(sharding, config, CPU, None, capabilities_of(config, ranks))
+    optimizer = build_optimizer(sharding, config.optimizer, CPU, None, own)
     shape = size, config.model.seq_length
     tokens, mask = torch.randint(VOCABULARY, shape), torch.ones(shape)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=mask, position_ids=None)
@@ -130,18 +75,18 @@ def _train(config: Config, ranks: Ranks) -> None:
 
 def measure(options: Options, result: dict) -> None:
     """Run all cases on the ranks."""
-    result["rows"] = run_on_ranks(__spec__.name, options.ranks, sys.argv[1:])
+    result["rows"] = run_on_ranks(__spec__.name, options.ranks, options.only, variables=NO_GPUS)
 
 
-def on_rank(options: Options) -> list[dict]:
-    """A row for each of `CASES`."""
+def on_rank(only: str) -> list[dict]:
+    """A row for each of the cases of `dry_run.toml` that contain a text."""
     rows = []
-    join_cpu_ranks()
-    for case in (each for each in CASES if options.only in each):
-        flags = case.replace(MIXTURE, EXPERTS)
-        for name, sections in JSONS.items():
-            text = json.dumps(NODES | sections, separators=(",", ":"))
-            flags = flags.replace(name, f"--deepspeed-config {text}")
+    joined_ranks()
+    texts = TABLE["flags"] | {name: json_flag(each) for name, each in TABLE["jsons"].items()}
+    for case in (each for each in TABLE["cases"] if only in each):
+        flags = case
+        for name, text in texts.items():
+            flags = flags.replace(name, text)
         prediction, measured = predict_and_measure(MODEL + flags)
         predicted = None if prediction is None else prediction.host_bytes
         rows.append({"flags": case, "predicted": predicted, "measured": measured})
@@ -165,7 +110,7 @@ OPTIONS = (
     Flag("--ranks", 4, least=1),
     Flag("--only", "", "cases whose flags contain this, as in cpu-optimizer"),
 )
-BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, on_rank=on_rank)
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
-from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.rank_processes import run_on_ranks
 from benchmarks.shared.table import Column, table
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.settings.config import ParallelConfig
@@ -39,7 +39,7 @@ RESET_PEAK = "5"  # resets the peak of resident memory: proc(5), clear_refs
 
 def measure(options: Options, result: dict) -> None:
     """Measure on ranks, and what share of bf16's bytes there is."""
-    result |= run_on_ranks(__spec__.name, options.ranks, sys.argv[1:])
+    result |= run_on_ranks(__spec__.name, options.ranks, options)
     result["share"] = result["bytes_int8"] / result["bytes_bf16"]
     result["resident_share"] = result["resident_int8"] / result["resident_bf16"]
     result["loading_share"] = result["loading_peak"] / result["resident_bf16"]
@@ -128,7 +128,7 @@ OPTIONS = (
     Flag("--layers", 32, "matrices"),
     Flag("--hidden", 4096, "rows and columns of each"),
 )
-BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, on_rank=on_rank)
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -72,7 +72,7 @@ def _row(setup: TrainingSetup) -> dict:
     gc.freeze()  # from here on gc.get_objects() and gc.collect() leave out what is alive now
     sharding = build_model(setup.config, setup.vocab_size, setup.ranks, apex=None)
     own = capabilities_of(setup.config, setup.ranks)
-    optimizer = build_optimizer(sharding, setup.config, setup.ranks.device, None, own)
+    optimizer = build_optimizer(sharding, setup.config.optimizer, setup.ranks.device, None, own)
     _backward(sharding, steps[0], until=len(steps[0]))
     optimizer_step(optimizer, sharding, clip_grad=CLIP)
     _backward(sharding, steps[1], until=len(steps[1]) - 1)

@@ -4,7 +4,7 @@ import csv
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +66,10 @@ def read_cells(name: str) -> list[Cell]:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
-def median_and_largest(predictions: Iterable[Prediction]) -> tuple[float, float]:
-    """Return the median and the largest size of the errors."""
-    errors = [abs(each.error) for each in predictions]
-    return statistics.median(errors), max(errors)
+def median_and_largest(errors: Iterable[float]) -> tuple[float, float]:
+    """Return the median and the largest size of errors."""
+    sizes = [abs(error) for error in errors]
+    return statistics.median(sizes), max(sizes)
 
 
 def log_squares(pairs: Iterable[tuple[float, float]]) -> float:
@@ -101,25 +101,21 @@ def fit(
     return constants, ", ".join(map(Bounds.describe, bounds, constants))
 
 
-def summary_rows(checked: Sequence[CheckedSet]) -> list[list[str]]:
-    """Return a row for each set and quantity, fitted and predicted cells apart."""
+def summary_rows(sets: Sequence[Mapping]) -> list[list[str]]:
+    """Return a row for each set, as JSON, and quantity; fitted and predicted cells apart."""
     rows = []
-    for each in checked:
-        for quantity, is_fitted in dict.fromkeys(
-            (p.quantity, p.is_fitted) for p in each.predictions
-        ):
-            chosen = [
-                p for p in each.predictions if (p.quantity, p.is_fitted) == (quantity, is_fitted)
-            ]
+    for each in sets:
+        errors: dict[tuple[str, bool], list[float]] = {}
+        for cell in each["cells"]:
+            errors.setdefault((cell["quantity"], cell["is_fitted"]), []).append(cell["error"])
+        for (quantity, is_fitted), chosen in errors.items():
             median, largest = median_and_largest(chosen)
             target = "-"
-            for name, at_most, most in each.targets:
+            for name, at_most, most in each["targets"]:
                 if name == quantity and not is_fitted:
                     is_met = median <= at_most and largest <= most
                     target = f"{at_most:.0%}, {most:.0%}: {'met' if is_met else 'missed'}"
-            kind, errors = (
-                "fitted" if is_fitted else "predicted",
-                (f"{median:.1%}", f"{largest:.1%}"),
-            )
-            rows.append([each.name, quantity, kind, str(len(chosen)), *errors, target])
+            kind = "fitted" if is_fitted else "predicted"
+            shown = f"{median:.1%}", f"{largest:.1%}"
+            rows.append([each["name"], quantity, kind, str(len(chosen)), *shown, target])
     return rows

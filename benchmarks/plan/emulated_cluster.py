@@ -25,8 +25,8 @@ from benchmarks.plan.cells import (
 )
 from benchmarks.plan.cpu_steps import Blocking, Host
 from benchmarks.shared.zero_json import zero_json
-from megatron_zpp.planner.loads import Loads, unit_loads
 from megatron_zpp.planner.parts.planned_run import PlannedRun, plan_run
+from megatron_zpp.planner.step_work import Loads, unit_loads
 from megatron_zpp.planner.timing.links import HopTime
 from megatron_zpp.planner.timing.timeline import Collective, UnitWork, step_seconds
 from megatron_zpp.settings.arguments import parse
@@ -63,7 +63,7 @@ class ProcessorCost:
     packets: float
 
     def seconds(self, copied: float, limited: float) -> float:
-        """Return the seconds of all cores for so many bytes of all ranks."""
+        """Return the seconds of all cores for the bytes of all ranks."""
         return (copied * self.copying + limited * self.packets) * 1e-9 / CORES
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.plan import emulated_cluster, published_runs, sdp4bit, zeropp_figures
-from benchmarks.plan.cells import CheckedSet, Prediction, summary_rows
+from benchmarks.plan.cells import CheckedSet, summary_rows
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.charts import chart
 from benchmarks.shared.table import Column, markdown_table, table
@@ -46,19 +46,9 @@ def as_json(checked: CheckedSet) -> dict:
     return {**settings, "cells": cells}
 
 
-def sets_of(result: dict) -> list[CheckedSet]:
-    """Return the sets of a result."""
-    sets = []
-    for each in result["sets"]:
-        cells = [{key: cell[key] for key in cell if key != "error"} for cell in each["cells"]]
-        predictions = tuple(Prediction(**cell) for cell in cells)
-        sets.append(CheckedSet(each["name"], each["constants"], predictions, each["targets"]))
-    return sets
-
-
 def show(result: dict) -> str:
     """The summary, the fitted constants and all cells."""
-    parts = [markdown_table(SUMMARY, summary_rows(sets_of(result)))]
+    parts = [markdown_table(SUMMARY, summary_rows(result["sets"]))]
     parts.append("\n".join(f"- {each['name']}: {each['constants']}" for each in result["sets"]))
     if result["wrong_orders"]:
         parts.append("Predicted in another order: " + "; ".join(result["wrong_orders"]))
@@ -83,17 +73,18 @@ def draw(result: dict, path: Path) -> None:
     logarithmic.
     """
     others = tuple(f"width {width}" for width in zeropp_figures.WIDTHS[1:])
-    checked = [each for each in sets_of(result) if not each.name.endswith(others)]
+    shown = [each for each in result["sets"] if not each["name"].endswith(others)]
     with chart(path, (7.0, 6.2)) as (_, (axes,)):
-        for each, colour in zip(checked, COLOURS, strict=False):
-            for is_fitted, label in ((True, None), (False, each.name)):
-                chosen = [p for p in each.predictions if p.is_fitted is is_fitted]
+        numbers: list[float] = []
+        for each, colour in zip(shown, COLOURS, strict=False):
+            for is_fitted, label in ((True, None), (False, each["name"])):
+                chosen = [cell for cell in each["cells"] if cell["is_fitted"] is is_fitted]
+                real, said = ([cell[key] for cell in chosen] for key in ("measured", "predicted"))
+                numbers += [*real, *said]
                 axes.scatter(
-                    [p.measured for p in chosen], [p.predicted for p in chosen], s=22, label=label,
+                    real, said, s=22, label=label,
                     facecolors="none" if is_fitted else colour, edgecolors=colour, linewidths=0.9,
                 )  # fmt: skip
-        cells = [p for each in checked for p in each.predictions]
-        numbers = [number for p in cells for number in (p.measured, p.predicted)]
         ends = [min(numbers) / 1.3, max(numbers) * 1.3]
         for factor, style in ((1, "-"), (1 + BAND, ":"), (1 / (1 + BAND), ":")):
             axes.plot(ends, [factor * end for end in ends], style, color="#9aa0a6", linewidth=0.8)

@@ -108,7 +108,7 @@ class Step:
         return seconds + touched * weights / rates.memory
 
     def _ring(self, num_bytes: float, count: float, rates: Rates) -> float:
-        """Return the seconds of gathers or reductions of so many bytes in all."""
+        """Return the seconds of `count` gathers or reductions of `num_bytes` in all."""
         each = max(1.0, num_bytes / count * (self.ranks - 1) / self.ranks)
         return count * ring(self.ranks, self.nodes, each, each).hop(rates).seconds
 

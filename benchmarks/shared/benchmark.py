@@ -1,4 +1,4 @@
-"""The frame of every benchmark: command line, ranks, result, printed text and files.
+"""The frame of every benchmark: command line, result, printed text and files.
 
 A benchmark is a question (the docstring of its module), flags, a function that measures, and one
 that says in Markdown what was measured. It starts with what a reader needs to judge its numbers,
@@ -19,11 +19,9 @@ import torch.distributed as dist
 
 from benchmarks.shared.charts import require_matplotlib
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.rank_launch import ON_RANKS, RanksFailed
+from benchmarks.shared.rank_processes import RankFailed
 from benchmarks.shared.result import begin, heading, page, save, write_text
 from zeropp.errors import InputError
-from zeropp.ranks.exit import exit_process
-from zeropp.ranks.topology import Environment
 
 SHAPE = {
     "layers": (4, "transformer blocks"),
@@ -95,8 +93,7 @@ class Benchmark:
     result, under the given options. show: the result as text.
     check: completes the options, or raises InputError before anything runs. shape: changes of the
     default `SHAPE`, which becomes flags and `options.shape`; None: it has no shape. has_device: it
-    has the flag --device. on_rank: what the same module does where `run_on_ranks` started it; the
-    answer is that of rank 0. draw: writes a chart as PNG. succeeded: whether the status is 0.
+    has the flag --device. draw: writes a chart as PNG. succeeded: whether the status is 0.
     """
 
     spec: ModuleSpec
@@ -108,15 +105,12 @@ class Benchmark:
     check: Callable[[Options], None] | None = None
     shape: Mapping[str, int] | None = None
     has_device: bool = False
-    on_rank: Callable[[Options], object] | None = None
     draw: Callable[[dict, Path], None] | None = None
     succeeded: Callable[[dict], bool] | None = None
 
     def main(self) -> int:
-        """Run as a program; returns the exit status, but ends a process that is a rank."""
+        """Run as a program; returns the exit status."""
         options = self.parse()
-        if options.on_ranks is not None:
-            exit_process(self._be_a_rank(options))
         try:
             self.checked(options)
             result = begin(self.spec.name)
@@ -125,7 +119,7 @@ class Benchmark:
             self.measure(options, result)
         except InputError as mistake:
             return _refuse(mistake, USAGE_ERROR)
-        except (Disagreement, RanksFailed) as failure:
+        except (Disagreement, RankFailed) as failure:
             return _refuse(failure, FAILED)
         finally:
             if dist.is_initialized():
@@ -145,7 +139,6 @@ class Benchmark:
         add("--results", metavar="FILE.md", help="write a dated page with what is printed")
         if self.draw is not None:
             add("--plot", type=Path, metavar="FILE.png", help="draw a chart (needs matplotlib)")
-        add(ON_RANKS, metavar="FILE", help=argparse.SUPPRESS)  # set where this process is a rank
         if self.has_device:
             add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
         options = parser.parse_args()
@@ -174,23 +167,6 @@ class Benchmark:
             Flag(f"--{name}", self.shape.get(name.replace("-", "_"), default), meaning, least=1)
             for name, (default, meaning) in SHAPE.items()
         )
-
-    def _be_a_rank(self, options: Options) -> int:
-        """Answer as one of the ranks; what is wrong on all of them is said once.
-
-        Returns the exit status.
-        """
-        is_first = Environment.read().rank == 0
-        try:
-            answer = self.on_rank(options)
-        except (Disagreement, InputError) as problem:
-            return _refuse(problem, FAILED) if is_first else FAILED
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        if is_first:
-            write_text(options.on_ranks, json.dumps(answer))
-        return 0
 
     def _finish(self, options: Options, result: dict) -> None:
         """Print the text and write the files asked for; with --json -, print only the JSON."""

@@ -1,9 +1,6 @@
 """What benchmarks share that train with pretrain_gpt.py's own step."""
 
 import io
-from datetime import timedelta
-
-import torch
 
 from benchmarks.shared.training_setup import CPU
 from megatron_zpp.checkpoint.open_model import open_checkpoint
@@ -13,21 +10,11 @@ from megatron_zpp.monitor.metrics import Iteration
 from megatron_zpp.parallel.mesh import Ranks, build_mesh
 from megatron_zpp.settings.config import Config
 from megatron_zpp.train.build import build_run
-from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.inputs import TRAIN, VALIDATION
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.stop import Stopping
 from zeropp.errors import InputError
-from zeropp.ranks.process_group import start_process_group
 from zeropp.ranks.topology import Environment
-
-
-def join_cpu_ranks() -> Environment:
-    """Start the process group over gloo, with one thread for each rank."""
-    environment = Environment.read()
-    torch.set_num_threads(1)
-    start_process_group(environment, CPU, timedelta(minutes=10), "gloo")
-    return environment
 
 
 def cpu_ranks(config: Config) -> Ranks:
@@ -77,7 +64,7 @@ def held_out_loss(run: Run, micro_batch_size: int, rounds: int) -> float:
         world=run.ranks.num_parts,
         eod=run.tokenizer.eod,
     ) as batches:
-        losses, num_tokens = evaluate(run.trainer.sharding, run.ranks, batches, rounds)
+        losses, num_tokens = run.trainer.evaluate(batches, rounds)
     if not num_tokens:
         raise InputError("no token of the validation split has a loss: measure with other data")
     return losses / num_tokens

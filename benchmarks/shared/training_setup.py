@@ -52,7 +52,7 @@ class TrainingSetup:
     def micro_batches(self) -> int:
         """Of a replica in a step: the ranks that split a model take those of all of them."""
         ranks = self.ranks
-        return self.shape["micro-batches"] * ranks.num_ranks // ranks.num_replicas
+        return self.shape["micro-batches"] * ranks.num_ranks // ranks.data_parallel_size
 
     def steps(self, count: int) -> list[list[Batch]]:
         """This rank's micro-batches of the first `count` steps of random tokens, on its device."""
@@ -77,8 +77,8 @@ class TrainingSetup:
             config.data,
             consumed_samples=0,
             micro_batch_size=config.batch.micro_batch_size,
-            rank=ranks.replica,
-            world=ranks.num_replicas,
+            rank=ranks.data_parallel_rank,
+            world=ranks.data_parallel_size,
             eod=self.vocab_size - 1,
             device=ranks.device,
         ) as loader:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
-from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.interleaved import Disagreement, interleaved
 from benchmarks.shared.result import ROOT
 from benchmarks.shared.table import Column, table
 from zeropp.errors import InputError
@@ -45,11 +45,10 @@ def measure(options: Options, result: dict) -> None:
     """Time each command in turn; raises Disagreement where it does not do what it should."""
     folders = {"here": ROOT, **({"against": options.against} if options.against else {})}
     times: dict[str, dict[str, list]] = {}  # by command and folder
-    for _ in range(options.rounds):
-        for name, command in COMMANDS.items():
-            for place, folder in folders.items():
-                seconds = _run(folder, *command)
-                times.setdefault(name, {}).setdefault(place, []).append(seconds)
+    runs = [(name, place) for name in COMMANDS for place in folders]
+    for name, place in interleaved(runs, options.rounds):
+        seconds = _run(folders[place], *COMMANDS[name])
+        times.setdefault(name, {}).setdefault(place, []).append(seconds)
     if options.clones:
         times[CLONES] = {place: [_first_loss(folder)] for place, folder in folders.items()}
     result["rows"] = [

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.shared.benchmark import SHAPE, Benchmark, Flag, Options, shape_text
 from benchmarks.shared.interleaved import ratio_summary
-from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
+from benchmarks.shared.rank_processes import RankFailed, run_on_ranks
 from benchmarks.shared.result import save
 from benchmarks.shared.table import RATIOS, Column, table
 from benchmarks.shared.training_setup import TrainingSetup, joined_ranks
@@ -66,10 +66,9 @@ def measure(options: Options, result: dict) -> None:
     result |= {"transformers": why_not("hf") or version("transformers"), "sizes": []}
     for name in options.sizes:
         minutes = max(until - time.monotonic(), 0) / 60
-        arguments = [*sys.argv[1:], "--sizes", name, "--minutes", str(minutes)]
         try:
-            size = run_on_ranks(__spec__.name, 1, arguments)
-        except RanksFailed as failure:
+            size = run_on_ranks(__spec__.name, 1, options, name, minutes)
+        except RankFailed as failure:
             size = new_size(options, name) | {"failed": [f"{name}: {failure}"]}
         result["sizes"].append(size)
         save(result, options.json)
@@ -84,10 +83,9 @@ def new_size(options: Options, name: str) -> dict:
     return {"size": name, "shape": shape, "ours": None, **lists, "compiled": not options.no_compile}
 
 
-def on_rank(options: Options) -> dict:
-    """The result of one size; no peer begins after --minutes."""
-    until = time.monotonic() + 60 * options.minutes
-    (name,) = options.sizes
+def on_rank(options: Options, name: str, minutes: float) -> dict:
+    """The result of one size; no peer begins after `minutes`."""
+    until = time.monotonic() + 60 * minutes
     size, ranks = new_size(options, name), joined_ranks()
     compile_flag = "" if options.no_compile else " --compile"
     setup = TrainingSetup(
@@ -253,7 +251,6 @@ BENCHMARK = Benchmark(
     show,
     OPTIONS,
     has_device=True,
-    on_rank=on_rank,
     succeeded=lambda result: not any(size["failed"] for size in result["sizes"]),
 )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.shared.benchmark import Benchmark, Flag, Options, shape_text
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.rank_processes import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.training_setup import (
     CPU,
@@ -61,7 +61,7 @@ def measure(options: Options, result: dict) -> None:
     """Compare the optimizers on ranks of this machine."""
     result["rounds"] = options.rounds
     result["comparisons"] = run_on_ranks(
-        __spec__.name, options.ranks, sys.argv[1:], ranks_per_node=options.ranks // NODES
+        __spec__.name, options.ranks, options, ranks_per_node=options.ranks // NODES
     )
 
 
@@ -213,7 +213,6 @@ BENCHMARK = Benchmark(
     OPTIONS,
     shape={"hidden": 512, "heads": 8, "seq": 256, "micro_batch": 2},
     check=check,
-    on_rank=on_rank,
 )
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.shared.benchmark import Benchmark, Flag, Options, shape_text
 from benchmarks.shared.interleaved import Disagreement, interleaved, median_of, quartiles
-from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.rank_processes import NO_GPUS, run_on_ranks
 from benchmarks.shared.table import RATIOS, Column, table
 from benchmarks.shared.training_setup import TrainingSetup, joined_ranks, largest_of_ranks
 from benchmarks.shared.zero_json import json_flag
@@ -31,7 +31,7 @@ from benchmarks.step.comparison import VERIFIED_STEPS, TimedLoop, time_in_turn
 from benchmarks.step.copy_overlap import hidden_share
 from benchmarks.step.training_loops import ours
 from zeropp import ZeroConfig, optimizer_step, shard
-from zeropp.capabilities.offload.offloaded import offloaded_adamw
+from zeropp.capabilities.offload.offloaded_adam import offloaded_adamw
 
 PARTS = ("train", "ranks")
 MATRIX = 1024  # rows and columns of the weights of the part `ranks`
@@ -93,9 +93,8 @@ def compare_steps(options: Options) -> list[dict]:
 def compare_rank_counts(options: Options) -> list[dict]:
     """A row for each number of ranks."""
     seconds: dict[int, list[float]] = {count: [] for count in options.ranks}
-    hidden_gpus = {"CUDA_VISIBLE_DEVICES": ""}
     for count in interleaved(list(options.ranks), options.turns):
-        seconds[count] += run_on_ranks(__spec__.name, count, sys.argv[1:], variables=hidden_gpus)
+        seconds[count] += run_on_ranks(__spec__.name, count, options, variables=NO_GPUS)
     num_bytes = UPDATE_BYTES * matrices(options) * MATRIX**2
     reference = statistics.median(next(iter(seconds.values())))
     return [
@@ -121,7 +120,7 @@ def matrices(options: Options) -> int:
     return max(1, round(options.parameters * 1e6 / MATRIX**2))
 
 
-def time_updates(options: Options) -> list[float]:
+def on_rank(options: Options) -> list[float]:
     """On each rank: the slowest rank's seconds, round by round."""
     ranks = joined_ranks()
     torch.set_num_threads(threads_per_rank(ranks.num_ranks))
@@ -191,7 +190,6 @@ BENCHMARK = Benchmark(
     OPTIONS,
     shape={"hidden": 512, "heads": 8},
     has_device=True,
-    on_rank=time_updates,
 )
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.memory.model_state import count_stages
 from benchmarks.shared.benchmark import Benchmark, Flag, Options, shape_text
-from benchmarks.shared.rank_launch import run_on_ranks
+from benchmarks.shared.rank_processes import run_on_ranks
 from benchmarks.shared.table import Column, table
 from benchmarks.shared.training_setup import DTYPES, TrainingSetup, joined_ranks
 from benchmarks.shared.zero_json import json_flag, zero_json
@@ -42,7 +42,7 @@ def measure(options: Options, result: dict) -> None:
     }
     for count in sorted({count for part in options.parts for count in needed[part]}):
         alone = count == 1
-        answer = on_rank(options) if alone else run_on_ranks(__spec__.name, count, sys.argv[1:])
+        answer = on_rank(options) if alone else run_on_ranks(__spec__.name, count, options)
         result["comparisons"] += answer["comparisons"]
         result["memory"] += answer["memory"]
 
@@ -130,7 +130,7 @@ OPTIONS = (
     Flag("--memory-ranks", (1, 2, 4), "for the part memory"),
     Flag("--rounds", 12, "timed steps of each loop"),
 )
-BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, shape={}, on_rank=on_rank)
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS, shape={})
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -34,7 +34,7 @@ def find_checkpoint(folder: Path, flag: str = "--load") -> Path:
 class CheckpointWeights:
     """A `WeightSource` of the model's parameters and buffers in the checkpoint at `path`.
 
-    Where nodes that stepped alone have saved one each, they are the means over all nodes.
+    Where independent replicas have saved one each, they are the means over all of them.
 
     keep: which of them to include, by name; all by default.
     """
@@ -64,7 +64,7 @@ class CheckpointWeights:
 
 
 def _of_all_nodes(path: Path) -> list[Path]:
-    """Return the checkpoints whose mean counts: that at `path`, and those of other nodes."""
+    """Return the checkpoints whose mean counts: that at `path`, and those of other replicas."""
     own = read_state(path)
     num_worlds = own.num_worlds
     others = [folder_of_node(path.parent, node) / path.name for node in range(1, num_worlds)]
@@ -75,7 +75,7 @@ def _of_all_nodes(path: Path) -> list[Path]:
     ]
     if missing:
         log.warning(
-            f"{path} is of one of {num_worlds} nodes that stepped alone, and its weights are taken "
+            f"{path} is of one of {num_worlds} independent replicas, and its weights are taken "
             f"alone, as {missing[0]} is missing or of another launch"
         )
         return [path]

@@ -2,7 +2,7 @@
 
     SAVE/iter_0000100/                       shards, state.json and, last, manifest.json
     SAVE/latest_checkpointed_iteration.txt   100
-    SAVE/node_1/                             the same of the second node, where nodes step alone
+    SAVE/node_1/                             the same of the second independent replica
 
 Nothing here needs tensors or ranks.
 """
@@ -63,7 +63,7 @@ def checkpoint_name(iteration: int) -> str:
 
 
 def folder_of_node(folder: Path, node: int) -> Path:
-    """Return the folder of the checkpoints of a node that steps alone, by that of the first."""
+    """Return the folder of the checkpoints of a replica, by that of the first."""
     return folder / f"node_{node}" if node else folder
 
 

@@ -1,13 +1,20 @@
 """A run whose model is described by a checkpoint, or starts from one that was pretrained."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_zpp.checkpoint.checkpoint import choose
 from megatron_zpp.checkpoint.open_model import OpenedModel, OpenModel
 from megatron_zpp.checkpoint.training_state import NOT_ARCHITECTURE, read_state, with_tuples
-from megatron_zpp.settings.config import Config, DataConfig, ModelConfig, TokenizerConfig
+from megatron_zpp.settings.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    TokenizerConfig,
+)
 from megatron_zpp.settings.gpt.model import OF_TRAINING
 from zeropp import InputError
 
@@ -24,7 +31,8 @@ def with_initial_model(config: Config, open_model: OpenModel) -> tuple[Config, O
     and without data to tokenize for it.
     """
     if config.checkpoint.use_checkpoint_args:
-        config = with_checkpoint_model(config)
+        model = checkpoint_model(config.checkpoint, config.model, config.given)
+        config = replace(config, model=model)
     folder = config.pretrained_checkpoint
     if folder is None:
         return config, None
@@ -58,17 +66,19 @@ def _require_data(data: DataConfig, folder: str) -> None:
         )
 
 
-def with_checkpoint_model(config: Config) -> Config:
-    """Return `config` with the architecture of the newest checkpoint in `--load`.
+def checkpoint_model(
+    options: CheckpointConfig, model: ModelConfig, typed: Mapping[str, str]
+) -> ModelConfig:
+    """Return `model` with the architecture of the newest checkpoint in `--load`.
 
-    All ranks call it. Raises InputError if there is no checkpoint.
+    typed: the flags that were given, with their values, by setting. All ranks call it. Raises
+    InputError if there is no checkpoint.
     """
-    options = config.checkpoint
     path = choose(
         options.load, verify=not options.no_verify_checkpoint, iteration=options.ckpt_step
     )
     if path is None:
-        raise no_checkpoint_error(config.checkpoint.load, "--use-checkpoint-args")
+        raise no_checkpoint_error(options.load, "--use-checkpoint-args")
     defaults = vars(ModelConfig())
     settings = {name: defaults[name] for name in defaults if name not in NOT_ARCHITECTURE}
     settings |= with_tuples(read_state(path).architecture)
@@ -77,14 +87,14 @@ def with_checkpoint_model(config: Config) -> Config:
     if num_positions is not None:
         settings["max_position_embeddings"] = num_positions
     for name, value in settings.items():
-        own = getattr(config.model, name)
+        own = getattr(model, name)
         if value != own:
-            given = config.given.get(name) or (own != defaults[name] and f"{name} = {own}")
+            given = typed.get(name) or (own != defaults[name] and f"{name} = {own}")
             but = f", and {given} has no effect" if given else ""
             log.info("--use-checkpoint-args: %s is %s%s", name, value, but)
-    config = replace(config, model=replace(config.model, **settings))
-    config.model.check()
-    return config
+    model = replace(model, **settings)
+    model.check()
+    return model
 
 
 def no_checkpoint_error(folder: str, flag: str) -> InputError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.config import SECTIONS, Config, ModelConfig
+from megatron_zpp.settings.config import ModelConfig
 from megatron_zpp.settings.gpt.model import OF_CAPABILITIES, OF_TRAINING
 from megatron_zpp.settings.gpt.positions import PositionConfig
 from megatron_zpp.settings.gpt.sizes import LatentAttentionConfig
@@ -59,9 +59,9 @@ class TrainingState:
 
     `architecture` holds what must be equal in a model that loads the checkpoint, `configuration`
     all settings of the run that saved it, `tokenizer` the fingerprint of its tokenizer.
-    `optimizer_saved` is set when the checkpoint is saved. `num_worlds`: how many nodes that step
-    alone have saved one each. `node`: the place of this one among them. `launch`: what names the
-    start of the run, on all of them alike. `sample_sizes`: how many training, validation and
+    `optimizer_saved` is set when the checkpoint is saved. `num_worlds`: how many independent
+    replicas have saved one each. `node`: the index of this one. `launch`: identifies the start of
+    the run on all of them. `sample_sizes`: how many training, validation and
     test samples runs asked for, this one last, on which their order depends. `data_bytes`: those of
     each file of tokens or examples.
     """
@@ -126,12 +126,6 @@ def with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
     }
-
-
-def run_settings(config: Config) -> dict[str, Any]:
-    """All settings of a run by section, as plain values that JSON can hold."""
-    sections = {name: asdict(getattr(config, name)) for name in SECTIONS}
-    return {"zero": config.zero.to_dict(), **sections}
 
 
 def check_architecture(

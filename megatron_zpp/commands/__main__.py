@@ -25,42 +25,34 @@ USAGE_ERROR = 2
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module whose `main(argv, program)` runs it, and its line in the help.
+    """A command: the file whose `main(argv, program)` runs it, and its line in the help.
 
     `joins_ranks` commands may be started on several ranks by torchrun or zeropp.
     """
 
-    module: str
+    file: str
     summary: str
     joins_ranks: bool = False
+
+    @property
+    def module(self) -> str:
+        return f"megatron_zpp.commands.{self.file}"
 
 
 COMMANDS = MappingProxyType(
     {
-        "pretrain": Command("megatron_zpp.commands.pretrain", "pretrain a GPT", True),
-        "finetune": Command(
-            "megatron_zpp.commands.finetune", "fine-tune a pretrained model, also with LoRA", True
-        ),
-        "generate": Command("megatron_zpp.commands.generate_text", "write text with a model", True),
-        "evaluate": Command("megatron_zpp.commands.evaluate", "measure how good a model is", True),
-        "plan": Command("megatron_zpp.commands.plan", "find what fits on a cluster and is fastest"),
-        "report": Command("megatron_zpp.commands.report", "draw the report of a run again"),
-        "preprocess": Command(
-            "megatron_zpp.commands.preprocess_data", "tokenize text into an indexed dataset"
-        ),
-        "inspect": Command(
-            "megatron_zpp.commands.inspect_dataset", "print what an indexed dataset holds"
-        ),
-        "merge": Command("megatron_zpp.commands.merge_datasets", "merge indexed datasets into one"),
-        "dump-samples": Command(
-            "megatron_zpp.commands.dump_samples", "write or print the samples of a run"
-        ),
-        "convert": Command(
-            "megatron_zpp.commands.convert_hf", "convert models from and to Hugging Face's format"
-        ),
-        "consolidate": Command(
-            "megatron_zpp.commands.consolidate", "write a checkpoint's weights to one file"
-        ),
+        "pretrain": Command("pretrain", "pretrain a GPT", True),
+        "finetune": Command("finetune", "fine-tune a pretrained model, also with LoRA", True),
+        "generate": Command("generate_text", "write text with a model", True),
+        "evaluate": Command("evaluate", "measure how good a model is", True),
+        "plan": Command("plan", "find what fits on a cluster and is fastest"),
+        "report": Command("report", "draw the report of a run again"),
+        "preprocess": Command("preprocess_data", "tokenize text into an indexed dataset"),
+        "inspect": Command("inspect_dataset", "print what an indexed dataset holds"),
+        "merge": Command("merge_datasets", "merge indexed datasets into one"),
+        "dump-samples": Command("dump_samples", "write or print the samples of a run"),
+        "convert": Command("convert_hf", "convert models from and to Hugging Face's format"),
+        "consolidate": Command("consolidate", "write a checkpoint's weights to one file"),
     }
 )
 

@@ -26,7 +26,6 @@ from megatron_zpp.planner.plan_table import plan_json, print_plan
 from megatron_zpp.planner.search import ClusterPlan, Search
 from megatron_zpp.planner.timing.hardware import BY_HAND, Cluster, find_cluster
 from megatron_zpp.settings.arguments import FLAG_SECTIONS, VOCABULARY, parse
-from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.command_line import (
     HELP,
     build_section,
@@ -41,7 +40,7 @@ from megatron_zpp.settings.flags_without_effect import flags_without_effect
 from zeropp import ZeroConfig
 from zeropp.atomic import write_atomically
 from zeropp.errors import InputError
-from zeropp.settings import declared, read_json
+from zeropp.settings import read_json
 
 USAGE = """\
 usage: {program} [FLAGS OF THE RUN] --cluster NAME --nodes N [FLAGS]
@@ -167,22 +166,24 @@ def read_run(
     num_ranks = _ranks_of_a_launch(argv, cluster)
     if flags.batch_tokens is not None:
         config = parse(argv, num_ranks, program)
-        num_replicas = config.parallel.num_replicas(cluster.num_ranks)
+        num_replicas = config.parallel.data_parallel_size(cluster.num_ranks)
         tokens = parse_count(flags.batch_tokens, "--batch-tokens")
         each = samples_per_replica(tokens / config.model.seq_length / num_replicas)
         argv = [*argv, "--global-batch-size", str(each * num_replicas)]
     config = parse(argv, num_ranks, program)
-    if num_ranks < cluster.num_ranks:  # all nodes are there, as if they could not come and go
+    if num_ranks < cluster.num_ranks:  # as if all replicas were fixed
         zeropp = replace(config.zero.zeropp, sync_store=None, sync_nodes=None)
         config = replace(config, zero=replace(config.zero, zeropp=zeropp))
     if not is_described:
         config, _ = with_initial_model(config, open_model)
-    require_plannable(config)
+    config.require_none_of("OBSTACLES_TO_A_PLAN")
+    if config.training.dry_run:
+        raise InputError("--dry-run and a plan are two things: leave --dry-run out")
     return config, resolve_vocab_size(config.data, config.tokenizer)
 
 
 def _ranks_of_a_launch(argv: Sequence[str], cluster: Cluster) -> int:
-    """Return how many ranks are launched together: those of a node where nodes come and go.
+    """Return how many ranks are launched together: those of a node if replicas join and leave.
 
     Raises InputError if these are not the nodes of the cluster.
     """
@@ -205,15 +206,6 @@ def _describes_adapted_model(argv: Sequence[str]) -> bool:
     """Whether the flags describe a model that gets adapters, which is then not needed itself."""
     typed = read(argv, VOCABULARY)
     return "lora_rank" in typed and "pretrained_checkpoint" not in typed
-
-
-def require_plannable(config: Config) -> None:
-    """Raise InputError for what has no time model."""
-    for obstacle, is_met in declared("OBSTACLES_TO_A_PLAN", CAPABILITIES):
-        if is_met(config):
-            raise InputError(obstacle)
-    if config.training.dry_run:
-        raise InputError("--dry-run and a plan are two things: leave --dry-run out")
 
 
 def parse_count(text: str, name: str) -> float:

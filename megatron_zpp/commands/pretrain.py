@@ -9,10 +9,9 @@ The ranks look for them too, as another launcher may have started them, but seco
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_zpp.commands.run_command import load_part, open_model
 from megatron_zpp.data.blend import parse_blend
@@ -26,9 +25,6 @@ from megatron_zpp.tokenizer import build_tokenizer
 from zeropp.errors import InputError, unwritable
 from zeropp.ranks import Environment
 
-if TYPE_CHECKING:
-    from megatron_zpp.monitor.console import Console
-
 USAGE_ERROR = 2
 
 
@@ -40,13 +36,12 @@ def main(
     if status is not None:
         return status
     pretrain = import_module("megatron_zpp.train.pretrain")  # and torch
-    return pretrain.main(argv, program, dry_run, open_model, needs_pretrained=needs_pretrained)
+    return pretrain.main(argv, program, load_dry_run, open_model, needs_pretrained=needs_pretrained)
 
 
-def dry_run(config: Config, environment: Environment, console: "Console") -> int:
-    """Print what a run needs and whether it fits; return the exit status."""
-    part = load_part("megatron_zpp.planner", "--dry-run", "dry_run")
-    return part.dry_run(config, environment, console, open_model)
+def load_dry_run() -> Callable[..., int]:
+    """Return what prints what a run needs and whether it fits."""
+    return load_part("megatron_zpp.planner", "--dry-run", "dry_run").dry_run
 
 
 def check_pretrain(argv: Sequence[str], num_ranks: int, program: str = "pretrain_gpt.py") -> Config:

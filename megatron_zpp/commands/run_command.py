@@ -87,17 +87,25 @@ def run_command(
     return 0
 
 
-def load_part(package: str, needed_by: str, module: str) -> ModuleType:
-    """Import a module of a package that may be left out of an installation.
-
-    Raises InputError, which names what it is `needed_by`, if the package is not there.
-    """
+def find_part(package: str, module: str) -> ModuleType | None:
+    """Import a module of a package that may be left out of an installation; None without it."""
     try:
         return import_module(f"{package}.{module}")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith(package):
             raise
-        raise InputError(f"{needed_by} needs {package}, which is not installed") from error
+        return None
+
+
+def load_part(package: str, needed_by: str, module: str) -> ModuleType:
+    """Import a module as `find_part` does.
+
+    Raises InputError, which names what it is `needed_by`, if the package is not there.
+    """
+    part = find_part(package, module)
+    if part is None:
+        raise InputError(f"{needed_by} needs {package}, which is not installed")
+    return part
 
 
 def open_model(
@@ -108,13 +116,11 @@ def open_model(
     Without `megatron_zpp.interchange`, which may be left out of an installation, it opens our
     checkpoints, and raises InputError for others.
     """
-    try:
-        opener = import_module(f"{INTERCHANGE}.open_model").open_model
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith(INTERCHANGE):
-            raise
-        opener = import_module("megatron_zpp.checkpoint.open_model").open_checkpoint
-    return opener(folder, tokenizer_config)
+    part = find_part(INTERCHANGE, "open_model")
+    if part is not None:
+        return part.open_model(folder, tokenizer_config)
+    checkpoints = import_module("megatron_zpp.checkpoint.open_model")
+    return checkpoints.open_checkpoint(folder, tokenizer_config)
 
 
 def require_writable(path: str, flag: str) -> None:

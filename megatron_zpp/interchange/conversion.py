@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.iteration_folders import candidates
 from megatron_zpp.checkpoint.open_model import ORIGIN_FOLDER, OpenedModel
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, SUFFIX, Item, write_safetensors
-from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture
 from megatron_zpp.interchange.adapters.peft_export import write_peft
 from megatron_zpp.interchange.converted_weights import ConvertedWeights, converted_items
 from megatron_zpp.interchange.families.forms import Sizes
@@ -82,7 +82,7 @@ def import_model(
         stage=0,
         tokenizer=opened.tokenizer.fingerprint,
         architecture=architecture(opened.config, opened.tokenizer.vocab_size),
-        configuration=run_settings(config),
+        configuration=config.to_dict(),
     )
     path = checkpoint.save_weights(save, opened.weights, state)
     return replace(opened, path=path, tokenizer_config=tokenizer_config)

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_zpp.checkpoint.training_state import architecture
-from megatron_zpp.interchange.families.experts import frequency_text
 from megatron_zpp.interchange.families.family import Family
+from megatron_zpp.interchange.families.names import CAPABILITIES
 from megatron_zpp.interchange.families.settings import Number
 from megatron_zpp.interchange.families.table import FAMILIES, why_unsupported
 from megatron_zpp.settings.config import Config, ModelConfig
 from megatron_zpp.settings.gpt.layer_pattern import MAX_LAYERS, pattern_text, window_text
 from zeropp.errors import InputError
-from zeropp.settings import settings_of
+from zeropp.settings import declared, settings_of
 
 QUANTIZATION = "quantization_config"
 ADDED_BIASES = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")
@@ -174,7 +174,9 @@ def _canonical(model: ModelConfig) -> ModelConfig:
     }
     fields["bias_gelu_fusion"] |= fields["openai_gelu"]
     fields |= {"openai_gelu": False, "ffn_hidden_size": model.ffn_size}
-    fields |= _canonical_layers(ModelConfig(**fields)) | _canonical_experts(ModelConfig(**fields))
+    filled = ModelConfig(**fields)
+    for fields_of in (_canonical_layers, *declared("CANONICAL", CAPABILITIES)):
+        fields |= fields_of(filled)
     return ModelConfig(**_without_redundant_values(fields))
 
 
@@ -192,20 +194,6 @@ def _canonical_layers(model: ModelConfig) -> dict[str, Any]:
         "window_attn_skip_freq": pattern,
         "no_rope_freq": pattern_text(without_rope) if any(without_rope) else None,
         "rotary_base_local": None if is_same_base or not window else model.rotary_base_local,
-    }
-
-
-def _canonical_experts(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of experts, each with its value filled in; {} for a dense model."""
-    if not model.has_experts:
-        return {}
-    is_everywhere = all(model.moe_layers)
-    return {
-        "moe_layer_freq": frequency_text(model.moe_layers),
-        "moe_ffn_hidden_size": model.expert_ffn_size,
-        "ffn_hidden_size": model.expert_ffn_size if is_everywhere else model.ffn_size,
-        "moe_router_group_best": model.group_best if model.moe_router_num_groups else None,
-        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
     }
 
 

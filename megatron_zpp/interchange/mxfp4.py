@@ -1,4 +1,4 @@
-"""Weights of experts in MXFP4, as gpt-oss is released, decoded as they are read.
+"""Weights in MXFP4, as gpt-oss is released, decoded as they are read.
 
 A block is 32 numbers of 4 bits (e2m1: a sign, two bits of exponent, one of mantissa) with a common
 power of two, a byte (e8m0: the exponent plus 127; 255 is NaN). A byte of numbers has the first of
@@ -100,5 +100,5 @@ def _check(what: str, blocks: Tensor, scales: Tensor) -> None:
     if blocks.ndim != 4 or blocks.shape[3] != BYTES or blocks.shape[:3] != scales.shape:
         raise InputError(
             f"{what}: MXFP4 blocks {list(blocks.shape)} and scales {list(scales.shape)}; expected "
-            f"[experts, outputs, blocks, {BYTES}] and [experts, outputs, blocks]"
+            f"[matrices, outputs, blocks, {BYTES}] and [matrices, outputs, blocks]"
         )

@@ -62,6 +62,12 @@ class Execution:
         size = self.group_size
         return tuple(tuple(each) for _, each in groupby(layers, key=lambda layer: layer // size))
 
+    def checkpoints(self, layers: range) -> list[tuple[int, ...]]:
+        """Return those of a stage's layers that backward computes again, in groups as it does."""
+        if self.group_size is None:
+            return [(layer,) for layer in self.recomputed(layers)]
+        return list(self.groups(layers))
+
     def run_group(self, run: Callable[..., Tensor], *arguments: object) -> Tensor:
         """Return `run(*arguments)` for a group of blocks."""
         return run(*arguments) if self.group_size is None else recomputed(run, *arguments)

@@ -9,7 +9,9 @@ appendix B).
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.mlp import feed_forward
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 
@@ -42,7 +44,8 @@ def flops_per_token(model: ModelConfig, recompute: RecomputeConfig, vocab_size: 
     head = 2 * model.hidden_size * model.padded_vocab_size(vocab_size)
     step = (1 + BACKWARD) * (sum(layers) + head)
     if recompute.recompute_granularity == "full":
-        return step + sum(layers[: recomputed_layers(model, recompute)])
+        again = Execution(recompute).checkpoints(range(model.num_layers))
+        return step + sum(layers[layer] for layer in chain(*again))
     if recompute.recompute_granularity == "selective":
         return step + sum(core_attentions)
     return step
@@ -74,10 +77,3 @@ def core_attention(model: ModelConfig, window: int | None) -> float:
     if model.multi_latent_attention:
         channels = model.head_dim + model.v_head_dim
     return 2 * num_keys * model.num_attention_heads * channels
-
-
-def recomputed_layers(model: ModelConfig, recompute: RecomputeConfig) -> int:
-    """Return how many layers full recomputation computes twice: the first ones."""
-    if recompute.recompute_method == "block":
-        return min(recompute.recompute_num_layers or 0, model.num_layers)
-    return model.num_layers

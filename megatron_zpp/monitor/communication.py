@@ -17,7 +17,6 @@ from megatron_zpp.parallel.replicas import OUTER
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim import OPTIMIZER, sharded
 from zeropp.settings import declared
@@ -37,9 +36,9 @@ class Communication:
     """Bytes sent in `steps` steps, by (purpose, hop): by a rank, or by a node, the mean of all.
 
     `expected` is what the formula says for these steps, `plain` what the same ZeRO stage would have
-    sent without ZeRO++, on rings over all ranks, those of nodes that step alone too. `coded` is
-    what coded messages of all ranks held. `exchange`: of all steps since nodes that step alone had
-    last exchanged something, if they have done so in these steps.
+    sent without ZeRO++, on rings over the ranks of all replicas. `coded` is what coded messages of
+    all ranks held. `exchange`: of all steps since the outer step before, if these steps contain
+    one.
     """
 
     steps: int = 0
@@ -72,7 +71,7 @@ class Communication:
     def line(self) -> str:
         """A log line in Megatron's style: bytes across nodes, in all and by purpose, and within.
 
-        What nodes that step alone exchange is in the lines of intervals in which they do.
+        Outer steps are in the lines of the intervals that contain one.
         """
         sent, expected = self.sent_per_step, self._per_step(lambda each: each.expected)
         values = {"across nodes": (sum_over(sent, ACROSS_NODES), sum_over(expected, ACROSS_NODES))}
@@ -110,13 +109,13 @@ class CommunicationMeter:
 
     def __init__(
         self,
-        config: Config,
         sharding: Sharding,
         ranks: Ranks,
+        micro_batch_size: int,
         optimizer: torch.optim.Optimizer | None = None,
         capabilities: Sequence[Capability] = (),
     ) -> None:
-        self._config, self._sharding, self._ranks = config, sharding, ranks
+        self._sharding, self._ranks, self._micro_batch_size = sharding, ranks, micro_batch_size
         self._optimizer, self._capabilities = sharded(optimizer), capabilities
         self._formulas: dict[int, tuple[Counter, Counter]] = {}
         self._rank_interval, self._node_total = Communication(), Communication()
@@ -130,8 +129,8 @@ class CommunicationMeter:
     def end_step(self, num_micro_batches: int, iteration: int) -> None:
         """Count what this rank sent since `begin_step`, in an iteration.
 
-        Nodes that step alone exchange at other times, which `take` counts. Stage 0
-        all-reduces by PyTorch's own collective, whose bytes are not counted.
+        Outer steps are counted by `take`. Stage 0 all-reduces by PyTorch's own collective, whose
+        bytes are not counted.
         """
         expected, plain = self._formula(num_micro_batches)
         if outer := self._ranks.replicas.expected(iteration):
@@ -249,11 +248,10 @@ class CommunicationMeter:
     def _beside(self, num_micro_batches: int) -> Counter:
         """Return what is expected of activations, the optimizer and capabilities."""
         expected: Counter = Counter()
-        has_other_axes = self._ranks.num_replicas < self._ranks.num_ranks
+        has_other_axes = self._ranks.data_parallel_size < self._ranks.num_ranks
         if has_other_axes or self._sharding.model.part.axes:
-            expected.update(
-                activation_traffic(self._config, self._ranks, self._sharding, num_micro_batches)
-            )
+            sizes = self._micro_batch_size, num_micro_batches
+            expected.update(activation_traffic(self._sharding, self._ranks, *sizes))
         expected.update(sum_of(self._optimizer.messages()))
         for each in self._capabilities:
             expected.update(sum_of(each.messages(num_micro_batches)))

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,8 @@ def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
     return key
 
 
-def read_expected_step(path: str, config: Config, num_ranks: int) -> ExpectedStep:
-    """Return what the plan in a file expected of a run.
+def read_expected_step(path: str, key: Mapping[str, Any]) -> ExpectedStep:
+    """Return what the plan in a file expected of a run with this `settings_key`.
 
     Raises InputError for a file that is no plan, and for one without this run.
     """
@@ -111,7 +112,6 @@ def read_expected_step(path: str, config: Config, num_ranks: int) -> ExpectedSte
         raise InputError(
             f"--plan-file {path}: expected what megatron-zpp plan writes with --json ({error})"
         ) from None
-    key = settings_key(config, num_ranks)
     for row in rows:
         if row["key"] == key and "step_s" in row:
             fastest, slowest = row["fastest_s"], row["slowest_s"]

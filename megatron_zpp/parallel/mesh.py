@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_zpp.parallel.heartbeat import MainThread
 from megatron_zpp.parallel.rank_grid import RankGrid
 from megatron_zpp.parallel.replicas import Joining, Replicas
-from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.settings.config import ParallelConfig
 from zeropp.ranks import (
     Environment,
@@ -74,17 +73,17 @@ class Ranks(RankGrid):
     @property
     def planned_parts(self) -> int:
         """Into how many parts the global batch is divided that the flags name."""
-        return self.replicas.planned * self.num_replicas
+        return self.replicas.planned * self.data_parallel_size
 
     @property
     def num_parts(self) -> int:
         """Into how many parts a global batch is divided, those of other replicas included."""
-        return self.replicas.count * self.num_replicas
+        return self.replicas.count * self.data_parallel_size
 
     @property
     def part(self) -> int:
         """The index of this rank's part among `num_parts`."""
-        return self.replicas.index * self.num_replicas + self.replica
+        return self.replicas.index * self.data_parallel_size + self.data_parallel_rank
 
     @cached_property
     def grid(self) -> torch.Tensor:
@@ -141,32 +140,6 @@ class Ranks(RankGrid):
         for axis in names:
             set_time_limit(mesh.get_group(axis), limit)
         return mesh[names]
-
-    def token_groups(self, *, splits_rows: bool, sums_batch: bool) -> TokenGroups:
-        """Return the ranks of this one's stage that have other tokens, as groups to count them in.
-
-        splits_rows: tensor ranks have tokens of their own. sums_batch: there is to be a group of
-        all ranks with parts of the global batch.
-        """
-        pipe, _, tensor = self.places
-        lines = self.grid[pipe] if splits_rows else self.grid[pipe, :, tensor : tensor + 1]
-        first = self.replica * self.context_size
-        own = lines[first : first + self.context_size]
-
-        def group(members: torch.Tensor) -> dist.ProcessGroup | None:
-            numbers = members.flatten().tolist()
-            return (
-                shared_group("tokens", numbers, lines.flatten().tolist()) if numbers[1:] else None
-            )
-
-        return TokenGroups(
-            samples=group(own),
-            num_parts=own.numel(),
-            batch=group(lines) if sums_batch else None,
-            num_ranks=lines.numel(),
-            context_size=self.context_size,
-            is_counted=splits_rows or tensor == 0,
-        )
 
     def sharing(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks that share something with this one, by what they share."""
@@ -233,14 +206,12 @@ def join_ranks(
     With `joining`, these may be the ranks of one replica of several. Raises InputError on all ranks
     if they do not have the same `settings`, texts by their names.
     """
-    device, joining = pick_device(environment), joining or Joining()
+    device, joining = pick_device(environment), joining or Joining(world=environment)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    world = joining.world(environment, config)
-    store = start_process_group(
-        environment, device, timeout, config.distributed_backend, world=world
-    )
+    world, backend = joining.world, config.distributed_backend
+    store = start_process_group(environment, device, timeout, backend, world=world)
     require_same(settings, SAME_COMMAND)
-    replicas, store = joining.join(store, environment, world, timeout)
+    replicas, store = joining.join(store, timeout)
     mesh = build_mesh(device, world.world_size, config)
     for axis in mesh.mesh_dim_names:
         set_time_limit(mesh.get_group(axis), timeout)

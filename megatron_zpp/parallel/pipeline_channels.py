@@ -27,7 +27,7 @@ def connect(ranks: Ranks, *, is_ring: bool) -> Channels:
 
     In a ring, the last sends activations to the first, which has several stages.
     """
-    line, place = ranks.pipeline, ranks.pipeline_place
+    line, place = ranks.pipeline, ranks.pipeline_rank
     channels: dict[str, RankGroup] = dict.fromkeys(field.name for field in fields(Channels))
     for index in range(len(line) if is_ring else len(line) - 1):
         following = (index + 1) % len(line)

@@ -43,7 +43,7 @@ class RankGrid(ABC):
 
     @cached_property
     def places(self) -> tuple[int, int, int]:
-        """This rank's places on the axes of the grid."""
+        """This rank's indices on the axes of the grid."""
         return tuple((self.grid == self.rank).nonzero()[0].tolist())
 
     @property
@@ -61,27 +61,27 @@ class RankGrid(ABC):
         return self.grid.shape[0]
 
     @property
-    def num_replicas(self) -> int:
+    def data_parallel_size(self) -> int:
         """How many ranks, or groups of ranks that share their work, see different samples."""
         return self.grid.shape[1] // self.context_size
 
     @property
-    def tensor_place(self) -> int:
-        """Which part of each matrix this rank has."""
+    def tensor_rank(self) -> int:
+        """The index of this rank on the tensor axis: which part of each matrix it has."""
         return self.places[2]
 
     @property
-    def pipeline_place(self) -> int:
-        """The place of this rank in its pipeline."""
+    def pipeline_rank(self) -> int:
+        """The index of this rank in its pipeline."""
         return self.places[0]
 
     @property
-    def replica(self) -> int:
-        """The number of this rank's replica."""
+    def data_parallel_rank(self) -> int:
+        """The data-parallel index of this rank, the same on ranks that share their work."""
         return self.places[1] // self.context_size
 
     @property
-    def context_place(self) -> int:
+    def context_rank(self) -> int:
         """Which part of its sequences this rank has."""
         return self.places[1] % self.context_size
 
@@ -101,7 +101,7 @@ class RankGrid(ABC):
     def context_group(self) -> RankGroup:
         """The ranks that share each sequence with this one."""
         pipe, _, tensor = self.places
-        first = self.replica * self.context_size
+        first = self.data_parallel_rank * self.context_size
         members = self.grid[pipe, first : first + self.context_size, tensor]
         return self.rank_group("context", members.tolist())
 

@@ -1,6 +1,7 @@
 """Who steps together: all ranks of a run, or replicas that train independently."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.config import Config, ParallelConfig
-from zeropp import Sharding
+from megatron_zpp.settings.config import CheckpointConfig, ParallelConfig
+from zeropp import Sharding, ZeroConfig
 from zeropp.ranks import Environment
-from zeropp.settings import modules_of
+from zeropp.settings import CAPABILITIES as ZEROS
+from zeropp.settings import declared, modules_of
 from zeropp.wire import Traffic
 
 OUTER = "outer"  # the purpose of what replicas send each other, in ledgers
@@ -34,7 +36,7 @@ class Replicas:
     membership: object = None
     ledger: Traffic | None = None
 
-    def bind(self, config: Config, sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, zero: ZeroConfig, sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
         """Take note of what this replica trains."""
 
     def sum(self, *values: float) -> list[float]:
@@ -78,7 +80,7 @@ class Replicas:
         """Return the bytes that this rank sends for it per step, around a step or the last one."""
         return {}
 
-    def notices(self, config: Config) -> Iterable[str]:
+    def notices(self, zero: ZeroConfig) -> Iterable[str]:
         """Yield which settings for messages between nodes have no effect in one node."""
         return ()
 
@@ -94,24 +96,31 @@ class Replicas:
         """Leave, or end together."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Joining:
-    """How a process comes to its replica; by default all ranks are one."""
+    """How a process comes to its replica; by default all ranks are one.
 
-    def world(self, environment: Environment, parallel: ParallelConfig) -> Environment:
-        """Return this process's environment among the ranks of its replica."""
-        return environment
+    world: its environment among the ranks of its replica. join: returns the replicas, and the part
+    of the store of all ranks that is this one's; the second argument limits collectives.
+    """
 
-    def join(
-        self, store: dist.Store, environment: Environment, world: Environment, limit: timedelta
-    ) -> tuple[Replicas, dist.Store]:
-        """Return the replicas, and the part of the store that is this one's."""
-        return Replicas(), store
+    world: Environment
+    join: Callable[[dist.Store, timedelta], tuple[Replicas, dist.Store]] = lambda store, limit: (
+        Replicas(),
+        store,
+    )
 
 
-def joining_of(config: Config, environment: Environment, settings: Mapping[str, str]) -> Joining:
+def joining_of(
+    zero: ZeroConfig,
+    checkpoint: CheckpointConfig,
+    parallel: ParallelConfig,
+    environment: Environment,
+    settings: Mapping[str, str],
+) -> Joining:
     """Return how processes come to replicas; `settings` are those that all ranks have alike."""
-    for module in modules_of("replicas", CAPABILITIES):
-        joining = getattr(module, "joining", lambda *_: None)(config, environment, settings)
-        if joining is not None:
-            return joining
-    return Joining()
+    for dotted, _ in declared("INDEPENDENT_STEPS", ZEROS):
+        if zero.value(dotted) != zero.setting(dotted).default:
+            (module,) = modules_of("replicas", CAPABILITIES)
+            return module.joining(zero, checkpoint, parallel, environment, settings)
+    return Joining(world=environment)

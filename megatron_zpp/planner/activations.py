@@ -2,8 +2,8 @@
 
 A block of each kind, and a stage without its blocks, each run one forward and one backward pass on
 meta tensors of the compute format, and the live storages are counted after every op. This includes
-dropout, rotary positions, gated MLPs, attention, experts with balanced routing, and what tensor,
-context and expert parallelism exchange, without a formula for each.
+dropout, rotary positions, gated MLPs, attention, balanced routing, and what ranks of all axes
+exchange, without a formula for each.
 """
 
 import copy
@@ -24,11 +24,14 @@ from megatron_zpp.model.attention.rotary import GLOBAL, KINDS, rotary_tables
 from megatron_zpp.model.attention.sequences import Sequences
 from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
+from megatron_zpp.model.mlp import FeedForward
 from megatron_zpp.model.part import Part
 from megatron_zpp.planner.parts.balanced_routing import BalancedRouting
-from megatron_zpp.planner.parts.meta_model import META, MetaModel, largest_block
+from megatron_zpp.planner.parts.meta_model import META, largest_block, own_axes
 from megatron_zpp.planner.parts.meta_tensors import AsOnCpus, AttentionOfCpus, run_backward
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim import local_part
 from zeropp.wire import InFlightTensor
@@ -38,43 +41,29 @@ from zeropp.wire import InFlightTensor
 class PassMemory:
     """Bytes of one part of the model, without its weights and inputs.
 
-    saved: alive from forward to backward. forward, backward: the peak during each pass, including
-    `saved`, and in backward the gradients of weights. after: alive after backward.
-    """
-
-    saved: int
-    forward: int
-    backward: int
-    after: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockMemory:
-    """Bytes of a block, without its weights and inputs.
-
     saved: alive from forward to backward. forward, backward: the peaks during each pass, including
-    `saved`, and in backward the gradients of weights. Where the experts of the block are a unit of
-    their own, these are three peaks: before them, in them, after them. The gradients of their
-    weights are counted in them; `beside` is what else is alive when these are reduced.
+    `saved`, and in backward the gradients of weights. Where a block has an inner unit, these are
+    three peaks: before it, in it, after it. The gradients of its weights are counted in it.
+    after: alive after backward; of a block, what is alive when those of its inner unit are reduced.
     """
 
     saved: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    beside: int = 0
+    after: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """The activations of one micro-batch; `stream` is the bytes of the residual between blocks.
 
-    blocks: by whether they have experts. After the backward pass of the head, the gradients of its
-    weight and of the stream are alive.
+    blocks: by the kind of their second branch. After the backward pass of the head, the gradients
+    of its weight and of the stream are alive.
     """
 
     stream: int
     embedding: PassMemory
-    blocks: Mapping[bool, BlockMemory]
+    blocks: Mapping[type[FeedForward], PassMemory]
     head: PassMemory
 
 
@@ -143,54 +132,49 @@ class MicroBatch:
     attention_dropout: float
 
 
-class ActivationTraces:
-    """The activations of stages of one model; equal traces are made once."""
-
-    def __init__(self) -> None:
-        self._traced: dict[tuple, Any] = {}
-
-    def trace(
-        self, model: MetaModel, ranks: PlannedRanks, stage: Part, micro_batch: MicroBatch
-    ) -> Activations:
-        """Return the activations of a micro-batch in a stage of a rank."""
-        parallel = ranks.parallel
-        splits = ranks.tensor_size, ranks.context_size, parallel.sequence_parallel
-        key = (micro_batch, *splits, parallel.cp_comm_type)
-        blocks, moe_layers = {}, model.whole.config.moe_layers
-        for has_experts in {moe_layers[layer] for layer in stage.layers}:
-            block_key = (*key, "block", has_experts and ranks.expert_ranks)
-            if block_key not in self._traced:
-                traced = _trace_block(model.split(ranks), ranks, micro_batch, has_experts)
-                self._traced[block_key] = traced
-                lower_right_mask.cache_clear()  # a mask without values is of no use to others
-            blocks[has_experts], stream = self._traced[block_key]
-        ends_key = (*key, stage.is_first, stage.is_last)
-        if ends_key not in self._traced:
-            self._traced[ends_key] = _trace_ends(model.ends(ranks, stage), ranks, micro_batch)
-        embedding, head = self._traced[ends_key]
-        return Activations(stream=stream, embedding=embedding, blocks=blocks, head=head)
+def traced(run: PlannedRun, stage: Part) -> Activations:
+    """Return the activations of a micro-batch in a stage; equal traces of a model are made once."""
+    config, model, ranks, parallel = run.config, run.model, run.ranks, run.ranks.parallel
+    micro_batch = MicroBatch(
+        size=config.batch.micro_batch_size,
+        dtype=run.compute_dtype,
+        selective=config.recompute.recompute_granularity == "selective",
+        chunk=CPU_CHUNK if run.is_cpu else DEVICE_CHUNK,
+        # A GPU's attention regenerates its dropout mask; a CPU's saves all scores.
+        attention_dropout=config.model.attention_dropout if run.is_cpu else 0.0,
+    )
+    splits = ranks.tensor_size, ranks.context_size, parallel.sequence_parallel
+    key = (micro_batch, *splits, parallel.cp_comm_type)
+    split, blocks = model.split(ranks), {}
+    for kind, layer in {type(split.blocks[i].mlp): i for i in stage.layers}.items():
+        inner_size = ranks.inner_size if own_axes(split.blocks[layer]) else 1
+        make = partial(_trace_block, split, ranks, micro_batch, kind)
+        blocks[kind], stream = model.once(make, *key, kind, inner_size)
+    make = partial(_trace_ends, model.ends(ranks, stage), ranks, micro_batch)
+    embedding, head = model.once(make, *key, stage.is_first, stage.is_last)
+    return Activations(stream=stream, embedding=embedding, blocks=blocks, head=head)
 
 
 class _Segments:
-    """The peaks of a pass, divided where it enters and leaves experts that are a unit."""
+    """The peaks of a pass, divided where it enters and leaves an inner unit."""
 
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
         self._peaks: list[int] = []
-        self.beside = 0
+        self.after = 0
 
     def end(self, *_: object) -> None:
         """End a part of the pass."""
         self._peaks.append(self._live.take_peak())
 
-    def end_experts(self, weights: Iterable[Tensor]) -> Callable[[Tensor], None]:
-        """Return a hook that ends their part, and frees the gradients of `weights`."""
+    def end_inner(self, weights: Iterable[Tensor]) -> Callable[[Tensor], None]:
+        """Return a hook that ends its part, and frees the gradients of its `weights`."""
 
         def end(_: Tensor) -> None:
             self.end()
             for weight in weights:
                 weight.grad = None
-            self.beside = self._live.current
+            self.after = self._live.current
 
         return end
 
@@ -202,13 +186,13 @@ class _Segments:
 
 
 def _trace_block(
-    model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch, has_experts: bool
-) -> tuple[BlockMemory, int]:
+    model: GPT, ranks: PlannedRanks, micro_batch: MicroBatch, kind: type[FeedForward]
+) -> tuple[PassMemory, int]:
     """Return the activations of a block, and the bytes of the residual stream."""
     config = model.config
     block = largest_block(
         model,
-        has_experts=has_experts,
+        kind,
         attention_dropout=micro_batch.attention_dropout,
         selective=micro_batch.selective,
     )
@@ -226,18 +210,18 @@ def _trace_block(
         splits_rows=ranks.tensor_size > 1 and ranks.parallel.sequence_parallel,
     )
 
-    def routing() -> BalancedRouting | None:
-        num_tokens = stream.shape[:2].numel()
-        return BalancedRouting(num_tokens=num_tokens, config=config) if has_experts else None
+    def routing() -> BalancedRouting:
+        return BalancedRouting(num_tokens=stream.shape[:2].numel(), config=config)
 
-    excluded = [*weights.values(), *block.buffers(), stream, *rotary]
+    excluded, inner = [*weights.values(), *block.buffers(), stream, *rotary], own_axes(block)
     with AttentionOfCpus(), AsOnCpus(), LiveBytes(excluded, counts_meta=True) as live:
         if ranks.context_size > 1:  # masks, which all layers share, stay from the first forward
             functional_call(block, weights, (stream, replace(sequences, routing=routing())))
             live.exclude_alive()
         segments = _Segments(live)
-        if has_experts and ranks.expert_ranks > 1:
-            _divide(block.mlp.experts, weights, segments)
+        for name, module in block.named_modules():
+            if module in inner:
+                _divide(module, f"{name}.", weights, segments)
         sequences = replace(sequences, routing=routing())
         result = functional_call(block, weights, (stream, sequences))
         saved, forward = live.current, segments.take()
@@ -245,25 +229,28 @@ def _trace_block(
         run_backward(result, gradient)
         backward = tuple(peak - result.nbytes for peak in segments.take())
         del gradient
-    beside = max(0, segments.beside - result.nbytes)
-    memory = BlockMemory(saved=saved, forward=forward, backward=backward, beside=beside)
+    lower_right_mask.cache_clear()  # a mask without values is of no use to others
+    after = max(0, segments.after - result.nbytes)
+    memory = PassMemory(saved=saved, forward=forward, backward=backward, after=after)
     return memory, stream.nbytes
 
 
-def _divide(experts: nn.Module, weights: Mapping[str, Tensor], segments: _Segments) -> None:
-    """Divide the passes of a block where they enter and leave its experts."""
-    own = [weight for name, weight in weights.items() if name.startswith("mlp.experts.")]
+def _divide(
+    inner: nn.Module, prefix: str, weights: Mapping[str, Tensor], segments: _Segments
+) -> None:
+    """Divide the passes of a block where they enter and leave a module of it."""
+    own = [weight for name, weight in weights.items() if name.startswith(prefix)]
 
     def enter(_: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
         segments.end()
-        inputs[0].register_hook(segments.end_experts(own))
+        inputs[0].register_hook(segments.end_inner(own))
 
     def leave(_: nn.Module, __: tuple, result: Tensor) -> None:
         segments.end()
         result.register_hook(segments.end)
 
-    experts.register_forward_pre_hook(enter)
-    experts.register_forward_hook(leave)
+    inner.register_forward_pre_hook(enter)
+    inner.register_forward_hook(leave)
 
 
 def _trace_ends(
@@ -308,14 +295,14 @@ def _trace_ends(
     embedding_saved = measured["embedding_saved"]
     embedding = PassMemory(
         saved=embedding_saved,
-        forward=measured["embedding_forward"],
-        backward=embedding_backward,
+        forward=(measured["embedding_forward"],),
+        backward=(embedding_backward,),
         after=live.current,
     )
     head = PassMemory(
         saved=saved - embedding_saved,
-        forward=forward - embedding_saved,
-        backward=measured["head_backward"] - embedding_saved,
+        forward=(forward - embedding_saved,),
+        backward=(measured["head_backward"] - embedding_saved,),
         after=measured["after_head"] - embedding_saved,
     )
     return embedding, head

@@ -3,17 +3,13 @@
 from dataclasses import replace
 
 from megatron_zpp.planner.candidates import why_undivided
-from megatron_zpp.planner.experts_or_tokens import ExpertCrossing
 from megatron_zpp.planner.replicas import loss_change
 from megatron_zpp.planner.search import MUCH_FASTER, TIE, ClusterPlan, Row, Search
-from megatron_zpp.planner.timing.balanced_stages import stage_flags
 from megatron_zpp.planner.timing.hardware import GIB
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.wire import Nodes
 
 MOST_RANKS = 8192
-MIB = 2**20
-ALONE = "Local steps: nodes exchange their weights after so many steps"
+ALONE = "Local SGD: each replica trains independently between outer steps"
 
 
 def why_not(row: Row) -> str:
@@ -26,8 +22,8 @@ def why_not(row: Row) -> str:
 
 
 def advice(plan: ClusterPlan) -> str:
-    """Return what to use, whether quantizing pays, and what should cross nodes for experts."""
-    crossing = "" if plan.crossing is None else f" {_experts_or_tokens(plan.crossing)}"
+    """Return what to use, whether quantizing pays, and what should cross nodes."""
+    crossing = "" if plan.crossing is None else f" {plan.crossing}"
     use = _what_to_use(plan) + crossing
     if plan.advised is plan.best:
         return f"Use {use}" if len(plan.rows) > 1 else use
@@ -37,7 +33,7 @@ def advice(plan: ClusterPlan) -> str:
 def about_flags(plan: ClusterPlan) -> str:
     """Say that the configuration of the flags, which does not fit, is not among the others."""
     row = plan.row_of_flags
-    return f"The flags as given do not fit and are not compared: {describe(row)}, {why_not(row)}."
+    return f"The flags as given do not fit and are not compared: {row.candidate}, {why_not(row)}."
 
 
 def not_compared(plan: ClusterPlan) -> list[str]:
@@ -52,27 +48,27 @@ def not_compared(plan: ClusterPlan) -> list[str]:
 
 
 def about_alone(plan: ClusterPlan) -> str:
-    """Return what local steps cost, or why they are not offered."""
+    """Return what local SGD costs, or why it is not offered."""
     if not plan.alone:
-        return "Local steps are not offered: in a node nothing divides the batch."
+        return "Local SGD is not offered: in a node nothing divides the batch."
     row = plan.alone[0]
     if row.time is None:
         return (
-            "Local steps are not offered: a node must hold a whole replica, and the smallest "
-            f"configuration of one, {describe(row)}, {why_not(row)}."
+            "Local SGD is not offered: a node must hold a whole replica, and the smallest "
+            f"configuration of one, {row.candidate}, {why_not(row)}."
         )
     optimizer = plan.config.optimizer.optimizer
     known = [loss_change(optimizer, each.candidate.interval) for each in plan.alone]
     source = next((f": {each.source}" for each in known if each), "; there is no figure of it")
     return (
-        "Local steps change the result of training. They are advised where they are more than "
+        "Local SGD changes the result of training. It is advised where it is more than "
         f"{MUCH_FASTER:g} times as fast as the best of the others. Loss, compared with steps that "
         f"all take together{source}."
     )
 
 
 def loss_of(row: Row) -> str:
-    """Return how the loss of local steps compares with that of steps that all take together."""
+    """Return how the loss of local SGD compares with that of steps that all take together."""
     change = loss_change(row.candidate.config.optimizer.optimizer, row.candidate.interval)
     return "unknown" if change is None else str(change)
 
@@ -81,34 +77,11 @@ def _local_steps(plan: ClusterPlan) -> str:
     row, best = plan.advised, plan.best
     waits = best.time.across_nodes / best.time.typical
     return (
-        f"Use local steps, {describe(row)}: {seconds(row.time.typical)} a step, "
+        f"Use local SGD, {row.candidate}: {seconds(row.time.typical)} a step, "
         f"{best.time.typical / row.time.typical:.2g} times as fast as the best of steps that all "
-        f"take together, which waits for the links across nodes in {waits:.0%} of its step. They "
-        f"change the result of training, by published and measured losses {loss_of(row)}."
+        f"take together, which waits for the links across nodes in {waits:.0%} of its step. It "
+        f"changes the result of training, by published and measured losses {loss_of(row)}."
     )
-
-
-def _experts_or_tokens(crossing: ExpertCrossing) -> str:
-    """Return whether the weights of experts or tokens should cross nodes, and at which number."""
-    rows, across = _size(crossing.rows), f"the {crossing.across} ranks of all nodes"
-    if not crossing.weights > 0:
-        text = f"With {crossing.settings}, nothing of the experts crosses nodes in a step"
-        if crossing.first_copy:
-            size = _size(crossing.first_copy)
-            text += f": frozen weights do once in a run, {size} from each node"
-        return f"{text}. If {across} split the experts, {rows} of tokens would."
-    should = "tokens" if crossing.tokens < crossing.threshold_tokens else "weights"
-    return (
-        f"With {crossing.settings}, a node sends others {_size(crossing.weights)} of experts' "
-        f"weights and gradients in a step, or {rows} of tokens if {across} split the experts: "
-        f"with {crossing.tokens:,.0f} tokens of a node and step, {should} should cross (tokens "
-        f"below {crossing.threshold_tokens:,.0f})."
-    )
-
-
-def _size(num_bytes: float) -> str:
-    number, unit = (num_bytes / GIB, "GiB") if num_bytes >= GIB else (num_bytes / MIB, "MiB")
-    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
 def _what_to_use(plan: ClusterPlan) -> str:
@@ -117,20 +90,20 @@ def _what_to_use(plan: ClusterPlan) -> str:
     if len(plan.rows) == 1:
         waiting = best.time.across_nodes / best.time.typical
         return (
-            f"{describe(best)}: {seconds(best.time.typical)} a step, of which {waiting:.0%} waits "
+            f"{best.candidate}: {seconds(best.time.typical)} a step, of which {waiting:.0%} waits "
             "for the links across nodes. Without --as-given others are compared with it."
         )
     # `best` itself, if it is one of them.
     exact = next(
         (row for row in (best, *plan.fitting) if not row.candidate.settings.inexactness), None
     )
-    use = f"{describe(best)}: {seconds(best.time.typical)} a step{_if_whole(plan)}"
+    use = f"{best.candidate}: {seconds(best.time.typical)} a step{_if_whole(plan)}"
     if exact is None:
         return f"{use}. No unquantized configuration fits."
     if best is not exact:
         times = exact.time.typical / best.time.typical
         compared = f"{times:.2g} times as fast as the best without quantization"
-        return f"{use}, {compared} ({describe(exact)}){_why_slower(exact, best)}."
+        return f"{use}, {compared} ({exact.candidate}){_why_slower(exact, best)}."
     if plan.cluster.num_nodes == 1:
         return f"{use}. On a single node quantizing does not pay: no slow links are crossed."
     return (
@@ -146,7 +119,7 @@ def _if_whole(plan: ClusterPlan) -> str:
     whole = next((row for row in plan.fitting if not row.candidate.is_divided), None)
     if whole is None:
         return " (without splitting the model nothing fits)"
-    return f" ({seconds(whole.time.typical)} without splitting the model: {describe(whole)})"
+    return f" ({seconds(whole.time.typical)} without splitting the model: {whole.candidate})"
 
 
 def _why_slower(row: Row, faster: Row) -> str:
@@ -173,7 +146,7 @@ def what_would_fit(search: Search, plan: ClusterPlan) -> str:
     text = (
         f"the model fits nowhere on {cluster.num_ranks} GPUs of "
         f"{cluster.gpu.memory_bytes / GIB:.0f} GiB: the smallest configuration, "
-        f"{describe(smallest)}, {why_not(smallest)}"
+        f"{smallest.candidate}, {why_not(smallest)}"
     )
     needed = smallest.memory_bytes + cluster.reserved_bytes
     larger = f"GPUs of {needed / GIB:.0f} GiB"
@@ -182,24 +155,6 @@ def what_would_fit(search: Search, plan: ClusterPlan) -> str:
         parts = "--cpu-optimizer, shorter sequences or a smaller model"
         return f"{text}. It would need {larger}, and more nodes do not help: try {parts}"
     return f"{text}. It would fit on {num_nodes} such nodes, or on {larger}"
-
-
-def describe(row: Row) -> str:
-    """Return a configuration in words."""
-    candidate = row.candidate
-    recomputed = {"none": "no recomputation", "attention": "attention recomputed"}
-    text = recomputed.get(candidate.recomputed, "blocks recomputed")
-    tensor, pipe, context, chunks = candidate.sizes
-    sizes = {"tensor": tensor, "pipeline": pipe, "stages a rank": chunks, "context": context}
-    axes = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    uneven = stage_flags(candidate.config.parallel) if pipe > 1 else {}
-    axes += [f"{name} {value}" for name, value in uneven.items()]
-    if candidate.expert_ranks is not None:
-        axes.append(f"experts over {candidate.expert_ranks}")
-    if candidate.interval > 1:
-        axes.append(f"exchanged every {candidate.interval} steps")
-    name = ", ".join([*axes, candidate.settings.name])
-    return f"{name}, micro-batch {candidate.micro_batch}, {text}"
 
 
 def seconds(value: float) -> str:
@@ -215,8 +170,8 @@ def _nodes_that_fit(search: Search, smallest: Row) -> int | None:
         num_nodes *= 2
         larger = replace(cluster, num_nodes=num_nodes)
         config = smallest.candidate.config
-        samples = Schedules.of(config).batch_size.final
-        num_replicas = config.parallel.num_replicas(larger.num_ranks)
+        samples = config.schedules.batch_size.final
+        num_replicas = config.parallel.data_parallel_size(larger.num_ranks)
         multiple = num_replicas * config.batch.micro_batch_size
         batch = replace(config.batch, global_batch_size=-(-samples // multiple) * multiple)
         candidate = replace(smallest.candidate, config=replace(config, batch=batch))

@@ -49,7 +49,7 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
     _require_same_model(run, config, vocab_size)
     per_node = min(cluster.gpus_per_node, run.num_ranks)
     micro_batch = config.batch.micro_batch_size
-    replicas = config.parallel.num_replicas(run.num_ranks)
+    replicas = config.parallel.data_parallel_size(run.num_ranks)
     if run.num_ranks % per_node or run.global_batch_size % (micro_batch * replicas):
         raise InputError(
             f"--calibrate {path}: {run.num_ranks} GPUs took batches of {run.global_batch_size} "
@@ -63,7 +63,7 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
         config = with_interval(config, 1)
     measured_on = replace(cluster, num_nodes=run.num_ranks // per_node, gpus_per_node=per_node)
 
-    work = Search(config, vocab_size, measured_on).row(given_candidate(config)).work
+    planned = Search(config, vocab_size, measured_on).row(given_candidate(config)).forecast
 
     is_one_node = measured_on.num_nodes == 1
 
@@ -73,7 +73,7 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
         return replace(cluster, link_share=constant)
 
     def predict(value: float) -> float:
-        return work.typical(with_constant(measured_on, Range(value, value, value)))
+        return planned.typical(with_constant(measured_on, Range(value, value, value)))
 
     limits = PRODUCT_LIMITS if is_one_node else LINK_LIMITS
     fast, typical, slow = (_solve(predict, seconds, limits) for seconds in run.seconds)

@@ -1,8 +1,7 @@
-"""The settings that a plan compares: sizes of axes, stages, quantization, micro-batches,
-recomputation."""
+"""What a plan compares: sizes of axes, settings of ZeRO, micro-batches, recomputation."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import gcd, prod
 from types import MappingProxyType
@@ -10,11 +9,15 @@ from typing import Any
 
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.replicas import INTERVAL, interval_of, with_interval
-from megatron_zpp.planner.timing.balanced_stages import BY_TYPE, LayerSeconds, balanced_stages
-from megatron_zpp.settings.arguments import require_divisible
+from megatron_zpp.planner.timing.balanced_stages import (
+    BY_TYPE,
+    LayerSeconds,
+    balanced_stages,
+    stage_flags,
+)
+from megatron_zpp.planner.zero_settings import ZeroSettings
 from megatron_zpp.settings.config import Config, ParallelConfig
 from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, STAGES_PER_RANK
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp import ZeroConfig
 from zeropp.errors import InputError
 from zeropp.settings import JsonSection
@@ -33,28 +36,10 @@ COMPARED = frozenset(
     "nontrainable_weight_bits reduce_gradients_once".split()
 )  # keys of the JSON
 RECOMPUTED = MappingProxyType({"none": None, "attention": "selective", "all": "full"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroSettings:
-    """Settings of ZeRO: keys of the JSON's `zero_optimization` and `zeropp`.
-
-    inexactness: 0 for what computes as unquantized training does, larger for fewer bits.
-    """
-
-    name: str
-    inexactness: int
-    zero: Mapping[str, Any]
-    zeropp: Mapping[str, Any] = field(default_factory=dict)
-
-    def every(self, interval: int) -> "ZeroSettings":
-        """Return these settings in nodes that step alone, and exchange after so many steps."""
-        return replace(self, zeropp={**self.zeropp, INTERVAL: interval})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the part of a DeepSpeed JSON that asks for these settings."""
-        keys = {"zero_optimization": dict(self.zero)}
-        return keys | ({"zeropp": dict(self.zeropp)} if self.zeropp else {})
+SIZES = "T P C E: tensor, pipeline (x stages per rank), context and expert parallel sizes"
+RECOMPUTED_IN_WORDS = MappingProxyType(
+    {"none": "no recomputation", "attention": "attention recomputed", "all": "blocks recomputed"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +70,7 @@ class Candidate:
         return self.config.parallel.expert_model_parallel_size if has_experts else None
 
     def every(self, interval: int) -> "Candidate":
-        """Return this configuration of nodes that step alone with another interval."""
+        """Return this configuration of replicas with another interval."""
         config = with_interval(self.config, interval)
         return replace(self, settings=self.settings.every(interval), config=config)
 
@@ -98,6 +83,50 @@ class Candidate:
     def is_divided(self) -> bool:
         """Whether ranks split the model beside the data axis."""
         return prod(self.sizes) > 1
+
+    @property
+    def traits(self) -> set[object]:
+        """What it may be the first of in a table: its settings of ZeRO, and its sizes."""
+        return {self.settings.name, self.sizes, ("experts", self.expert_ranks)}
+
+    @property
+    def short_sizes(self) -> str:
+        """The sizes in a cell of a table."""
+        tensor, pipe, context, chunks = self.sizes
+        stages = f"{pipe}x{chunks}" if chunks > 1 else str(pipe)
+        return f"{tensor} {stages} {context} {self.expert_ranks or 1}"
+
+    @property
+    def flags(self) -> dict[str, int | str | None]:
+        """The flags that it needs beside its JSON; those without a value have ""."""
+        tensor, pipe, context, chunks = self.sizes
+        parallel = self.config.parallel
+        flags = {
+            "--micro-batch-size": self.micro_batch,
+            "--recompute-granularity": RECOMPUTED[self.recomputed],
+            "--tensor-model-parallel-size": tensor if tensor > 1 else None,
+            "--pipeline-model-parallel-size": pipe if pipe > 1 else None,
+            "--num-virtual-stages-per-pipeline-rank": chunks if chunks > 1 else None,
+            **(stage_flags(parallel) if pipe > 1 else {}),
+            "--context-parallel-size": context if context > 1 else None,
+            "--expert-model-parallel-size": self.expert_ranks,
+            "--cp-comm-type": parallel.cp_comm_type if context > 1 else None,
+            "--sequence-parallel": "" if tensor > 1 and parallel.sequence_parallel else None,
+        }
+        return {name: value for name, value in flags.items() if value is not None}
+
+    def __str__(self) -> str:
+        tensor, pipe, context, chunks = self.sizes
+        sizes = {"tensor": tensor, "pipeline": pipe, "stages a rank": chunks, "context": context}
+        axes = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        uneven = stage_flags(self.config.parallel) if pipe > 1 else {}
+        axes += [f"{name} {value}" for name, value in uneven.items()]
+        if self.expert_ranks is not None:
+            axes.append(f"experts over {self.expert_ranks}")
+        if self.interval > 1:
+            axes.append(f"exchanged every {self.interval} steps")
+        name = ", ".join([*axes, self.settings.name])
+        return f"{name}, micro-batch {self.micro_batch}, {RECOMPUTED_IN_WORDS[self.recomputed]}"
 
 
 def all_parallel(
@@ -171,14 +200,16 @@ def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes |
         return None
 
 
-def _checked_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes | None:
+def _checked_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes:
     base = replace(base, batch=replace(base.batch, micro_batch_size=1))  # others are compared
-    replicas = parallel.num_replicas(nodes.num_ranks)
-    Schedules.of(base).batch_size.check(replicas)
-    require_divisible(replace(base, parallel=parallel), replicas)
-    size = parallel.expert_model_parallel_size or 1
-    ranks = PlannedRanks(parallel=parallel, nodes=nodes, expert_ranks=size)
-    return ranks.data_nodes if ranks.expert_nodes else None
+    replicas = parallel.data_parallel_size(nodes.num_ranks)
+    base.schedules.batch_size.check(replicas)
+    config = replace(base, parallel=parallel)
+    config.require_divisible(replicas)
+    ranks = PlannedRanks(config=config, nodes=nodes)
+    if ranks.inner_size > 1:
+        ranks.nodes_of(ranks.inner_size)
+    return ranks.data_nodes
 
 
 def why_undivided(base: Config, nodes: Nodes, name: str) -> str | None:
@@ -200,106 +231,6 @@ def why_undivided(base: Config, nodes: Nodes, name: str) -> str | None:
     return None
 
 
-def settings_of(base: Config, nodes: Nodes, *, is_divided: bool) -> list[ZeroSettings]:
-    """Return the settings of ZeRO that are compared on a data axis of these nodes.
-
-    `is_divided`: ranks split the model beside it.
-    """
-    if base.lora.lora_rank:
-        return adapter_settings(nodes.count, nodes.ranks_per_node * nodes.parts)
-    if is_divided:
-        return divided_settings(nodes)
-    return all_settings(nodes.count, nodes.ranks_per_node)
-
-
-def adapter_settings(num_nodes: int, ranks_per_node: int) -> list[ZeroSettings]:
-    """Return the settings of ZeRO for adapters of frozen weights, which may be stored as codes."""
-    plain = [
-        ZeroSettings(name=f"stage {stage}", inexactness=0, zero={"stage": stage})
-        for stage in (0, 1, 2, 3)
-    ]
-    if num_nodes * ranks_per_node == 1:
-        plain = plain[:1]
-    kept: dict[str, Any] = {"stage": 3}
-    if num_nodes > 1 and ranks_per_node > 1:
-        kept["zero_hpz_partition_size"] = ranks_per_node
-        plain.append(ZeroSettings(name="stage 3, hpZ", inexactness=0, zero=kept))
-    stored = kept | {"zero_quantized_nontrainable_weights": True}
-    four_bits = {"nontrainable_weight_bits": 4}
-    return [
-        *plain,
-        ZeroSettings(name="MixZ++, INT8", inexactness=1, zero=stored),
-        ZeroSettings(name="MixZ++, INT4", inexactness=2, zero=stored, zeropp=four_bits),
-    ]
-
-
-def divided_settings(nodes: Nodes) -> list[ZeroSettings]:
-    """Return the settings of ZeRO that are compared where ranks split the model, on a data axis.
-
-    They are those of `all_settings` that send least for what they hold: stages 1 and 3 as they are
-    and with gradients once, quantized where the data axis crosses nodes.
-    """
-    settings = all_settings(nodes.count, nodes.ranks_per_node * nodes.parts)
-    if nodes.num_ranks == 1:
-        return settings[:1]
-    names = ["stage 1", "stage 3", "stage 3, gradients once"]
-    if nodes.count > 1:
-        names += ["stage 1, qwZ qgZ", "stage 3, hpZ, gradients once", "stage 3, qwZ hpZ qgZ"]
-        names += ["stage 3, qwZ hpZ qgZ, gradients once"]
-    return [each for each in settings if each.name in names]
-
-
-def all_settings(num_nodes: int, ranks_per_node: int) -> list[ZeroSettings]:
-    """Return the settings of ZeRO that are worth comparing on such nodes."""
-    qwz, qgz = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
-    hpz, both = {"zero_hpz_partition_size": ranks_per_node}, qwz | qgz
-    every, once = hpz | both, {"reduce_gradients_once": True}
-    steps = {"weight_steps": True, "code_messages": True}
-    three_bits = steps | {"gradient_bits": (8, 3)}
-    rows: list[tuple[int, str, int, Mapping, Mapping]] = [(0, "", 0, {}, {})]
-    if num_nodes * ranks_per_node > 1:
-        ways = enumerate({"": {}, "qwZ": qwz, "qgZ": qgz, "qwZ qgZ": both}.items())
-        rows += [
-            (stage, name, inexactness, keys, {})
-            for stage, (inexactness, (name, keys)) in product((1, 2, 3), ways)
-        ]
-        rows.append((3, "gradients once", 0, {}, once))
-    if num_nodes > 1 and ranks_per_node > 1:
-        rows += [
-            (3, "hpZ", 0, hpz, {}),
-            (3, "hpZ, gradients once", 0, hpz, once),
-            (3, "qwZ hpZ", 1, hpz | qwz, {}),
-            (3, "hpZ qgZ", 2, hpz | qgz, {}),
-            (3, "qwZ hpZ qgZ", 3, every, {}),
-            (3, "qwZ hpZ qgZ, gradients once", 3, every, once),
-            (3, "qwZ hpZ qgZ, INT4 in the node too", 4, every, {"gradient_bits": (4, 4)}),
-            (3, "qwZ hpZ qgZ, steps of codes", 5, every, steps),
-            (3, "qwZ hpZ qgZ, steps of codes, INT3", 6, every, three_bits),
-            (3, "qwZ hpZ qgZ, steps of codes, INT3, gradients once", 6, every, three_bits | once),
-        ]
-    return [
-        ZeroSettings(
-            name=f"stage {stage}, {name}" if name else f"stage {stage}",
-            inexactness=inexactness,
-            zero={"stage": stage, **keys},
-            zeropp=zeropp,
-        )
-        for stage, name, inexactness, keys, zeropp in rows
-    ]
-
-
-def given_settings(zero: ZeroConfig) -> ZeroSettings:
-    """Return the settings of ZeRO that the flags and the JSON ask for."""
-    optimization = zero.zero_optimization
-    parts = [f"stage {zero.stage} as given"]
-    parts += ["qwZ"] * optimization.zero_quantized_weights
-    parts += ["hpZ"] * (optimization.zero_hpz_partition_size > 1)
-    parts += ["qgZ"] * optimization.zero_quantized_gradients
-    parts += ["MixZ++"] * (zero.placement.frozen_bits is not None)
-    inexactness = optimization.zero_quantized_weights + 2 * optimization.zero_quantized_gradients
-    return ZeroSettings(name=", ".join(parts), inexactness=inexactness, zero={})
-
-
 def candidates_of(
     base: Config,
     settings: ZeroSettings,
@@ -312,7 +243,7 @@ def candidates_of(
     that what follows one that does not fit in memory need not be looked at.
     """
     base = base if parallel is None else replace(base, parallel=parallel)
-    final = Schedules.of(base).batch_size.final
+    final = base.schedules.batch_size.final
     share = 0 if final % num_replicas else final // num_replicas
     sizes = [size for size in range(1, min(share, LARGEST_MICRO_BATCH) + 1) if share % size == 0]
     if base.parallel.num_virtual_stages_per_pipeline_rank:
@@ -343,7 +274,7 @@ def given_candidate(base: Config) -> Candidate:
     granularity = base.recompute.recompute_granularity
     names = {value: name for name, value in RECOMPUTED.items()}
     return Candidate(
-        settings=given_settings(base.zero),
+        settings=ZeroSettings.given(base.zero),
         micro_batch=base.batch.micro_batch_size,
         recomputed=names[granularity],
         config=base,

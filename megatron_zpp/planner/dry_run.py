@@ -12,13 +12,13 @@ from megatron_zpp.checkpoint.pretrained_model import with_initial_model
 from megatron_zpp.data.text_source import resolve_vocab_size
 from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.planner import estimate as kinds
-from megatron_zpp.planner.estimate import Estimate, estimate
-from megatron_zpp.planner.replicas import PlannedReplicas
+from megatron_zpp.planner import run_forecast as kinds
+from megatron_zpp.planner.parts.balanced_routing import assumption
+from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.settings.config import Config
 from zeropp.ranks import Environment, free_bytes
 from zeropp.sharding import describe
-from zeropp.wire import AXES, PURPOSES, Nodes
+from zeropp.wire import Nodes
 
 DOES_NOT_FIT = 1  # exit status
 MIB, GIB = 2**20, 2**30
@@ -32,13 +32,12 @@ ADVICE = MappingProxyType(
         kinds.IN_FLIGHT: "--zero-stage 2 or 3 sums smaller gradients; smaller blocks help, too",
         kinds.ACTIVATIONS: f"--recompute-granularity full keeps least; {SMALLER_MICRO_BATCH}",
         kinds.HEAD: SMALLER_MICRO_BATCH,
-        kinds.AGREED: "zeropp.sync_on_host keeps agreed weights on the host",
+        kinds.AGREED: "zeropp.sync_on_host keeps global parameters on the host",
         kinds.OUTER_STATE: "more nodes share out the outer momentum",
         kinds.EXCHANGE: "more ranks in a node make each rank's share of an exchange smaller",
         kinds.SAVED_COPY: "without --async-save, saving needs no copy",
     }
 )
-BALANCED = "\nif all experts get equally many tokens"
 OFFLOAD_MORE = "; --cpu-optimizer moves fp32 weights, gradients and moments to the host"
 OFFLOAD_LESS = "; offload_optimizer.ratio below 1 keeps some of it on the device"
 
@@ -76,20 +75,17 @@ def dry_run(
     gpu = find_gpu(environment)
     nodes, ranks_per_machine = _nodes(config, environment)
     vocab_size = resolve_vocab_size(config.data, config.tokenizer)
-    replicas = PlannedReplicas.of(config, nodes)
-    if replicas is not None:
-        config, nodes = replicas.config, replicas.nodes
-    memory_estimate = estimate(config, vocab_size, nodes, is_cpu=gpu is None, replicas=replicas)
-    memories = _memories(memory_estimate, gpu, ranks_per_machine)
+    run = RunForecast.of(config, vocab_size, nodes, is_cpu=gpu is None)
+    memories = _memories(run, gpu, ranks_per_machine)
     too_small = [memory for memory in memories if not memory.fits]
-    rows = _rows(config, memory_estimate, vocab_size)
-    if replicas is not None:
+    rows = _rows(run, vocab_size)
+    if run.replicas is not None:
         rows = [row for row in rows if row[0] != "nodes"]
-        rows.insert(-1, ("nodes", f"{replicas}\nwhat is above is of one of them"))
+        rows.insert(-1, ("nodes", f"{run.replicas}\nwhat is above is of one of them"))
     verdict = "does not fit" if too_small else "fits"
     console.table("Dry run", [*rows, (verdict, "\n".join(map(str, memories)))])
     for memory in too_small:
-        advice = _advice(memory, memory_estimate, config)
+        advice = _advice(memory, run)
         console.line(f"error: does not fit, {memory}: {advice}")
     return DOES_NOT_FIT if too_small else 0
 
@@ -116,22 +112,21 @@ def _nodes(config: Config, environment: Environment) -> tuple[Nodes, int]:
 
 
 def _memories(
-    memory_estimate: Estimate, gpu: tuple[str, int] | None, ranks_per_machine: int
+    run: RunForecast, gpu: tuple[str, int] | None, ranks_per_machine: int
 ) -> list[Memory]:
     """Return the memories that the run needs: the GPU, the host or both."""
-    host = Memory(
-        name="host", needed=memory_estimate.host_bytes, size=free_bytes(), ranks=ranks_per_machine
-    )
+    host = Memory(name="host", needed=run.host_bytes, size=free_bytes(), ranks=ranks_per_machine)
     if gpu is None:
         return [host]
     name, size = gpu
-    device = Memory(name=name, needed=memory_estimate.device_bytes, size=size)
-    return [device, host] if memory_estimate.host_bytes else [device]
+    device = Memory(name=name, needed=run.device_bytes, size=size)
+    return [device, host] if run.host_bytes else [device]
 
 
-def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tuple[str, object]]:
-    model, run = config.model, memory_estimate.run
-    plan = run.plan
+def _rows(run: RunForecast, vocab_size: int) -> list[tuple[str, object]]:
+    rank = run.fullest
+    config, plan = rank.config, rank.plan
+    model = config.model
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {vocab_size:,}"
@@ -145,27 +140,24 @@ def _rows(config: Config, memory_estimate: Estimate, vocab_size: int) -> list[tu
     }
     shared = [f"{size} ranks share {what}" for what, size in axes.items() if size > 1]
     batch = (
-        f"{run.num_micro_batches} micro-batches of "
+        f"{rank.num_micro_batches} micro-batches of "
         f"{config.batch.micro_batch_size} samples of {model.seq_length} tokens "
         f"on each of {num_replicas} {'replicas' if shared else 'ranks'}"
     )
-    others = (each for each in memory_estimate.sent if each[0] not in (*PURPOSES, *AXES))
-    has_others = bool(shared) or model.has_experts or any(others)
-    sent = memory_estimate.sent if has_others else None
-    memory = {"host": memory_estimate.host}
-    if memory_estimate.device:
-        memory = {"device": memory_estimate.device, **memory}
+    memory = {"host": run.host}
+    if run.device:
+        memory = {"device": run.device, **memory}
     return [
-        ("model", f"{shape}: {run.model.whole.num_parameters():,} parameters"),
-        *(row for each in run.capabilities for row in each.model_rows(run.model.whole)),
+        ("model", f"{shape}: {rank.model.num_parameters:,} parameters"),
+        *(row for each in rank.capabilities for row in each.model_rows(rank.model.whole)),
         ("batch", batch),
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", plan.stage),
-        *_optimizer_rows(config, memory_estimate.optimizer_flops),
-        *(row for each in run.capabilities for row in each.rows()),
-        *describe(plan, run.num_micro_batches, sent),
-        ("memory", _memory_table(memory) + (BALANCED if model.has_experts else "")),
+        *_optimizer_rows(config, run.optimizer_flops),
+        *(row for each in rank.capabilities for row in each.rows()),
+        *describe(plan, rank.num_micro_batches, run.sent),
+        ("memory", _memory_table(memory) + assumption(model)),
     ]
 
 
@@ -190,16 +182,16 @@ def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> str:
     return "\n".join([*lines, f"{'total':<24}{totals}"])
 
 
-def _advice(memory: Memory, memory_estimate: Estimate, config: Config) -> str:
+def _advice(memory: Memory, run: RunForecast) -> str:
     """Return advice for a memory that is too small, by the largest kind in it."""
     is_host = memory.name == "host"
-    bytes_by_kind = memory_estimate.host if is_host else memory_estimate.device
+    bytes_by_kind = run.host if is_host else run.device
     largest_kind = max(bytes_by_kind, key=bytes_by_kind.__getitem__)
     advice = ADVICE.get(largest_kind, SHARD_MORE)
     if memory.ranks > 1:
         advice += "; fewer ranks on a machine share its memory among fewer"
-    if not memory_estimate.device:
+    if not run.device:
         return advice
-    if not config.zero.offloads_optimizer:
+    if not run.first.config.zero.offloads_optimizer:
         return advice + OFFLOAD_MORE
     return advice + (OFFLOAD_LESS if is_host else "")

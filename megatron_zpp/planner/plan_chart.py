@@ -92,7 +92,7 @@ def _draw_rates(axes, search: Search, rows: Sequence[Row]) -> None:
     curves = []
     alone = [row.candidate.interval > 1 for row in rows]
     for row, colour in zip(rows, COLOURS, strict=False):
-        seconds = [row.work.typical(search.cluster.with_link(rate)) for rate in rates]
+        seconds = [row.forecast.typical(search.cluster.with_link(rate)) for rate in rates]
         curves.append(seconds)
         axes.plot(rates, seconds, color=colour, label=_label(row))
     axes.axvline(

@@ -20,12 +20,10 @@ from megatron_zpp.planner.advice import (
     not_compared,
     why_not,
 )
-from megatron_zpp.planner.candidates import RECOMPUTED
+from megatron_zpp.planner.candidates import SIZES
 from megatron_zpp.planner.replicas import loss_change
 from megatron_zpp.planner.search import ClusterPlan, Row
-from megatron_zpp.planner.timing.balanced_stages import stage_flags
 from megatron_zpp.planner.timing.hardware import GBIT, GIB
-from megatron_zpp.settings.scheduled_values import Schedules
 
 Columns = Mapping[str, Callable[[Row], str]]  # the text of a cell, by the title of its column
 WIDTH = 100  # columns, where there is no terminal
@@ -41,7 +39,7 @@ NOTES = (
     "places: configurations that differ by less than the error of a prediction share one, except "
     "those that leave 0.0 GiB; the advice is the most exact configuration of the first place",
     "fastest, slowest: the range of a step's seconds; MFU without recomputation, HFU with it",
-    "T P C E: tensor, pipeline (x stages per rank), context and expert parallel sizes",
+    SIZES,
     "bubble: waiting for other stages; across, node: for links between and within nodes; kernels: "
     "quantizing",
     "left out: oversubscribed switches, stragglers, kernel launches, data loading, saving",
@@ -65,7 +63,7 @@ def print_plan(plan: ClusterPlan, top: int, console: Console | None = None) -> N
         console.print(line, soft_wrap=True)
     if plan.fitting and plan.cluster.num_nodes > 1 and len(plan.rows) > 1:
         _print_alone(plan, console)
-    if timed and plan.row_of_flags.work.run.optimizer is not None:
+    if timed and plan.row_of_flags.forecast.first.optimizer is not None:
         console.print(_optimizer_line(plan.config.optimizer.optimizer.title(), timed[0][1]))
     for note in NOTES:
         console.print(note)
@@ -82,7 +80,7 @@ def print_plan(plan: ClusterPlan, top: int, console: Console | None = None) -> N
 
 
 def _print_alone(plan: ClusterPlan, console: Console) -> None:
-    """Print what nodes that step alone take, or why they are not offered."""
+    """Print what replicas take, or why they are not offered."""
     console.print(f"\n{ALONE}")
     timed = [(str(row.candidate.interval), row) for row in plan.alone if row.time is not None]
     columns = {title: CONFIGURATION[title] for title in [*CONFIGURATION][:-2]}
@@ -104,7 +102,7 @@ def _optimizer_line(name: str, row: Row) -> str:
 def subject(plan: ClusterPlan) -> dict[str, str]:
     """Return what is planned: the model, the batch, the cluster, and what its constants rest on."""
     model, cluster = plan.config.model, plan.cluster
-    samples = Schedules.of(plan.config).batch_size.final
+    samples = plan.config.schedules.batch_size.final
     return {
         "model": f"{plan.row_of_flags.num_parameters / 1e9:.3g} billion parameters, "
         f"{model.num_layers} layers, hidden {model.hidden_size}, "
@@ -133,7 +131,7 @@ def plan_json(plan: ClusterPlan) -> dict[str, Any]:
         "best": rows.index(plan.advised) if plan.fitting else None,
         "not_compared": not_compared(plan),
         "flags_do_not_fit": None if plan.row_of_flags.fits else why_not(plan.row_of_flags),
-        **({"experts_or_tokens": plan.crossing.to_json()} if plan.crossing else {}),
+        **({} if plan.crossing is None else plan.crossing.to_json()),
         "rows": [
             _row_json(
                 row, plan.places[index] if index < len(plan.places) else None, cluster.num_ranks
@@ -151,10 +149,8 @@ def best_of_settings(plan: ClusterPlan) -> Iterator[tuple[int | None, Row]]:
     best = plan.best if plan.fitting else None
     seen: set[object] = set()
     for index, row in enumerate(plan.rows):
-        candidate = row.candidate
-        keys = {candidate.settings.name, candidate.sizes, ("experts", candidate.expert_ranks)}
-        if not keys <= seen or row is best:
-            seen |= keys
+        if not row.candidate.traits <= seen or row is best:
+            seen |= row.candidate.traits
             yield (plan.places[index] if row.fits else None), row
 
 
@@ -180,19 +176,13 @@ def _place(place: int | None) -> str:
     return "-" if place is None else str(place)
 
 
-def _sizes(row: Row) -> str:
-    tensor, pipe, context, chunks = row.candidate.sizes
-    experts = row.candidate.expert_ranks or 1
-    return f"{tensor} {pipe}{f'x{chunks}' if chunks > 1 else ''} {context} {experts}"
-
-
 def _share(part: str) -> Callable[[Row], str]:
     return lambda row: f"{max(0.0, getattr(row.time, part)) / row.time.typical:.0%}"
 
 
 CONFIGURATION: Columns = MappingProxyType(
     {
-        "T P C E": _sizes,
+        "T P C E": lambda row: row.candidate.short_sizes,
         "micro-\nbatch": lambda row: str(row.candidate.micro_batch),
         "recom-\nputed": lambda row: row.candidate.recomputed,
         "GiB a GPU\n(left)": lambda row: (
@@ -254,24 +244,7 @@ def _loss_json(row: Row) -> dict[str, Any]:
 
 def _flags(row: Row) -> str:
     """Return the flags that a configuration needs beside its JSON."""
-    granularity = RECOMPUTED[row.candidate.recomputed]
-    tensor, pipe, context, chunks = row.candidate.sizes
-    parallel = row.candidate.config.parallel
-    flags = {
-        "--micro-batch-size": row.candidate.micro_batch,
-        "--recompute-granularity": granularity,
-        "--tensor-model-parallel-size": tensor if tensor > 1 else None,
-        "--pipeline-model-parallel-size": pipe if pipe > 1 else None,
-        "--num-virtual-stages-per-pipeline-rank": chunks if chunks > 1 else None,
-        **(stage_flags(parallel) if pipe > 1 else {}),
-        "--context-parallel-size": context if context > 1 else None,
-        "--expert-model-parallel-size": row.candidate.expert_ranks,
-        "--cp-comm-type": parallel.cp_comm_type if context > 1 else None,
-    }
-    words = [f"{name} {value}" for name, value in flags.items() if value is not None]
-    if tensor > 1 and parallel.sequence_parallel:
-        words.append("--sequence-parallel")
-    return " ".join(words)
+    return " ".join(f"{name} {value}".strip() for name, value in row.candidate.flags.items())
 
 
 def _console() -> Console:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.planner.parts.planned_run import Places, PlannedRun
+from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Sent
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES
 from megatron_zpp.planner.state_memory import MOMENTS, SAVED_COPY, WEIGHTS
 from megatron_zpp.planner.timing.hardware import GB, Rates, hardware_table
@@ -31,7 +31,7 @@ OF_ALL, OF_OWNED, MESSAGES = 3, 3, 2
 WAYS = 2  # to the owners, and back
 INTERVAL = "sync_every"  # the key of the JSON
 OUTER = (PURPOSE, "across_nodes")
-AGREED, OUTER_STATE, EXCHANGE = "agreed weights", "outer momentum", "buffers of an exchange"
+AGREED, OUTER_STATE, EXCHANGE = "global parameters", "outer momentum", "buffers of an exchange"
 FP32_BITS = 32  # which are not coded
 
 
@@ -63,7 +63,7 @@ class PlannedReplicas:
             count, rest = divmod(nodes.num_ranks, size)
         if rest or (count == 1 and settings.sync_store is None):
             raise InputError(
-                f"zeropp.sync_every lets nodes step alone, here of {size} ranks, and "
+                f"zeropp.sync_every makes nodes replicas, here of {size} ranks, and "
                 f"{nodes.num_ranks} ranks are not several of them: give a multiple, or set "
                 "zeropp.ranks_per_node"
             )
@@ -76,7 +76,8 @@ class PlannedReplicas:
         )
 
     def __str__(self) -> str:
-        return f"{self.num_replicas} that step alone, exchange {self.schedule} in {self.bits} bits"
+        number, when = self.num_replicas, self.schedule
+        return f"{number} that train independently, synchronized {when} in {self.bits} bits"
 
     @cached_property
     def schedule(self) -> SyncSchedule:
@@ -102,7 +103,7 @@ class PlannedReplicas:
         return min(1.0, schedule.delay * schedule.fragments / interval)
 
     def state_bytes(self, run: PlannedRun) -> tuple[int, int]:
-        """Return a rank's agreed weights, and its outer momentum with what rounding has lost."""
+        """Return a rank's global parameters, and its outer momentum with what rounding has lost."""
         (sizes, *_) = _sizes_by_rank(run)
         feeds = self.config.zero.zeropp.sync_feedback
         mean = _mean(sizes, self.num_replicas, self.bits, feeds)
@@ -142,7 +143,7 @@ class PlannedReplicas:
         share = 2 * (self.num_replicas - 1) / self.num_replicas
         return self.nodes.ranks_per_node * share * self.packed_bytes(run)
 
-    def sent_by_node(self, run: PlannedRun) -> dict[tuple[str, str], float]:
+    def sent_by_node(self, run: PlannedRun) -> Sent:
         """Return the bytes of a node of such ranks per step, before they are coded."""
         per_step = self.exchanged_bytes(run) / self.interval
         return {(PURPOSE, "in_node"): 0.0, OUTER: per_step}
@@ -206,7 +207,7 @@ def _sizes_by_rank(run: PlannedRun) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedExchange:
-    """What replicas exchange every so many steps, beside which they take a share of these steps.
+    """What replicas exchange every `interval` steps, beside which they take a share of these steps.
 
     elements: that a rank has. packed_bytes: of these, in messages. far_bytes: that a node sends.
     """

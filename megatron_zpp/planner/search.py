@@ -8,33 +8,28 @@ from math import prod
 import torch
 
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.planner.activations import ActivationTraces
 from megatron_zpp.planner.candidates import (
     TIE,
     Candidate,
     all_parallel,
     candidates_of,
     given_candidate,
-    settings_of,
 )
-from megatron_zpp.planner.estimate import estimate_places
-from megatron_zpp.planner.experts_or_tokens import ExpertCrossing, expert_crossing
-from megatron_zpp.planner.node_traffic import mean_of_nodes
+from megatron_zpp.planner.crossing import Crossing, crossing_of
 from megatron_zpp.planner.parts.meta_model import MetaModel
-from megatron_zpp.planner.parts.planned_run import plan_places
-from megatron_zpp.planner.replicas import PlannedReplicas, compared_intervals
-from megatron_zpp.planner.step_work import StepTime, StepWork
+from megatron_zpp.planner.replicas import compared_intervals
+from megatron_zpp.planner.run_forecast import RunForecast, StepTime
 from megatron_zpp.planner.timing.balanced_stages import LayerSeconds
-from megatron_zpp.planner.timing.computing import layer_seconds
+from megatron_zpp.planner.timing.computing import Computing
 from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
+from megatron_zpp.planner.zero_settings import compared_settings
 from megatron_zpp.recipe.capability import settled
 from megatron_zpp.settings.config import Config, ParallelConfig
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.optim import OPTIMIZER
 from zeropp.wire import HOPS, Nodes
 
 BYTES_PER_WEIGHT = 2  # in M, the bytes of the model in 16 bit
-# Local steps lose loss, which more computing makes up for: three times as much lowers the loss by
+# Local SGD loses loss, which more computing makes up for: three times as much lowers the loss by
 # 5% (Kaplan et al. 2020, arXiv:2001.08361: C^-0.05), which is more than the published ones lose.
 MUCH_FASTER = 3.0
 # Of several intervals the shortest is taken that is at most so much slower than the longest.
@@ -44,33 +39,31 @@ ROOM = GIB // 20  # memory left below which the table shows 0.0 GiB
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """A configuration and its work on a cluster, of which all else is computed when asked for."""
+    """A configuration and its run on a cluster."""
 
     candidate: Candidate
-    num_parameters: int
-    vocab_size: int
     cluster: Cluster
-    work: StepWork
-    traces: ActivationTraces
+    forecast: RunForecast
 
-    @cached_property
+    @property
     def memory(self) -> Mapping[str, int]:
         """The bytes of its fullest rank, by kind."""
-        return estimate_places(self.work.places, self.traces, self.work.replicas).device
+        return self.forecast.device
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of the model's parameters."""
+        return self.forecast.first.model.num_parameters
 
     @property
     def usable_bytes(self) -> int:
         """What is there for a rank."""
         return self.cluster.usable_bytes
 
-    @cached_property
-    def _sent(self) -> Mapping[tuple[str, str], float]:
-        return mean_of_nodes(self.work.places, self.work.replicas)
-
     @property
     def sent_in_m(self) -> dict[str, float]:
         """What a node sends in a step, by hop, in M."""
-        return {hop: self._in_m(key for key in self._sent if key[1] == hop) for hop in HOPS}
+        return {hop: self._in_m(key for key in self.forecast.sent if key[1] == hop) for hop in HOPS}
 
     @property
     def optimizer_in_m(self) -> dict[str, float]:
@@ -78,24 +71,24 @@ class Row:
         return {hop: self._in_m([(OPTIMIZER, hop)]) for hop in HOPS}
 
     def _in_m(self, keys: Iterable[tuple[str, str]]) -> float:
-        num_bytes = sum(self._sent.get(key, 0.0) for key in keys)
+        num_bytes = sum(self.forecast.sent.get(key, 0.0) for key in keys)
         return num_bytes / (self.num_parameters * BYTES_PER_WEIGHT)
 
     @cached_property
     def seconds(self) -> float:
         """The typical seconds of a step, whether it fits or not."""
-        return self.work.typical(self.cluster)
+        return self.forecast.typical(self.cluster)
 
     @cached_property
     def time(self) -> StepTime | None:
         """All times of a step, if it fits."""
-        return self.work.time(self.cluster) if self.fits else None
+        return self.forecast.time(self.cluster) if self.fits else None
 
     @property
     def tokens_per_second(self) -> float:
         """The tokens of a step in its typical seconds."""
         config = self.candidate.config
-        return Schedules.of(config).batch_size.final * config.model.seq_length / self.seconds
+        return config.schedules.batch_size.final * config.model.seq_length / self.seconds
 
     @property
     def mfu(self) -> float:
@@ -109,8 +102,8 @@ class Row:
 
     def _share_of_peak(self, kind: str) -> float:
         config = self.candidate.config
-        flops = TokenFlops.of(config.model, config.recompute, self.vocab_size)
-        peak = self.cluster.gpu.peak(self.work.run.compute_dtype)
+        flops = TokenFlops.of(config.model, config.recompute, self.forecast.first.model.vocab_size)
+        peak = self.cluster.gpu.peak(self.forecast.first.compute_dtype)
         return self.tokens_per_second / self.cluster.num_ranks / peak * getattr(flops, kind)
 
     @property
@@ -137,18 +130,17 @@ class ClusterPlan:
     """All configurations that were looked at, those that fit first, and fastest first.
 
     row_of_flags: the configuration of the flags. places: ranks of the rows that fit; equal ones are
-    ties, the fastest first. crossing: what crosses nodes for a mixture of experts, with the
+    ties, the fastest first. crossing: what crosses nodes where there is a choice, with the
     settings of the best row that has the choice, or of the flags if none fits. alone: those of
-    nodes that step alone, by their intervals; only the smallest if none fits in a node.
+    replicas, by their intervals; only the smallest if none fits in a node.
     """
 
     cluster: Cluster
     config: Config
-    vocab_size: int
     rows: tuple[Row, ...]
     places: tuple[int, ...]
     row_of_flags: Row
-    crossing: ExpertCrossing | None = None
+    crossing: Crossing | None = None
     alone: tuple[Row, ...] = ()
 
     @property
@@ -165,7 +157,7 @@ class ClusterPlan:
 
     @property
     def advised(self) -> Row:
-        """What to use: the best row, or local steps that are `MUCH_FASTER`."""
+        """What to use: the best row, or replicas that are `MUCH_FASTER`."""
         best = self.best
         times = [row.seconds for row in self.alone if row.fits]
         if not times or best.seconds <= MUCH_FASTER * min(times):
@@ -182,19 +174,14 @@ class Search:
         self.nodes = Nodes.of(range(cluster.num_ranks), cluster.gpus_per_node)
         self.base = settled(base, self.nodes)
         self._model = MetaModel(base, vocab_size)
-        self._traces = ActivationTraces()
-
-    @cached_property
-    def num_parameters(self) -> int:
-        """The number of the model's parameters."""
-        return self._model.whole.num_parameters()
 
     @cached_property
     def _layer_seconds(self) -> LayerSeconds:
         """The seconds of layers with the sizes of the flags."""
         dtype = getattr(torch, self.base.zero.compute_format)
         rates = self.cluster.at(TYPICAL, dtype)
-        return layer_seconds(self.base, self.vocab_size, dtype.itemsize, rates)
+        computing = Computing(config=self.base, itemsize=dtype.itemsize, rates=rates)
+        return computing.layer_seconds(self.vocab_size)
 
     def run(
         self, *, only_flags: bool = False, on_row: Callable[[int], None] | None = None
@@ -219,7 +206,6 @@ class Search:
         plan = ClusterPlan(
             cluster=self.cluster,
             config=self.base,
-            vocab_size=self.vocab_size,
             rows=(*fitting, *too_large),
             places=tuple(places),
             row_of_flags=row_of_flags,
@@ -228,12 +214,10 @@ class Search:
         best_first = (plan.best, *plan.fitting) if plan.fitting else (row_of_flags,)
         return replace(plan, crossing=self._crossing(best_first))
 
-    def _crossing(self, rows: Iterable[Row]) -> ExpertCrossing | None:
-        """Return what crosses nodes for a mixture of experts, of the first row with a choice."""
-        if not self.base.model.has_experts:
-            return None
+    def _crossing(self, rows: Iterable[Row]) -> Crossing | None:
+        """Return what crosses nodes, of the first row with a choice."""
         crossings = (
-            expert_crossing(row.candidate, self.vocab_size, self.nodes, self._model)
+            crossing_of(row.candidate, self.nodes, self._model)
             for row in rows
             if row.candidate.interval == 1
         )
@@ -245,7 +229,7 @@ class Search:
             yield from self._rows_with(parallel, nodes, self.cluster.num_ranks)
 
     def _alone(self) -> list[Row]:
-        """Return the best row of nodes that step alone, with each interval that is compared.
+        """Return the best row of replicas, with each interval that is compared.
 
         What a node does between exchanges does not depend on the interval, so that its layout is
         found once. If nothing fits in a node, the smallest row is returned.
@@ -262,15 +246,15 @@ class Search:
         return [self.row(best.every(interval)) for interval in intervals]
 
     def _rows_alone(self, interval: int) -> Iterator[Row]:
-        """Yield rows of nodes that step alone, which divide the model if it does not fit whole."""
+        """Yield rows of replicas, which divide the model if it does not fit whole."""
         size, num_nodes = self.cluster.gpus_per_node, self.cluster.num_nodes
-        samples, rest = divmod(Schedules.of(self.base).batch_size.final, num_nodes)
+        samples, rest = divmod(self.base.schedules.batch_size.final, num_nodes)
         if rest:
             return
         share = replace(self.base, batch=replace(self.base.batch, global_batch_size=samples))
         fits, alone = False, Nodes.of(range(size), size)
         for parallel, nodes in all_parallel(share, alone, self._layer_seconds):
-            if fits and parallel.num_replicas(size) < size:
+            if fits and parallel.data_parallel_size(size) < size:
                 return
             for row in self._rows_with(parallel, nodes, size, interval):
                 fits = fits or row.fits
@@ -281,12 +265,13 @@ class Search:
     ) -> Iterator[Row]:
         """Yield rows of `num_ranks` that train a model, but none of micro-batches beyond memory.
 
-        nodes: of the data axis. Those with an `interval` are one node of all, each of which steps
-        alone; in these nothing is quantized, as their links are fast.
+        nodes: of the data axis. Those with an `interval` are one node of all, each of which is
+        a replica; in these nothing is quantized, as their links are fast.
         """
-        num_replicas = parallel.num_replicas(num_ranks)
+        num_replicas = parallel.data_parallel_size(num_ranks)
         is_divided = num_replicas < num_ranks
-        for each in settings_of(self.base, nodes, is_divided=is_divided):
+        has_adapters = self.base.lora.lora_rank > 0
+        for each in compared_settings(nodes, is_divided=is_divided, has_adapters=has_adapters):
             if interval > 1 and each.inexactness:
                 continue
             settings = each if interval == 1 else each.every(interval)
@@ -326,24 +311,17 @@ class Search:
         """Return the row of a configuration.
 
         `like` is one that differs in its micro-batch or recomputation alone. Raises InputError for
-        nodes that should step alone and are not several.
+        replicas that are not several.
         """
-        config, nodes = candidate.config, self.nodes
-        replicas = PlannedReplicas.of(config, nodes)
-        if replicas is not None:
-            config, nodes = replicas.config, replicas.nodes
-        if like is None:
-            places = plan_places(config, self.vocab_size, nodes, is_cpu=False, model=self._model)
-        else:
-            places = [(replace(run, config=config), count) for run, count in like.work.places]
-        return Row(
-            candidate=candidate,
-            num_parameters=self.num_parameters,
-            vocab_size=self.vocab_size,
-            cluster=self.cluster,
-            work=StepWork(places, self.vocab_size, replicas),
-            traces=self._traces,
+        forecast = RunForecast.of(
+            candidate.config,
+            self.vocab_size,
+            self.nodes,
+            is_cpu=False,
+            model=self._model,
+            like=like and like.forecast,
         )
+        return Row(candidate=candidate, cluster=self.cluster, forecast=forecast)
 
 
 def rank_rows(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:

@@ -18,7 +18,9 @@ def initial_bytes(run: PlannedRun) -> Counter:
     if not run.offloads:
         return Counter({WEIGHTS: FP32_BYTES * trained + frozen, MOMENTS: moments_bytes(run)})
     not_offloaded = trained - sum(run.offloaded_shards)
-    masters = _master_bytes(run, (not_offloaded,), is_separate=run.has_delayed_update)
+    masters = _master_bytes(
+        run, (not_offloaded,), is_separate=run.config.zero.zeropp.delayed_param_update
+    )
     if run.config.zero.offloads_weights and not run.is_cpu:
         return masters
     return Counter({WEIGHTS: run.compute_dtype.itemsize * trained + frozen}) + masters
@@ -61,7 +63,7 @@ def host_bytes(run: PlannedRun) -> Counter:
     offloaded = _master_bytes(
         run,
         run.offloaded_shards,
-        is_separate=run.has_delayed_update or not run.is_cpu,
+        is_separate=run.config.zero.zeropp.delayed_param_update or not run.is_cpu,
         allocated_bytes=allocated_bytes,
     )
     if not run.is_cpu and not run.plan.reduces_once and run.num_micro_batches > 1:
@@ -88,16 +90,11 @@ def _master_bytes(
     weights that are sent cannot share memory with the model. allocated_bytes: the bytes that are
     allocated for a tensor of a size.
     """
-    is_16_bit = run.compute_dtype.itemsize < FP32_BYTES
-    master_itemsize = FP32_BYTES if is_16_bit or is_separate else 0
-    rounded_itemsize = run.compute_dtype.itemsize if is_16_bit and is_separate else 0
-    weights = gradients = 0
-    for size in shard_sizes:
-        weights += allocated_bytes(master_itemsize * size)
-        weights += allocated_bytes(rounded_itemsize * size)
-        gradients += allocated_bytes(FP32_BYTES * size)
-    if run.has_delayed_update:
-        gradients *= 2
+    width, sets = run.compute_dtype.itemsize, 1 + run.config.zero.zeropp.delayed_param_update
+    is_16_bit = width < FP32_BYTES
+    widths = FP32_BYTES * (is_16_bit or is_separate), width * (is_16_bit and is_separate)
+    weights = sum(allocated_bytes(each * size) for size in shard_sizes for each in widths)
+    gradients = sets * sum(allocated_bytes(FP32_BYTES * size) for size in shard_sizes)
     share = sum(shard_sizes) / run.trained if run.trained else 0.0
     return Counter(
         {WEIGHTS: weights, MOMENTS: round(share * moments_bytes(run)), GRADIENTS: gradients}

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
-from megatron_zpp.planner.activations import Activations, BlockMemory
+from megatron_zpp.planner.activations import Activations
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit
 from megatron_zpp.planner.state_memory import GRADIENTS, WEIGHTS, initial_bytes
@@ -25,9 +26,10 @@ DISTINCT_MICRO_BATCHES = 3  # the first, the last, and one between them
 class _Chunk:
     """A stage of a rank: its blocks and its root in `PlannedRun.units`, and its activations.
 
-    units: those of the blocks, and of their experts if these are units, in forward order. saved:
-    bytes that each block saves for backward, including its result. message: bytes of activations,
-    or of their gradients, that a stage sends another.
+    units: those of the blocks, each before its inner one, in forward order. inner: by block. saved:
+    bytes that each block saves for backward, including its result. groups: those that are
+    recomputed at once, by the position of a block. message: bytes of activations, or of their
+    gradients, that a stage sends another.
     """
 
     def __init__(
@@ -35,11 +37,17 @@ class _Chunk:
     ) -> None:
         self.stage, self.activations, self.message = stage, activations, activations.stream
         self.units, self.root = units[:-1], units[-1]
-        self.experts = {index - 1: index for index in self.units if run.units[index].is_experts}
-        self.blocks = [index for index in self.units if not run.units[index].is_experts]
-        moe_layers = run.config.model.moe_layers
-        self.memory = [activations.blocks[moe_layers[layer]] for layer in stage.layers]
-        self.saved = _saved_bytes_by_block(run, stage, self.memory, activations.stream)
+        self.inner = {index - 1: index for index in self.units if run.units[index].is_inner}
+        self.blocks = [index for index in self.units if not run.units[index].is_inner]
+        blocks = run.model.whole.blocks
+        self.memory = [activations.blocks[type(blocks[layer].mlp)] for layer in stage.layers]
+        self.saved = [each.saved for each in self.memory]
+        self.groups: dict[int, range] = {}
+        for group in Execution(run.config.recompute).checkpoints(stage.layers):
+            first, last = group[0] - stage.layers.start, group[-1] - stage.layers.start
+            self.groups |= dict.fromkeys(positions := range(first, last + 1), positions)
+            self.saved[first:last] = [0] * (last - first)
+            self.saved[last] = activations.stream
 
 
 class StepSimulation:
@@ -84,7 +92,7 @@ class StepSimulation:
         # Of one stage, those that are in flight at once end as they began.
         distinct = DISTINCT_MICRO_BATCHES * size if len(self._chunks) > 1 else size + 2
         count = min(self.run.num_micro_batches, distinct)
-        order = passes(ranks.pipeline_place, size, count, len(self._chunks))
+        order = passes(ranks.pipeline_rank, size, count, len(self._chunks))
         self.allocated[ACTIVATIONS] += self._arriving(order[0])
         for each, following in pairwise([*order, None]):
             arriving = 0 if following is None else self._arriving(following)
@@ -114,23 +122,22 @@ class StepSimulation:
         self._gather(chunk.root, prefetched=())
         self._record(
             {
-                ACTIVATIONS: activations.embedding.forward,
+                ACTIVATIONS: max(activations.embedding.forward),
                 GATHERED: self._gather_buffers(units[:AHEAD]),
             }
         )
         self.allocated[ACTIVATIONS] += activations.embedding.saved
         for position, index in enumerate(chunk.blocks):
-            experts, memory = chunk.experts.get(chunk.blocks[position]), chunk.memory[position]
-            before, *inside = memory.forward
+            inner, (before, *inside) = chunk.inner.get(index), chunk.memory[position].forward
             self._compute(chunk, index, before)
-            if experts is not None:
-                in_experts, after = inside
-                self._compute(chunk, experts, in_experts)
-                self._free_after_forward(experts)
+            if inner is not None:
+                in_it, after = inside
+                self._compute(chunk, inner, in_it)
+                self._free_after_forward(inner)
                 self._record({ACTIVATIONS: after})
             self.allocated[ACTIVATIONS] += chunk.saved[position]
             self._free_after_forward(index)
-        self._record({HEAD: activations.head.forward})
+        self._record({HEAD: max(activations.head.forward)})
         self.allocated[HEAD] += activations.head.saved
 
     def _compute(self, chunk: _Chunk, index: int, activations: int) -> None:
@@ -150,13 +157,13 @@ class StepSimulation:
         activations, head, stage = chunk.activations, chunk.activations.head, chunk.stage
         result = 0 if stage.is_last else chunk.message  # it is freed after this pass
         self.allocated[ACTIVATIONS] += result
-        self._record({HEAD: head.backward - head.saved})
+        self._record({HEAD: max(head.backward) - head.saved})
         self.allocated[HEAD] += head.after - head.saved
         for position in reversed(range(len(chunk.blocks))):
             self._backward_of_block(chunk, position, is_last=is_last)
         self.allocated[ACTIVATIONS] -= activations.embedding.saved
         self.allocated[HEAD] -= head.after
-        self._record({HEAD: activations.embedding.backward})
+        self._record({HEAD: max(activations.embedding.backward)})
         self._end_backward(chunk.root, is_last=is_last, gradient=activations.embedding.after)
         self._in_flight.clear()
         self._reduced_gradient = 0
@@ -167,8 +174,9 @@ class StepSimulation:
         self._sent = sent
 
     def _backward_of_block(self, chunk: _Chunk, position: int, *, is_last: bool) -> None:
-        """Simulate the backward pass of a block, in which experts that are a unit have theirs."""
-        index, experts = chunk.blocks[position], chunk.experts.get(chunk.blocks[position])
+        """Simulate the backward pass of a block, in which its inner unit has its own."""
+        index = chunk.blocks[position]
+        inner = chunk.inner.get(index)
         memory, units = chunk.memory[position], self.run.units
         self._gather(index, prefetched=())
         self.allocated[ACTIVATIONS] -= chunk.saved[position]
@@ -176,14 +184,14 @@ class StepSimulation:
         self.allocated[ACTIVATIONS] += recomputed
         before, *inside = memory.backward
         before_it = chunk.blocks[position - 1] if position else None
-        if experts is not None:
-            in_experts, after = inside
-            self._record_backward(before, experts)
-            self._gather(experts, prefetched=())
-            self._record_backward(in_experts, before_it)
-            self.allocated[ACTIVATIONS] += memory.beside
-            self._end_backward(experts, is_last=is_last, gradient=units[experts].gradient)
-            self.allocated[ACTIVATIONS] -= memory.beside
+        if inner is not None:
+            in_it, after = inside
+            self._record_backward(before, inner)
+            self._gather(inner, prefetched=())
+            self._record_backward(in_it, before_it)
+            self.allocated[ACTIVATIONS] += memory.after
+            self._end_backward(inner, is_last=is_last, gradient=units[inner].gradient)
+            self.allocated[ACTIVATIONS] -= memory.after
             before = after
         buffers = self._record_backward(before, before_it)
         self.allocated[GATHERED] += buffers
@@ -199,17 +207,14 @@ class StepSimulation:
 
     def _recompute(self, chunk: _Chunk, position: int) -> int:
         """Return the bytes that the earlier blocks of a block's group have saved."""
-        group_size, layers = self.run.recompute_group, chunk.stage.layers
-        if group_size == 0 or position >= self.run.num_recomputed(chunk.stage):
+        group = chunk.groups.get(position)
+        if group is None:
             return 0
-        num_earlier = min(layers[position] % group_size, position)
-        saved = sum(each.saved for each in chunk.memory[position - num_earlier : position])
-        is_end = layers[position] % group_size == group_size - 1
-        if is_end or position == len(chunk.blocks) - 1:
+        saved = sum(each.saved for each in chunk.memory[group.start : position])
+        if position == group[-1]:
             # The whole group is recomputed, and stays gathered until its backward passes.
-            experts = chunk.experts.get(chunk.blocks[position])
-            last = chunk.blocks[position] if experts is None else experts
-            for earlier in range(chunk.blocks[position - num_earlier], last + 1):
+            last = chunk.inner.get(chunk.blocks[position], chunk.blocks[position])
+            for earlier in range(chunk.blocks[group.start], last + 1):
                 self._gather(earlier, prefetched=())
             peak = saved + max(chunk.memory[position].forward) + chunk.activations.stream
             self._record({ACTIVATIONS: peak})
@@ -296,17 +301,3 @@ class StepSimulation:
     def _count_in_flight(self) -> None:
         running = sum(hops[0] for hops in self._in_flight)
         self.allocated[IN_FLIGHT] = running + self._reduced_gradient
-
-
-def _saved_bytes_by_block(
-    run: PlannedRun, stage: Part, memory: Sequence[BlockMemory], stream: int
-) -> list[int]:
-    """Return the bytes that each block saves for backward, including its result."""
-    layers, group_size = stage.layers, run.recompute_group
-    saved = [each.saved for each in memory]
-    if group_size:
-        for position in range(run.num_recomputed(stage)):
-            is_last = position == len(layers) - 1
-            ends_group = layers[position] % group_size == group_size - 1 or is_last
-            saved[position] = stream if ends_group else 0
-    return saved

@@ -1,168 +1,48 @@
-"""How long a step takes, as a range, and what its seconds are spent on: the work of its units."""
+"""What a rank's step computes and sends, as loads of the links with the bytes of the forecast.
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+Units are gathered and reduced beside what is computed. Moves of tensor and context parallelism are
+waited for where they are made: what a layer computes next needs them. Stages of a pipeline send
+beside what they compute.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import lcm
 
 from megatron_zpp.model.part import Part
-from megatron_zpp.planner.loads import (
-    AT_ENDS,
-    IN_LAYER,
-    PIPELINE,
-    Loads,
-    load_of,
-    seconds_of,
-    stage_loads,
-    unit_loads,
-)
-from megatron_zpp.planner.node_traffic import gradient_messages
-from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Units
+from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
+from megatron_zpp.planner.parts.planned_run import PlannedRun, Sent, Units
 from megatron_zpp.planner.parts.planned_unit import Unit
-from megatron_zpp.planner.replicas import PlannedExchange, PlannedReplicas
 from megatron_zpp.planner.timing.computing import (
     NOTHING,
+    Computing,
     Passes,
-    expert_passes,
-    head_passes,
-    layer_passes,
     update_seconds,
 )
-from megatron_zpp.planner.timing.hardware import (
-    FAST,
-    SLOW,
-    TYPICAL,
-    Cluster,
-    Rates,
-    hardware_table,
-)
-from megatron_zpp.planner.timing.links import Load
-from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds, pipeline_seconds
-from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork, step_seconds
-from zeropp.wire import UNQUANTIZED
+from megatron_zpp.planner.timing.hardware import Rates, hardware_table
+from megatron_zpp.planner.timing.links import Load, collective, exchange, ring
+from megatron_zpp.planner.timing.pipeline import PassSeconds, pass_seconds
+from megatron_zpp.planner.timing.timeline import Collective, Streams, UnitWork
+from zeropp.sharding import Plan, UnitPlan, forecast
+from zeropp.wire import REDUCE, UNQUANTIZED, Message, Route
 
-Works = tuple[list[UnitWork], UnitWork]  # of a stage: its blocks and their experts, and its root
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Seconds of a step: the range, and what the typical one consists of.
-
-    The range is that of published runs around their predictions, at the slowest and the fastest
-    that links between nodes may be. computing: passes and update of the busiest rank. bubble: what
-    it waits for other stages of a pipeline, were the links infinitely fast. across_nodes, in_node:
-    what would be saved if these links were infinitely fast, the far ones first. kernels: what
-    quantizing and dequantizing take. optimizer: of these, what its products and messages take.
-    """
-
-    typical: float
-    fastest: float
-    slowest: float
-    computing: float
-    bubble: float
-    across_nodes: float
-    in_node: float
-    kernels: float
-    optimizer: float = 0.0
-
-
-class StepWork:
-    """What the ranks of a planned run compute and send in a step.
-
-    places: the run at the places of its pipeline that differ, and how many are like each.
-    replicas: of which the run is one, if they do not take each step together.
-    """
-
-    def __init__(
-        self, places: Places, vocab_size: int, replicas: PlannedReplicas | None = None
-    ) -> None:
-        self.places, self.replicas = places, replicas
-        self._ranks = [(RankWork(run, vocab_size), count) for run, count in places]
-
-    @cached_property
-    def _exchange(self) -> PlannedExchange | None:
-        return self.replicas and PlannedExchange.of(self.replicas, self.places)
-
-    @property
-    def run(self) -> PlannedRun:
-        """The run of a first rank."""
-        return self._ranks[0][0].run
-
-    def typical(self, cluster: Cluster) -> float:
-        """Return the typical seconds of a step on GPUs of a cluster."""
-        return self.seconds(cluster.at(TYPICAL, self.run.compute_dtype))
-
-    def time(self, cluster: Cluster) -> StepTime:
-        """Return how long a step takes on GPUs of a cluster."""
-        rates = cluster.at(TYPICAL, self.run.compute_dtype)
-        residuals = hardware_table()["residuals"]
-        slowest, fastest = (
-            residuals[level] * self.seconds(replace(rates, far=cluster.far_rate(level)))
-            for level in (SLOW, FAST)
-        )
-        typical = self.seconds(rates)
-        near_only = self.seconds(_without_links(rates, near=False))
-        no_links = _without_links(rates, near=True)
-        kernels_only = self.seconds(no_links)
-        passes = self.seconds(no_links, quantizing=False)
-        computing = self.busy_seconds(no_links, quantizing=False)
-        return StepTime(
-            typical=typical,
-            fastest=fastest,
-            slowest=slowest,
-            computing=computing,
-            bubble=passes - computing,
-            across_nodes=typical - near_only,
-            in_node=near_only - kernels_only,
-            kernels=kernels_only - passes,
-            optimizer=max(rank.optimizer_seconds(rates) for rank, _ in self._ranks),
-        )
-
-    def seconds(self, rates: Rates, *, quantizing: bool = True) -> float:
-        """Return the seconds of a step, the mean of the steps.
-
-        Without `quantizing`, the kernels that quantize take no time.
-        """
-        step = self._seconds_of_replica(rates, quantizing=quantizing)
-        if self._exchange is None:
-            return step
-        return step + self._exchange.seconds(step, rates, quantizing=quantizing)
-
-    def _seconds_of_replica(self, rates: Rates, *, quantizing: bool) -> float:
-        """Return the seconds of a step without what replicas exchange."""
-        num_micro_batches = self.run.num_micro_batches
-        if len(self._ranks) == 1:
-            (rank, _), *_ = self._ranks
-            (works,) = rank.works(rates, quantizing=quantizing)
-            streams = partial(Streams, *works, rates.sending_share)
-            return step_seconds(streams, num_micro_batches) + rank.after_passes(rates)
-        by_place: list[list[PassSeconds]] = []
-        for rank, count in self._ranks:
-            by_place += count * [rank.pass_seconds(rates, quantizing=quantizing)]
-        stages = [stage for chunk in zip(*by_place, strict=True) for stage in chunk]
-        passes = pipeline_seconds(stages, len(by_place), num_micro_batches)
-        return passes + max(rank.after_passes(rates) for rank, _ in self._ranks)
-
-    def busy_seconds(self, rates: Rates, *, quantizing: bool = True) -> float:
-        """Return `seconds` of the busiest rank without what it waits for stages of a pipeline."""
-        if len(self._ranks) == 1:
-            return self.seconds(rates, quantizing=quantizing)
-        count = self.run.num_micro_batches
-        return max(
-            sum(stage.busy(count) for stage in rank.pass_seconds(rates, quantizing=quantizing))
-            + rank.after_passes(rates)
-            for rank, _ in self._ranks
-        )
+Loads = tuple[Load, ...]  # of a collective's hops, one after the other
+FORWARD, BACKWARD, GRADIENTS = "weights_forward", "weights_backward", "gradients"
+SEVERAL = 2  # micro-batches: what is sent so often is sent in each
+IN_LAYER, AT_ENDS, PIPELINE = "layer", "ends", "pipeline"  # where: the last is a purpose, too
+Works = tuple[list[UnitWork], UnitWork]  # of a stage: its blocks with inner units, and its root
 
 
 class RankWork:
     """What the stages of a rank compute and send in a step."""
 
-    def __init__(self, run: PlannedRun, vocab_size: int) -> None:
-        self.run, self.vocab_size = run, vocab_size
+    def __init__(self, run: PlannedRun) -> None:
+        self.run = run
 
     def works(self, rates: Rates, *, quantizing: bool = True) -> list[Works]:
-        """Return the work of each stage: its blocks' and experts' in order, and its root's."""
+        """Return the work of each stage: its blocks' in order, with inner units, and its root's."""
         run = self.run
         return [
             self._stage_works(*each, rates, quantizing=quantizing)
@@ -181,9 +61,9 @@ class RankWork:
         ]
 
     def after_passes(self, rates: Rates) -> float:
-        """Return the seconds of what follows the passes: gradients of other axes, the update."""
+        """Return the seconds of what follows the passes: messages, the update."""
         update = update_seconds(self.run.trained, rates) + self.optimizer_seconds(rates)
-        return seconds_of(self._gradient_loads, rates) + update
+        return seconds_of(self._step_loads, rates) + update
 
     def optimizer_seconds(self, rates: Rates) -> float:
         """Return what the optimizer takes beside Adam's update."""
@@ -199,14 +79,15 @@ class RankWork:
         quantizing: bool,
     ) -> Works:
         works: dict[tuple[Unit, Passes], UnitWork] = {}
-        result = []
+        itemsize, result = self.run.compute_dtype.itemsize, []
+        computing = Computing(config=self.run.config, itemsize=itemsize, rates=rates)
         waiting = {
             where: Passes(*(seconds_of(loads[where, each], rates) for each in (True, False)))
             for where in (AT_ENDS, IN_LAYER)
         }
         for layer, unit in units:
-            passes = self._passes(stage, layer, unit, rates)
-            if not unit.is_experts:
+            passes = self._passes(stage, layer, unit, computing)
+            if not unit.is_inner:
                 passes += waiting[AT_ENDS if layer is None else IN_LAYER]
             key = unit, passes
             if key not in works:
@@ -219,28 +100,20 @@ class RankWork:
         return [stage_loads(self.run, stage) for stage in self.run.stages]
 
     @cached_property
-    def _gradient_loads(self) -> list[Load]:
-        """What is sent once per step: gradients that ranks of an axis have parts of."""
-        return [load_of(each, self.run.ranks) for each in gradient_messages(self.run)]
+    def _step_loads(self) -> list[Load]:
+        """What is sent once per step, beside what units send."""
+        return [load_of(each, self.run.ranks) for each in self.run.step_messages()]
 
     @cached_property
     def _unit_loads(self) -> dict[Unit, dict[str, Loads]]:
         return {unit: unit_loads(self.run.plan, unit.parts) for unit in set(self.run.units)}
 
-    def _passes(self, stage: Part, layer: int | None, unit: Unit, rates: Rates) -> Passes:
-        """Return what a unit of a stage computes; the experts of a block may be another one."""
-        config, itemsize = self.run.config, self.run.compute_dtype.itemsize
-        size = self.run.ranks.expert_ranks
+    def _passes(self, stage: Part, layer: int | None, unit: Unit, computing: Computing) -> Passes:
+        """Return what a unit of a stage computes."""
         if layer is None:
-            is_last = stage.is_last
-            return head_passes(config, self.vocab_size, itemsize, rates) if is_last else NOTHING
-        place = layer - stage.layers.start
-        experts = NOTHING
-        if config.model.moe_layers[layer] and (unit.is_experts or size == 1):
-            experts = expert_passes(config, place, size, itemsize, rates)
-        if unit.is_experts:
-            return experts
-        return layer_passes(config, layer, place, itemsize, rates) + experts
+            return computing.head_passes(self.run.model.vocab_size) if stage.is_last else NOTHING
+        place, size = layer - stage.layers.start, self.run.ranks.inner_size
+        return computing.unit_passes(layer, place, size, is_inner=unit.is_inner)
 
     def _unit_work(self, unit: Unit, passes: Passes, rates: Rates, *, quantizing: bool) -> UnitWork:
         axis, kernels = unit.axis, hardware_table()["kernels"]
@@ -260,10 +133,100 @@ class RankWork:
         return UnitWork(forward=passes.forward, backward=passes.backward, **named)
 
 
-def _without_links(rates: Rates, *, near: bool) -> Rates:
-    """Return the rates with far links, and near ones if asked for, that take no time."""
-    protocols = tuple(
-        replace(each, start=0.0, far=0.0, near=0.0) if near else replace(each, far=0.0)
-        for each in rates.protocols
-    )
-    return replace(rates, far=math.inf, near=math.inf if near else rates.near, protocols=protocols)
+def unit_loads(plan: Plan, subunits: Sequence[UnitPlan]) -> dict[str, Loads]:
+    """Return what a unit that consists of `subunits` of the plan sends, as `UnitWork` names it.
+
+    What does not take place is empty.
+    """
+    weights, gradients = subunits[0].axis.weights, subunits[0].axis.gradients
+    once, each = _sent(plan, subunits)
+    first = once + each
+    return {
+        "first_gather": _gather(weights, first, FORWARD),
+        "later_gather": _gather(weights, each, FORWARD),
+        "backward_gather": _gather(weights, each, BACKWARD),
+        "reduction": _reduction(plan.stage, gradients, first),
+        "early_reduction": _reduction(plan.stage, gradients, each),
+    }
+
+
+def _sent(plan: Plan, subunits: Sequence[UnitPlan]) -> tuple[Counter, Counter]:
+    """Return what a node sends in one micro-batch of a step, and in each; the mean over nodes."""
+    once: Counter[tuple[str, str]] = Counter()
+    each: Counter[tuple[str, str]] = Counter()
+    nodes, inner = subunits[0].axis.nodes, subunits[0].axis.weights.inner
+    per_node = nodes.ranks_per_node
+    period = per_node if inner % per_node == 0 else lcm(per_node, inner)
+    for unit in subunits:
+        for position in range(period):
+            for message in forecast.unit_messages(plan, unit, position, SEVERAL, typical=True):
+                total = each if message.times == SEVERAL else once
+                for hop, num_bytes in message.sent.items():
+                    total[message.purpose, hop] += num_bytes and num_bytes / message.times
+    for total in (once, each):
+        for key in total:
+            total[key] *= per_node * nodes.parts / period
+    return once, each
+
+
+def _gather(route: Route, sent: Sent, purpose: str) -> Loads:
+    near, far = _by_hop(route, sent, purpose)
+    nodes = route.nodes
+    if route.outer == 1 or route.inner > nodes.ranks_per_node:
+        hops = [ring(nodes.num_ranks, nodes.count, near, far)]
+    else:
+        hops = [ring(route.outer, route.outer, 0.0, far), ring(route.inner, 1, near, 0.0)]
+    return tuple(hop for hop in hops if not hop.is_empty)
+
+
+def _reduction(stage: int, route: Route, sent: Sent) -> Loads:
+    near, far = _by_hop(route, sent, GRADIENTS)
+    if stage == 0:
+        hops = [collective(REDUCE, route.nodes.num_ranks, route.nodes.count, near, far)]
+    else:
+        hops = [exchange(near, 0.0), exchange(0.0, far)]
+    return tuple(hop for hop in hops if not hop.is_empty)
+
+
+def _by_hop(route: Route, sent: Sent, purpose: str) -> tuple[float, float]:
+    """Return the bytes that a rank sends in its node, and that a node sends to others."""
+    ranks = route.nodes.ranks_per_node * route.nodes.parts
+    return sent[purpose, "in_node"] / ranks, sent[purpose, "across_nodes"]
+
+
+def stage_loads(run: PlannedRun, stage: Part) -> dict[tuple[str, bool], list[Load]]:
+    """Return what a micro-batch sends in a stage of a rank, by (where, is_forward).
+
+    Those `IN_LAYER` are of each layer, `AT_ENDS` before and after the layers; in a `PIPELINE`
+    activations go to the stage after this one, and their gradients to the one before.
+    """
+    found: dict[tuple[str, bool], list[Load]] = {
+        (where, is_forward): []
+        for where in (IN_LAYER, AT_ENDS, PIPELINE)
+        for is_forward in (True, False)
+    }
+    for each in run.forecast.messages(stage):
+        if each.times:
+            where = IN_LAYER if each.in_layers else AT_ENDS
+            where = PIPELINE if each.purpose == PIPELINE else where
+            parts = len(stage.layers) if where == IN_LAYER else 1
+            found[where, each.is_forward].append(load_of(each, run.ranks, parts))
+    return found
+
+
+def load_of(message: Message, ranks: PlannedRanks, parts: int = 1) -> Load:
+    """Return how the collectives of a message, spread over equal parts, occupy the links."""
+    single, members = replace(message, times=1), message.group.members
+    sent = [single.of(member).sent for member in members]
+    near = max(each.get("in_node", 0) for each in sent)
+    # All ranks of a node that compute the same stage send at once, each in its own group.
+    senders = min(ranks.nodes.ranks_per_node, ranks.num_ranks // ranks.pipeline_size)
+    far = sum(each.get("across_nodes", 0) for each in sent) / len(members) * senders
+    num_nodes = len({rank // ranks.nodes.ranks_per_node for rank in members})
+    load = collective(message.kind, len(members), num_nodes, near, far)
+    return replace(load, times=message.times / parts)
+
+
+def seconds_of(loads: Iterable[Load], rates: Rates) -> float:
+    """Return how long the links take for loads one after the other."""
+    return sum(each.seconds(rates) for each in loads)

@@ -6,7 +6,7 @@ What is sent is counted where it is sent (`RankGroup`), and tests compare the tw
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from math import gcd
 
 import torch
@@ -14,13 +14,13 @@ from torch import nn
 
 from megatron_zpp.model.attention.attention import CoreAttention
 from megatron_zpp.model.attention.latent_attention import LatentAttention
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.mlp import feed_forward
 from megatron_zpp.model.part import Part
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import Config
 from zeropp import Sharding
 from zeropp.optim import local_part
 from zeropp.wire import AXES, EXCHANGE, GATHER, HOPS, REDUCE, Message, RankGroup, sum_of
@@ -41,11 +41,11 @@ class MovesBack:
 
 
 def activation_traffic(
-    config: Config, ranks: Ranks, sharding: Sharding, num_micro_batches: int
+    sharding: Sharding, ranks: Ranks, micro_batch_size: int, num_micro_batches: int
 ) -> dict[tuple[str, str], int]:
     """Return the bytes that this rank will send in a step, by (axis, group)."""
     model = sharding.model
-    forecast = Forecast(config, ranks, model, sharding.compute_dtype)
+    forecast = Forecast(model, ranks, micro_batch_size, sharding.compute_dtype)
     roots = model.roots if isinstance(model, Pipeline) else (model,)
     total = sum_of(message for root in roots for message in forecast.messages(root.part))
     total = Counter({key: num_micro_batches * sent for key, sent in total.items()})
@@ -59,18 +59,24 @@ def activation_traffic(
 class Forecast:
     """What this rank sends others, in terms of the model's sizes.
 
-    `ranks` may be of a run that is only planned. `model` has the layers of their stages.
+    `ranks` may be of a run that is only planned. `model` has the layers of their stages, which
+    `execution` runs, by default the model's own.
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, model: GPT | Pipeline, compute_dtype: torch.dtype
+        self,
+        model: GPT | Pipeline,
+        ranks: Ranks,
+        micro_batch_size: int,
+        compute_dtype: torch.dtype,
+        execution: Execution | None = None,
     ) -> None:
-        self.config, self.ranks, self.model = config, ranks, model
-        sizes = config.model
+        self.model, self.ranks, self.execution = model, ranks, execution or model.part.execution
+        self.config = config = model.config
         self.compute_dtype, self.width = compute_dtype, compute_dtype.itemsize
-        self.residual_width = FP32_BYTES if sizes.fp32_residual_connection else self.width
-        self.tokens = config.batch.micro_batch_size * sizes.seq_length // ranks.context_size
-        self.hidden = sizes.hidden_size
+        self.residual_width = FP32_BYTES if config.fp32_residual_connection else self.width
+        self.tokens = micro_batch_size * config.seq_length // ranks.context_size
+        self.hidden, self.splits_rows = config.hidden_size, model.part.splits_rows
         self.elements = self.tokens * self.hidden  # of the residual stream
 
     def messages(self, stage: Part) -> Iterator[Message]:
@@ -81,7 +87,7 @@ class Forecast:
             yield from self._context(stage, self.ranks.context_group)
         if self.ranks.pipeline_size > 1:
             yield from self._pipeline(stage)
-        kinds = dict.fromkeys(feed_forward(self.config.model, layer) for layer in stage.layers)
+        kinds = dict.fromkeys(feed_forward(self.config, layer) for layer in stage.layers)
         for kind in kinds:
             yield from kind.messages(self, stage)
 
@@ -89,7 +95,7 @@ class Forecast:
         """Yield what is sent once per step: gradients that ranks of an axis have parts of.
 
         partial: numbers of gradients that ranks of the tensor axis have terms of. tied: those of
-        embeddings that both ends of a pipeline have.
+        tied embeddings, which the first and the last stage have.
         """
         if self.ranks.tensor_size > 1:
             group = self.ranks.tensor_group
@@ -102,10 +108,9 @@ class Forecast:
     def _tensor(self, stage: Part, group: RankGroup) -> Iterator[Message]:
         """Yield the moves of the tensor axis: 2 into and 2 out of the layers of a block."""
         yield from self._entries_and_exits(stage, group)
-        splits_rows = self.config.parallel.sequence_parallel
         if stage.is_first:
             yield from _sum(group, self.elements, self.width)
-            if splits_rows and self.model.tokens.weight.requires_grad:
+            if self.splits_rows and self.model.tokens.weight.requires_grad:
                 row = self.elements * self.residual_width // group.size
                 yield group.message(GATHER, row, is_forward=False)
         if stage.is_last:
@@ -120,17 +125,16 @@ class Forecast:
         back, again_out = self._moves_back(stage), self._recomputed_exits(stage)
         entries, num_exits = self._entries_of(stage.layers), self._exits_of(stage.layers)
         again = self._entries_of(chain(*self.checkpoints(stage)))
-        is_split = self.config.parallel.sequence_parallel
         for width, num_entries in entries.items():
             elements = self.tokens * width
-            if is_split:
+            if self.splits_rows:
                 row, num_again = elements * self.width // group.size, again[width]
                 yield from in_layers(group, (EXCHANGE,), row, 0, back.entries[width])
                 yield from in_layers(group, (GATHER,), row, num_entries, num_again)
             else:
                 part = _part_bytes(group, elements, self.width)
                 yield from in_layers(group, SUM, part, 0, back.entries[width])
-        if not is_split:
+        if not self.splits_rows:
             part = _part_bytes(group, self.elements, self.width)
             yield from in_layers(group, SUM, part, num_exits, again_out)
             if stage.is_last:
@@ -145,18 +149,18 @@ class Forecast:
 
     def _widths_into_attention(self) -> tuple[int, ...]:
         """Return how many channels enter the layers of attention that are split."""
-        model = self.config.model
-        if not model.multi_latent_attention:
+        config = self.config
+        if not config.multi_latent_attention:
             return (self.hidden,)
-        latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
-        return (model.q_lora_rank or self.hidden, latent)
+        latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        return (config.q_lora_rank or self.hidden, latent)
 
     def _shared_groups(self, stage: Part, group: RankGroup) -> Iterator[Message]:
         """Yield the moves of queries, keys and values where ranks share a head of keys."""
-        model = self.config.model
-        if model.kv_heads >= group.size or model.multi_latent_attention:
+        config = self.config
+        if config.kv_heads >= group.size or config.multi_latent_attention:
             return
-        columns = (model.num_attention_heads + 2 * model.kv_heads) * model.head_dim // group.size
+        columns = (config.num_attention_heads + 2 * config.kv_heads) * config.head_dim // group.size
         part, back = self.tokens * columns * self.width, self._moves_back(stage).inside
         again = self._recomputed(stage)
         yield from in_layers(group, (GATHER,), part, len(stage.layers), again)
@@ -167,25 +171,24 @@ class Forecast:
 
         The first number is that of a forward pass, the second that of a backward pass.
         """
-        model = self.config.model
-        if not (model.qk_layernorm and model.qk_layernorm_across_heads):
+        if not (self.config.qk_layernorm and self.config.qk_layernorm_across_heads):
             return 0, 0
         again = self._moves_back(stage).inside + self._recomputed(stage)
         return 2 * len(stage.layers), 2 * again
 
     def _context(self, stage: Part, group: RankGroup) -> Iterator[Message]:
         """Yield the moves of the context axis, of queries, keys, values and the result."""
-        model, layers = self.config.model, len(stage.layers)
-        is_selective = self.config.recompute.recompute_granularity == "selective"
+        config, layers = self.config, len(stage.layers)
+        is_selective = self.execution.recomputes_attention
         heads, kv_heads = (
             max(count // self.ranks.tensor_size, 1)
-            for count in (model.num_attention_heads, model.kv_heads)
+            for count in (config.num_attention_heads, config.kv_heads)
         )
         back, again = self._moves_back(stage).inside, self._recomputed(stage)
         key_bytes, value_bytes = (
-            self.tokens * channels * self.width for channels in (model.head_dim, model.value_dim)
+            self.tokens * channels * self.width for channels in (config.head_dim, config.value_dim)
         )
-        if self.config.parallel.cp_comm_type == "allgather":
+        if self.model.part.context.gathers_keys:
             both = kv_heads * (key_bytes + value_bytes)
             again = layers if is_selective else again
             yield from in_layers(group, (GATHER,), both, layers, again)
@@ -202,9 +205,9 @@ class Forecast:
 
     def _pipeline(self, stage: Part) -> Iterator[Message]:
         """Yield the activations sent onward, and their gradients sent back."""
-        rows = self.ranks.tensor_size if self.config.parallel.sequence_parallel else 1
+        rows = self.ranks.tensor_size if self.splits_rows else 1
         num_bytes = self.elements // rows * self.residual_width
-        line, place = self.ranks.pipeline, self.ranks.pipeline_place
+        line, place = self.ranks.pipeline, self.ranks.pipeline_rank
         for is_end, step in ((stage.is_last, 1), (stage.is_first, -1)):
             if not is_end:
                 group = self._of_pipeline(line[place], line[(place + step) % len(line)])
@@ -254,17 +257,11 @@ class Forecast:
         """Return how many of a stage's layers are computed twice."""
         return sum(map(len, self.checkpoints(stage)))
 
-    def checkpoints(self, stage: Part) -> list[list[int]]:
+    def checkpoints(self, stage: Part) -> list[tuple[int, ...]]:
         """Return the layers that are computed twice, grouped as they are computed again at once."""
-        recompute = self.config.recompute
-        if recompute.recompute_granularity != "full":
-            return []
-        layers, size = stage.layers, recompute.recompute_num_layers
-        if recompute.recompute_method == "block":
-            layers, size = layers[:size], 1
-        groups = [list(group) for _, group in groupby(layers, key=lambda layer: layer // size)]
         trained = (layer for layer in stage.layers if _is_trained(self.model.blocks[layer]))
         first = next(trained, stage.layers.stop) if stage.is_first else stage.layers.start
+        groups = self.execution.checkpoints(stage.layers)
         return [group for group in groups if group[-1] >= first]
 
     def _recomputed_exits(self, stage: Part) -> int:
@@ -273,8 +270,8 @@ class Forecast:
         PyTorch ends a recomputation when it has all that backward needs. That is before the last
         sum, unless dropout or a normalization follows it.
         """
-        checkpoints, model = self.checkpoints(stage), self.config.model
-        is_last = model.hidden_dropout == 0 and model.norm_placement == "pre"
+        checkpoints, config = self.checkpoints(stage), self.config
+        is_last = config.hidden_dropout == 0 and config.norm_placement == "pre"
         last_mlps = [self.model.blocks[group[-1]].mlp for group in checkpoints]
         not_again = sum(each.is_split for each in last_mlps) if is_last else 0
         return self._exits_of(chain(*checkpoints)) - not_again

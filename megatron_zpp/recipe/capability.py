@@ -1,7 +1,7 @@
 """What a capability says of a run, once: everything else is a loop over a run's capabilities."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,16 +55,15 @@ class Capability:
         value = attrgetter(name)(config)
         return expected(value) if callable(expected) else value == expected
 
-    @classmethod
-    def settled(cls, config: "Config", nodes: Nodes) -> "Config":
-        """Return the configuration with what follows from the nodes where it leaves that open."""
-        return config
+    def settled(self, nodes: Nodes) -> Mapping[str, Any]:
+        """Return settings of ranks (`parallel`) by name that follow from nodes where left open."""
+        return {}
 
     def extend(self, model: "GPT") -> None:
         """Add to the layers of a model, or of a stage of it, before it is sharded."""
 
     def axis(self) -> Any:
-        """Return the ranks that split what it `splits`, or None; all ranks call it once."""
+        """Return the ranks that split what it `splits`, or None; all ranks of a run call it."""
 
     def require_stages(self, model: "GPT", stages: Sequence[range]) -> None:
         """Raise InputError for layers of a model, one of `stages`, that could not be trained."""
@@ -138,14 +137,10 @@ class Capability:
         return ()
 
 
-def _kinds_in(config: "Config") -> Iterator[type[Capability]]:
-    kinds = (module.CAPABILITY for module in modules_of("capability", CAPABILITIES))
-    return (kind for kind in kinds if kind.is_on(config))
-
-
 def capabilities_of(config: "Config", ranks: "RankGrid | None" = None) -> tuple[Capability, ...]:
     """Return the capabilities of a run, by their names; without ranks, those of its model."""
-    return tuple(kind(config=config, ranks=ranks) for kind in _kinds_in(config))
+    kinds = (module.CAPABILITY for module in modules_of("capability", CAPABILITIES))
+    return tuple(kind(config=config, ranks=ranks) for kind in kinds if kind.is_on(config))
 
 
 def extended(model: "GPT", capabilities: Iterable[Capability]) -> "GPT":
@@ -160,9 +155,10 @@ def settled(config: "Config", nodes: Nodes) -> "Config":
 
     Raises InputError for what does not fit them.
     """
-    for kind in _kinds_in(config):
-        config = kind.settled(config, nodes)
-    return config
+    settings = {}
+    for each in capabilities_of(config):
+        settings |= each.settled(nodes)
+    return replace(config, parallel=replace(config.parallel, **settings))
 
 
 def states_of(capabilities: Sequence[Capability]) -> dict[str, Tensor]:

@@ -15,9 +15,9 @@ from megatron_zpp.model.part import TORCH_NORMS, Part, parts_of_stages
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.apex import Apex
 from megatron_zpp.recipe.capability import Capability, capabilities_of, extended
-from megatron_zpp.recipe.pipeline import Pipeline
+from megatron_zpp.recipe.pipeline import joined
 from megatron_zpp.settings.config import Config
-from zeropp import Sharding, shard
+from zeropp import Sharding, ZeroConfig, shard
 from zeropp.sharding import allocate_parameters
 
 COMPILER = "inductor"
@@ -36,7 +36,7 @@ def build_model(
     `fill` writes the weights; without it they are drawn. `capabilities`, by default new ones, may
     add to the model. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
-    seed, shape = config.training.seed, config.model
+    seed, shape, zero = config.training.seed, config.model, config.zero
     if capabilities is None:
         capabilities = capabilities_of(config, ranks)
     common = Part(
@@ -46,15 +46,24 @@ def build_model(
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
     )
-    with torch.device("meta"):
-        whole = extended(GPT(shape, vocab_size, common), capabilities)
-    if ranks.pipeline_size > 1:
-        sharding = _build_pipeline(config, ranks, whole, capabilities)
+
+    def build(part: Part) -> GPT:
+        with torch.device("meta"):
+            return extended(GPT(shape, vocab_size, part), capabilities)
+
+    whole = build(common)
+    if ranks.pipeline_size == 1:
+        sharding = _shard_model(whole, zero, ranks)
     else:
-        sharding = _shard_model(whole, config, ranks)
+        layers = config.parallel.stages(shape.num_layers)
+        for each in capabilities:
+            each.require_stages(whole, layers)
+        parts = parts_of_stages(whole.part, layers, ranks.pipeline_rank, ranks.pipeline_size)
+        stages = (_shard_model(build(part), zero, ranks, keeps_root=True) for part in parts)
+        sharding = joined(whole, tuple(stages), ranks)
     for each in capabilities:
         each.before_allocation(sharding, ranks.device)
-    sharding = allocate_parameters(sharding, config.zero, ranks.device)
+    sharding = allocate_parameters(sharding, zero, ranks.device)
     model = sharding.model
     if fill is None:
         initialize(model, seed, shape)
@@ -66,37 +75,18 @@ def build_model(
     return sharding
 
 
-def _build_pipeline(
-    config: Config, ranks: Ranks, whole: GPT, capabilities: Sequence[Capability]
+def _shard_model(
+    model: GPT, zero: ZeroConfig, ranks: Ranks, *, keeps_root: bool = False
 ) -> Sharding:
-    """Build and shard this rank's stages of a model."""
-    layers = config.parallel.stages(config.model.num_layers)
-    for each in capabilities:
-        each.require_stages(whole, layers)
-    stages, at_both_ends = [], []
-    for part in parts_of_stages(whole.part, layers, ranks.pipeline_place, ranks.pipeline_size):
-        with torch.device("meta"):
-            model = extended(GPT(config.model, whole.vocab_size, part), capabilities)
-        if whole.head is None and model.tokens is not None:
-            at_both_ends.append(model.tokens)
-        stages.append(_shard_model(model, config, ranks, keeps_root=True))
-    is_fp32 = config.model.fp32_residual_connection
-    dtype = torch.float32 if is_fp32 else stages[0].compute_dtype
-    splits_rows = config.parallel.sequence_parallel
-    pipeline = Pipeline(whole, stages, ranks, dtype, splits_rows=splits_rows)
-    return Sharding.join(pipeline, stages, at_both_ends=at_both_ends)
-
-
-def _shard_model(model: GPT, config: Config, ranks: Ranks, *, keeps_root: bool = False) -> Sharding:
     """Shard a model that is on the meta device over the data axis."""
-    meshes = {module: getattr(module, "own_mesh", None) for module in model.modules()}
+    axes = {module: getattr(module, "own_axis", None) for module in model.modules()}
     # Blocks cast their own inputs, as the residual may be fp32 (--fp32-residual-connection).
     return shard(
         model,
         ranks.mesh,
-        config.zero,
+        zero,
         axis="data",
-        experts={module: mesh for module, mesh in meshes.items() if mesh is not None},
+        experts={module: axis.mesh for module, axis in axes.items() if axis is not None},
         cast_forward_inputs=False,
         keeps_root=keeps_root,
         calls_units=True,

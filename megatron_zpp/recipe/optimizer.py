@@ -8,7 +8,7 @@ import torch
 from megatron_zpp.model.attention.attention import QK_NORMS
 from megatron_zpp.recipe.apex import Apex, ApexAdam
 from megatron_zpp.recipe.capability import Capability, OwnGroup
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import OptimizerConfig
 from zeropp import Sharding
 from zeropp.optim import fastest_adamw
 
@@ -23,7 +23,7 @@ class _Group(NamedTuple):
 
 def build_optimizer(
     sharding: Sharding,
-    config: Config,
+    config: OptimizerConfig,
     device: torch.device,
     apex: Apex | None,
     capabilities: Sequence[Capability],
@@ -32,16 +32,15 @@ def build_optimizer(
     own = next((each.own_group for each in capabilities if each.own_group), None)
     groups = parameter_groups(
         sharding.model,
-        decouples_ends=config.optimizer.decoupled_lr is not None,
-        qk_norms_decay=config.optimizer.no_weight_decay_cond_type is not None,
+        decouples_ends=config.decoupled_lr is not None,
+        qk_norms_decay=config.no_weight_decay_cond_type is not None,
         own=own,
     )
-    flags = config.optimizer
     settings = {
-        "lr": flags.lr,
-        "betas": (flags.adam_beta1, flags.adam_beta2),
-        "eps": flags.adam_eps,
-        "weight_decay": flags.weight_decay,
+        "lr": config.lr,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
     }
     for each in capabilities:
         optimizer = each.build_optimizer(sharding, groups, device, settings)
@@ -49,7 +48,7 @@ def build_optimizer(
             return optimizer
     if apex:
         return ApexAdam(apex, groups, **settings)
-    return fastest_adamw(groups, **settings, torch_on_cpu=config.optimizer.cpu_torch_adam)
+    return fastest_adamw(groups, **settings, torch_on_cpu=config.cpu_torch_adam)
 
 
 def parameter_groups(

@@ -67,28 +67,29 @@ class Step:
         return self._read[index] if keep else self._read.pop(index)
 
 
+def joined(whole: GPT, stages: Sequence[Sharding], ranks: Ranks) -> Sharding:
+    """Return a rank's stages of a model as one sharding, whose model is a `Pipeline`."""
+    ends = [each.model.tokens for each in stages if whole.head is None]
+    pipeline = Pipeline(whole, stages, ranks)
+    return Sharding.join(pipeline, stages, at_both_ends=[each for each in ends if each is not None])
+
+
 class Pipeline(nn.Module):
     """A rank's stages as one model, which has the parameters of all of them.
 
     A stage is a GPT of a range of layers; `stages` are the shardings of this rank's. `whole` is the
-    whole model, on the meta device; `dtype` that of the activations. Called without gradients it
+    whole model, on the meta device. Called without gradients it
     returns what the whole model would: logits on all ranks, or the loss on those of the last stage,
     and zero on the others.
     """
 
-    def __init__(
-        self,
-        whole: GPT,
-        stages: Sequence[Sharding],
-        ranks: Ranks,
-        dtype: torch.dtype,
-        *,
-        splits_rows: bool,
-    ) -> None:
+    def __init__(self, whole: GPT, stages: Sequence[Sharding], ranks: Ranks) -> None:
         super().__init__()
-        self.config, self.vocab_size = whole.config, whole.vocab_size
-        self.stages, self._ranks, self._dtype = tuple(stages), ranks, dtype
-        self._rows = ranks.context_size * (ranks.tensor_size if splits_rows else 1)
+        self.config, self.vocab_size, self.part = whole.config, whole.vocab_size, whole.part
+        self.stages, self._ranks = tuple(stages), ranks
+        is_fp32 = whole.config.fp32_residual_connection
+        self._dtype = torch.float32 if is_fp32 else stages[0].compute_dtype  # of activations
+        self._rows = ranks.context_size * (ranks.tensor_size if whole.part.splits_rows else 1)
         self._num_parameters = {
             trained_only: whole.num_parameters(trained_only=trained_only)
             for trained_only in (False, True)
@@ -121,7 +122,7 @@ class Pipeline(nn.Module):
             routing=routing,
             shape_of=partial(self._shape, splits=True),
         )
-        place, size = self._ranks.pipeline_place, self._ranks.pipeline_size
+        place, size = self._ranks.pipeline_rank, self._ranks.pipeline_size
         order = passes(place, size, len(scales), len(self.stages))
         arriving = self._expect(step, order[0])
         for each, following in zip_longest(order, order[1:]):
@@ -200,7 +201,7 @@ class Pipeline(nn.Module):
         root = self.roots[each.chunk]
         is_last_use = each.chunk == len(self.stages) - 1
         first_sample, batch = step.micro_batch(each.micro_batch, keep=not is_last_use)
-        stage = self._ranks.pipeline_place + each.chunk * self._ranks.pipeline_size
+        stage = self._ranks.pipeline_rank + each.chunk * self._ranks.pipeline_size
         step.seed_dropout(first_sample, stage)
         if received is not None:
             received.requires_grad_()

@@ -8,6 +8,7 @@ from math import prod
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.flag import Section, flags_in
+from megatron_zpp.settings.gpt.model import ModelConfig
 from zeropp.errors import InputError
 from zeropp.settings import Rule, declared, one_of
 
@@ -74,7 +75,7 @@ class ParallelConfig(*declared("PARALLEL", CAPABILITIES), Section):
         ),
     )
 
-    def num_replicas(self, world_size: int) -> int:
+    def data_parallel_size(self, world_size: int) -> int:
         """Return how many ranks, or groups of ranks that split a model, see different samples.
 
         Raises InputError if the ranks cannot be divided into such groups.
@@ -113,7 +114,7 @@ class ParallelConfig(*declared("PARALLEL", CAPABILITIES), Section):
         return [range(first, end) for first, end in pairwise((0, *accumulate(sizes)))]
 
     def world_ranks(self, ranks_per_node: int) -> int:
-        """Return how many ranks train a model by themselves, where nodes step alone.
+        """Return how many ranks an independent replica has.
 
         Those of a node, or of several if a model takes as many. Raises InputError if they do not
         fit.
@@ -123,9 +124,67 @@ class ParallelConfig(*declared("PARALLEL", CAPABILITIES), Section):
             raise InputError(
                 f"a model takes {of_model} ranks ({', '.join(map(self._shown, SIZES))}), which is "
                 f"neither a part of a node's {ranks_per_node} ranks nor whole nodes, and "
-                "zeropp.sync_every lets nodes step alone"
+                "zeropp.sync_every trains nodes independently"
             )
         return max(of_model, ranks_per_node)
+
+    def require_divides(self, model: ModelConfig) -> None:
+        """Raise InputError for sizes of a model that these ranks cannot share out."""
+        tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
+        by_tensor, by_context = (
+            f"--tensor-model-parallel-size {tensor}",
+            f"--context-parallel-size {context}",
+        )
+        by_both = f"{by_tensor} times {by_context}"
+        heads = "--num-query-groups" if model.num_query_groups else "--num-attention-heads"
+        vocabulary = (
+            "--pad-vocab-size-to" if model.pad_vocab_size_to else "--make-vocab-size-divisible-by"
+        )
+        self._require_whole_sequences(model)
+        groups = model.kv_heads
+        if groups < tensor and tensor % groups == 0 and not model.multi_latent_attention:
+            _require_shared_groups(model, tensor)
+            groups = tensor
+        splits_rows, exchanges_heads = self.sequence_parallel, self.cp_comm_type == "a2a"
+        rows, by_rows = (tensor * context, by_both) if splits_rows else (context, by_context)
+        if context > 1 and not exchanges_heads:
+            rows, by_rows = 2 * rows, f"{by_rows} in two parts each (--cp-comm-type allgather)"
+        for name, count, size, splits in (
+            (heads, groups, tensor, by_tensor),
+            (
+                "--num-attention-heads",
+                model.num_attention_heads,
+                tensor * (context if exchanges_heads else 1),
+                by_both,
+            ),
+            ("--ffn-hidden-size", model.ffn_size, tensor, by_tensor),
+            (vocabulary, model.make_vocab_size_divisible_by, tensor, by_tensor),
+            ("--seq-length", model.seq_length, rows, by_rows),
+        ):
+            if count % size:
+                nearest = max(size, round(count / size) * size)
+                raise InputError(
+                    f"{name} {count} cannot be split over {splits}: the nearest that can is "
+                    f"{nearest}"
+                )
+
+    def _require_whole_sequences(self, model: ModelConfig) -> None:
+        """Raise InputError for attention that ranks which share sequences cannot compute."""
+        if self.context_parallel_size == 1:
+            return
+        if model.position_embedding_type == "alibi" and self.cp_comm_type == "a2a":
+            raise InputError(
+                "--position-embedding-type alibi with --context-parallel-size "
+                f"{self.context_parallel_size}: --cp-comm-type a2a moves heads between ranks, "
+                "which differ in their slopes: use --cp-comm-type allgather"
+            )
+        if model.longrope_long_factors and model.seq_length > model.longrope_original_positions:
+            raise InputError(
+                f"--seq-length {model.seq_length} is longer than --longrope-original-positions "
+                f"{model.longrope_original_positions}: LongRoPE's factors depend on whole "
+                "sequences, which --context-parallel-size divides: leave it out, or train shorter "
+                "sequences"
+            )
 
     def _layers_by_rank(self, num_layers: int) -> list[int]:
         """Return how many layers each rank of a pipeline has."""
@@ -189,3 +248,19 @@ def _counted(method: str) -> tuple[str, ...]:
 def _listed(counts: Sequence[int]) -> str:
     """List the distinct numbers."""
     return " and ".join(map(str, dict.fromkeys(counts)))
+
+
+def _require_shared_groups(model: ModelConfig, tensor: int) -> None:
+    """Raise InputError for heads of keys and values that `tensor` ranks cannot share."""
+    words = f"--num-query-groups {model.kv_heads} below --tensor-model-parallel-size {tensor}"
+    for name in ("qk_layernorm_across_heads", "qk_layernorm_per_head"):
+        if getattr(model, name):
+            raise InputError(
+                f"{words}: --{name.replace('_', '-')} needs a key of its own on each rank: lower "
+                "the second to the first"
+            )
+    if 2 * model.kv_heads * model.head_dim % tensor:
+        raise InputError(
+            f"{words}: the {2 * model.kv_heads} x {model.head_dim} channels of keys and values "
+            "cannot be shared out equally: change --kv-channels, or lower the second"
+        )

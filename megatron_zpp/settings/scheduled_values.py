@@ -12,12 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from megatron_zpp.settings.config import (
-    BatchConfig,
-    Config,
-    ScheduleConfig,
-    TrainingConfig,
-)
+from megatron_zpp.settings.data import BatchConfig
+from megatron_zpp.settings.optimization import OptimizerConfig, ScheduleConfig
+from megatron_zpp.settings.run import TrainingConfig
 from zeropp.errors import InputError
 
 log = logging.getLogger("megatron_zpp")
@@ -226,13 +223,18 @@ class Schedules:
     weight_decay: WeightDecay
 
     @classmethod
-    def of(cls, config: Config) -> "Schedules":
+    def of(
+        cls,
+        batch: BatchConfig,
+        seq_length: int,
+        training: TrainingConfig,
+        schedule: ScheduleConfig,
+        optimizer: OptimizerConfig,
+    ) -> "Schedules":
         """Raises InputError for a run shorter than a step and a warm-up longer than the decay."""
-        batch_size = GlobalBatchSize(config.batch, config.model.seq_length)
-        length = Length.of(config.training, batch_size, config.model.seq_length)
-        schedule = config.schedule
-        learning_rate = _learning_rate(schedule, batch_size, length, config.model.seq_length)
-        optimizer, ends = config.optimizer, None
+        batch_size = GlobalBatchSize(batch, seq_length)
+        length = Length.of(training, batch_size, seq_length)
+        learning_rate, ends = _learning_rate(schedule, batch_size, length, seq_length), None
         decay, style = optimizer.weight_decay, optimizer.weight_decay_incr_style
         start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
         if schedule.decoupled_lr is not None:

@@ -2,40 +2,39 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
 from megatron_zpp.checkpoint.open_model import OpenModel
-from megatron_zpp.checkpoint.training_state import run_settings
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
+from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step, settings_key
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
-from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate
+from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate, warn_if_float32_is_faster
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.monitor.step_profiler import StepProfiler
-from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
-from megatron_zpp.recipe.capability import settled
+from megatron_zpp.recipe.apex import find_apex
+from megatron_zpp.recipe.capability import capabilities_of, settled
+from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.one_stage import OneStage
+from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
-from megatron_zpp.settings.config import Config
-from megatron_zpp.tokenizer import Tokenizer
+from megatron_zpp.settings.config import Config, PrecisionConfig
 from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN, open_inputs
-from megatron_zpp.train.resume import Saver, StartingPoint, load
+from megatron_zpp.train.resume import load
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import saved_run, with_source
 from megatron_zpp.train.stop import Stopping
-from megatron_zpp.train.trained import build_trained
-from megatron_zpp.train.trainer import Trainer
-from zeropp import __version__
+from megatron_zpp.train.trainer import Counters, Trainer
+from zeropp import LossScaler, ZeroConfig, __version__
 from zeropp.checkpoint import AsyncWriter, FolderLock
 from zeropp.optim import sharded, state_numbers_per_weight
 from zeropp.ranks import fail_together
@@ -56,103 +55,102 @@ def build_run(
     save_lock: FolderLock | None = None,
 ) -> Run:
     """Do all that precedes the first iteration, on all ranks; InputError for what does not fit."""
-    check_nodes(requested, ranks)
+    check_nodes(requested.zero, ranks)
     source = saved_run(requested.checkpoint, ranks)
-    requested = with_source(requested, source, ranks)
+    checkpoint = with_source(requested.checkpoint, source, ranks)
+    requested = replace(requested, checkpoint=checkpoint)
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks, open_model)
     fill = pretrained and pretrained.fill
-    trained = build_trained(config, ranks, tokenizer.vocab_size, fill)
-    beginning = load(config, ranks, source, trained, tokenizer.fingerprint)
-    batches.go_behind(beginning.earlier_sizes)
-    with fail_together():
-        metrics = open_metrics(config, ranks, console, tokenizer, beginning)
-    sharding, passes = trained.sharding, trained.sharding.model
-    if not isinstance(passes, Pipeline):
-        passes = OneStage(sharding=sharding, main_thread=ranks.main_thread)
-    trainer = Trainer(
-        **vars(trained),
-        config=config,
-        ranks=ranks,
-        passes=passes,
-        schedules=beginning.schedules,
-        counters=beginning.counters,
-        communication=CommunicationMeter(
-            config, sharding, ranks, trained.optimizer, trained.capabilities
-        ),
-    )
+    trainer = build_trainer(config, ranks, tokenizer.vocab_size, fill)
     saves = bool(config.checkpoint.save)
     run = Run(
-        config=config,
-        ranks=ranks,
         console=console,
         tokenizer=tokenizer,
         batches=batches,
         trainer=trainer,
-        saver=Saver(
-            trainer=trainer,
-            tokenizer=tokenizer,
-            metrics=metrics,
-            console=console,
-            lock=save_lock,
-            batches=batches,
-            writer=AsyncWriter() if saves and config.checkpoint.async_save else None,
-        ),
-        metrics=metrics,
+        save_lock=save_lock,
+        writer=AsyncWriter() if saves and config.checkpoint.async_save else None,
+        metrics=build_metrics(trainer, console, tokenizer.vocab_size),
         stopping=stopping,
         profiler=StepProfiler(config.log, ranks.rank),
         garbage=GarbageCollection(config.training),
-        step_watch=open_step_watch(config, ranks),
+        step_watch=open_step_watch(trainer),
     )
+    load(run, source)
+    with fail_together():
+        run.open_writers()
     console.table("Megatron-Z++", rows := summary(run))
-    metrics.use_facts(partial(run_facts, run, rows))
+    run.metrics.use_facts(partial(run_facts, run, rows))
     return run
 
 
-def open_step_watch(config: Config, ranks: Ranks) -> StepWatch | None:
-    """What compares steps with the plan in `--plan-file`; InputError if it is not of this run."""
-    if config.log.plan_file is None:
-        return None
-    with fail_together():
-        config = settled(config, ranks.nodes)
-        num_ranks = ranks.world_size
-        return StepWatch(read_expected_step(config.log.plan_file, config, num_ranks))
-
-
-def open_metrics(
-    config: Config,
-    ranks: Ranks,
-    console: Console,
-    tokenizer: Tokenizer,
-    starting_point: StartingPoint,
-) -> Metrics:
-    """Open the log and its writers; those of a resumed run continue after its checkpoint."""
-    counters = starting_point.counters
-    writers = open_writers(
-        config.log,
-        rank=ranks.global_rank,
-        world_size=ranks.num_ranks,
-        resumed_at=counters if counters.iteration else None,
-        settings={
-            name: value for part in run_settings(config).values() for name, value in part.items()
-        },
+def build_trainer(
+    config: Config, ranks: Ranks, vocab_size: int, fill: Callable[[torch.nn.Module], None] | None
+) -> Trainer:
+    """Build the model, whose weights `fill` writes or which are drawn, and what trains it."""
+    apex, capabilities = find_apex(ranks.device), capabilities_of(config, ranks)
+    sharding = build_model(config, vocab_size, ranks, apex, fill, capabilities)
+    warn_if_float32_is_faster(ranks.device, sharding.compute_dtype)
+    optimizer = build_optimizer(sharding, config.optimizer, ranks.device, apex, capabilities)
+    for each in capabilities:
+        each.sharding, each.optimizer = sharding, optimizer
+    ranks.replicas.bind(config.zero, sharding, optimizer)
+    passes, size = sharding.model, config.batch.micro_batch_size
+    if not isinstance(passes, Pipeline):
+        passes = OneStage(sharding=sharding, main_thread=ranks.main_thread)
+    return Trainer(
+        config=config,
+        ranks=ranks,
+        sharding=sharding,
+        optimizer=optimizer,
+        scaler=build_scaler(config.precision),
+        capabilities=capabilities,
+        passes=passes,
+        schedules=config.schedules,
+        counters=Counters(),
+        communication=CommunicationMeter(sharding, ranks, size, optimizer, capabilities),
     )
-    rate = None
+
+
+def build_scaler(precision: PrecisionConfig) -> LossScaler | None:
+    """The loss scaler of fp16; nothing else needs one."""
+    if not precision.fp16:
+        return None
+    fixed = precision.loss_scale
+    return LossScaler(
+        scale=precision.initial_loss_scale if fixed is None else fixed,
+        min_scale=precision.min_loss_scale,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        dynamic=fixed is None,
+    )
+
+
+def build_metrics(trainer: Trainer, console: Console, vocab_size: int) -> Metrics:
+    """Build the log, and measure with what rate a device multiplies matrices if that is logged."""
+    config, ranks, rate = trainer.config, trainer.ranks, None
     if config.log.log_throughput:
         rate = matmul_rate(ranks.device, getattr(torch, config.precision.format))
     is_short = {"auto": console.is_terminal, "short": True, "megatron": False}
     lines = ShortLines if is_short[config.log.log_format] else MegatronLines
-    metrics = Metrics(
+    return Metrics(
         config.log,
         console,
         lines(throughput=config.log.log_throughput),
         world_size=ranks.world_size,
-        flops=TokenFlops.of(config.model, config.recompute, tokenizer.vocab_size),
+        flops=TokenFlops.of(config.model, config.recompute, vocab_size),
         rate=rate,
-        writers=writers,
     )
-    if starting_point.history:
-        metrics.history.load_state_dict(starting_point.history)
-    return metrics
+
+
+def open_step_watch(trainer: Trainer) -> StepWatch | None:
+    """What compares steps with the plan in `--plan-file`; InputError if it is not of this run."""
+    config, ranks = trainer.config, trainer.ranks
+    if config.log.plan_file is None:
+        return None
+    with fail_together():
+        key = settings_key(settled(config, ranks.nodes), ranks.world_size)
+        return StepWatch(read_expected_step(config.log.plan_file, key))
 
 
 def summary(run: Run) -> list[tuple[str, object]]:
@@ -164,7 +162,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
         f"heads, vocabulary {run.tokenizer.vocab_size:,}"
     )
-    share = "ranks" if ranks.num_replicas == ranks.num_ranks else "replicas"
+    share = "ranks" if ranks.data_parallel_size == ranks.num_ranks else "replicas"
     threads = torch.get_num_threads()
     optimizer = config.optimizer.optimizer.title()
     compute_dtype = str(sharding.compute_dtype).removeprefix("torch.")
@@ -184,7 +182,7 @@ def summary(run: Run) -> list[tuple[str, object]]:
         ("precision", f"{compute_dtype}, weights and {optimizer} in float32"),
         ("device", f"{ranks.device}, {threads} thread{'s' * (threads > 1)}"),
         *(matmul_rate_rows(run.metrics.matmul_rate) if config.log.log_throughput else []),
-        *(parallel_rows(ranks) if ranks.num_replicas < ranks.num_ranks else []),
+        *(parallel_rows(ranks) if ranks.data_parallel_size < ranks.num_ranks else []),
         *(pipeline_rows(run, micro_batches) if ranks.pipeline_size > 1 else []),
         *([("plan", run.step_watch.expected)] if run.step_watch else []),
         ("ZeRO stage", sharding.stage),
@@ -216,7 +214,7 @@ def length_of(run: Run) -> str:
 def checkpoints_of(run: Run) -> str:
     """When checkpoints are saved, and how large they are, without headers and padding."""
     options = run.config.checkpoint
-    first = run.saver.next_save(run.trainer.counters.iteration)
+    first = run.next_save(run.trainer.counters.iteration)
     if first is None:
         return "none: --save FOLDER saves them"
     trained = run.trainer.sharding.model.num_parameters(trained_only=True)
@@ -243,23 +241,23 @@ def run_facts(run: Run, rows: Sequence[tuple[str, object]]) -> RunFacts:
         train_iters=run.trainer.schedules.length.iterations,
         zero_stage=run.trainer.sharding.stage,
         table=[(name, str(value)) for name, value in rows],
-        settings=run_settings(run.config),
+        settings=run.config.to_dict(),
         forecast={f"{purpose}_{hop}": number for (purpose, hop), number in expected.items()},
         expected_step=asdict(run.step_watch.expected) if run.step_watch else None,
         optimizer_flops=sharded(optimizer).flops(),
     )
 
 
-def check_nodes(config: Config, ranks: Ranks) -> None:
+def check_nodes(zero: ZeroConfig, ranks: Ranks) -> None:
     """Raise InputError for nodes that do not fit the JSON.
 
     Logs a line if ranks that exchange activations in every layer are in different nodes, and one if
     settings are for messages between replicas that send none in a step.
     """
-    nodes = find_nodes(ranks.mesh, config.zero, ranks.data)
-    require_fit(config.zero, nodes)
+    nodes = find_nodes(ranks.mesh, zero, ranks.data)
+    require_fit(zero, nodes)
     if nodes.count == 1 and ranks.global_rank == 0:
-        for line in ranks.replicas.notices(config):
+        for line in ranks.replicas.notices(zero):
             log.info(line)
     per_node = nodes.ranks_per_node * nodes.parts
     if ranks.rank == 0 and per_node % ranks.tensor_size:
@@ -272,7 +270,7 @@ def check_nodes(config: Config, ranks: Ranks) -> None:
 
 def parallel_rows(ranks: Ranks) -> list[tuple[str, str]]:
     """A row that says how ranks share the work that do not only share the samples."""
-    parts = [f"{ranks.num_replicas} replica{'s' * (ranks.num_replicas > 1)}"]
+    parts = [f"{ranks.data_parallel_size} replica{'s' * (ranks.data_parallel_size > 1)}"]
     for what, members in ranks.sharing().items():
         in_node = all(ranks.nodes.same(ranks.rank, member) for member in members)
         where = "in a node" if in_node else "across nodes"

@@ -16,10 +16,8 @@ from megatron_zpp.data.loader import Loader
 from megatron_zpp.data.split import SPLITS
 from megatron_zpp.data.text_source import resolve_data
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.arguments import require_divisible
-from megatron_zpp.settings.config import Config, DataConfig
+from megatron_zpp.settings.config import Config, DataConfig, FimConfig
 from megatron_zpp.settings.data import EXAMPLES_SUFFIX, names_examples
-from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.text.generate import Request, check
 from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.base import require_unicode
@@ -64,8 +62,8 @@ class Batches:
             self.data,
             consumed_samples=consumed_samples,
             micro_batch_size=self.micro_batch_size,
-            rank=ranks.replica if alone else ranks.part,
-            world=ranks.num_replicas if alone else ranks.num_parts,
+            rank=ranks.data_parallel_rank if alone else ranks.part,
+            world=ranks.data_parallel_size if alone else ranks.num_parts,
             eod=self.eod,
             device=self.ranks.device,
             skipped=skipped,
@@ -84,7 +82,7 @@ def open_inputs(
     Raises InputError for a file that cannot be read and for inputs that do not fit together.
     """
     with_model, pretrained = with_initial_model(requested, open_model)
-    require_divisible(with_model, ranks.planned_parts)
+    with_model.require_divisible(ranks.planned_parts)
     data, tokenizer = ranks.rank_zero_first(
         lambda: resolve_data(with_model.data, with_model.tokenizer)
     )
@@ -93,15 +91,24 @@ def open_inputs(
         prompt = tuple(tokenizer.prompt(require_unicode(text, "--sample-prompt")))
         # Fails now rather than after training.
         check(Request(prompt=prompt), config.model.num_positions, tokenizer.vocab_size)
-    datasets = ranks.rank_zero_first(lambda: open_datasets(config, tokenizer))
-    require_data(config, datasets)
+    sizes = config.model.seq_length, config.sample_sizes
+    opened = partial(open_datasets, data, config.fim, *sizes, config.training.seed, tokenizer)
+    datasets = ranks.rank_zero_first(opened)
+    if datasets[TRAIN] is None and not config.training.skip_train:
+        raise InputError(
+            f"there is no training data: --split {data.split!r} gives it no weight"
+            if data.data_path
+            else "there is no training data: give --train-data-path too"
+        )
+    if datasets[VALIDATION] is None and config.evaluation.eval_iters:
+        log.info("no text is held out (see --split): there will be no validation loss")
     with fail_together():
         texts = contents(tokenizer, datasets)
     require_same(texts, SAME_FILES)
     batches = Batches(
-        open=partial(open_datasets, config, tokenizer),
+        open=opened,
         datasets=datasets,
-        data=config.data,
+        data=data,
         micro_batch_size=config.batch.micro_batch_size,
         ranks=ranks,
         eod=tokenizer.eod,
@@ -126,15 +133,6 @@ def contents(tokenizer: Tokenizer, datasets: tuple) -> dict[str, str]:
     return texts
 
 
-def sample_sizes(config: Config) -> tuple[int, int, int]:
-    """Return how many training, validation and test samples a run asks for, as in Megatron."""
-    length, evaluation = Schedules.of(config).length, config.evaluation
-    batch = config.batch.global_batch_size
-    rounds = length.iterations // evaluation.eval_interval + 1 + evaluation.eval_at_start
-    num_test = evaluation.eval_iters * batch
-    return length.samples, rounds * num_test, num_test
-
-
 def data_bytes(data: DataConfig) -> dict[str, int]:
     """Return the bytes of each file that holds tokens or examples of the run."""
     groups = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
@@ -144,33 +142,21 @@ def data_bytes(data: DataConfig) -> dict[str, int]:
 
 
 def open_datasets(
-    config: Config, tokenizer: Tokenizer, earlier: Sequence[Sequence[int]] = ()
+    data: DataConfig,
+    fim: FimConfig,
+    seq_length: int,
+    sizes: tuple[int, int, int],
+    seed: int,
+    tokenizer: Tokenizer,
+    earlier: Sequence[Sequence[int]] = (),
 ) -> tuple:
     """Training, validation and test datasets; `earlier`: see `build_datasets`."""
-    sizes, seq_length, seed = sample_sizes(config), config.model.seq_length, config.training.seed
-    if names_examples(config.data):
-        if config.fim.fim_rate:
+    if names_examples(data):
+        if fim.fim_rate:
             raise InputError(
-                f"--fim-rate {config.fim.fim_rate:g} is for documents, and the data are examples: "
+                f"--fim-rate {fim.fim_rate:g} is for documents, and the data are examples: "
                 "leave it out"
             )
-        return build_instructions(config.data, seq_length, sizes, seed, tokenizer)
-    datasets = build_datasets(
-        config.data, seq_length, sizes, seed, tokenizer.vocab_size, earlier=earlier
-    )
-    if config.fim.fim_rate == 0:
-        return datasets
-    return filled_in_the_middle(datasets, config.fim, tokenizer, seed)
-
-
-def require_data(config: Config, datasets: tuple) -> None:
-    """Raise InputError if there is no training data; log a line if there is no validation data."""
-    data = config.data
-    if datasets[0] is None and not config.training.skip_train:
-        raise InputError(
-            f"there is no training data: --split {data.split!r} gives it no weight"
-            if data.data_path
-            else "there is no training data: give --train-data-path too"
-        )
-    if datasets[1] is None and config.evaluation.eval_iters:
-        log.info("no text is held out (see --split): there will be no validation loss")
+        return build_instructions(data, seq_length, sizes, seed, tokenizer)
+    datasets = build_datasets(data, seq_length, sizes, seed, tokenizer.vocab_size, earlier=earlier)
+    return filled_in_the_middle(datasets, fim, tokenizer, seed) if fim.fim_rate else datasets

@@ -87,7 +87,7 @@ class IterationLog:
         """Log when the next checkpoint is due; once, as soon as the time of a step is known."""
         self._has_announced_save = True
         last = interval.last.iteration
-        due = self.run.saver.next_save(last - 1)
+        due = self.run.next_save(last - 1)
         if due is not None and due > last:
             seconds = (due - last) * interval.seconds_per_iteration
             self.run.console.line(

@@ -4,9 +4,10 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder
@@ -16,7 +17,6 @@ from megatron_zpp.monitor.report.report import report_after_failure, report_rows
 from megatron_zpp.parallel.heartbeat import Heartbeat
 from megatron_zpp.parallel.mesh import Ranks, join_ranks
 from megatron_zpp.parallel.replicas import joining_of
-from megatron_zpp.parallel.shared_settings import shared_settings
 from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import CheckpointConfig, Config, LogConfig
 from megatron_zpp.text.generate import generate
@@ -28,9 +28,10 @@ from megatron_zpp.train.loop import train
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Interrupted, Stopping
-from zeropp import InputError
+from zeropp import InputError, __version__
 from zeropp.checkpoint import hold_folder
 from zeropp.errors import NetworkError
+from zeropp.native import PACKAGE, source_hash
 from zeropp.ranks import (
     OTHER_RANK_FAILED,
     Environment,
@@ -41,22 +42,24 @@ from zeropp.ranks import (
 )
 
 USAGE_ERROR, FAILED = 2, 1
-DryRun = Callable[[Config, Environment, Console], int]
+PACKAGES = (Path(__file__).resolve().parents[1], PACKAGE)
+DIGITS = 8  # of a hash, to show
+DryRun = Callable[[Config, Environment, Console, OpenModel], int]
 
 
 def main(
     argv: Sequence[str],
     program: str,
-    dry_run: DryRun,
+    load_dry_run: Callable[[], DryRun],
     open_model: OpenModel,
     *,
     needs_pretrained: bool = False,
 ) -> int:
     """Pretrain a GPT with the flags in `argv`; return the exit status.
 
-    `program` is the name in `--help` and in messages. `dry_run` is what `--dry-run` does, and
-    returns the status. `open_model` opens `--pretrained-checkpoint`, which `needs_pretrained` makes
-    a required flag.
+    `program` is the name in `--help` and in messages. `load_dry_run` returns what `--dry-run`
+    calls; that returns the status. `open_model` opens `--pretrained-checkpoint`, which
+    `needs_pretrained` makes a required flag.
     """
     with Console() as console:
         environment = Environment()
@@ -68,23 +71,24 @@ def main(
             if needs_pretrained:
                 require_pretrained(config.pretrained_checkpoint, program)
             if config.training.dry_run:
-                return dry_run(config, environment, console)
+                return load_dry_run()(config, environment, console, open_model)
             with (
                 Stopping(config.training) as stopping,
                 deterministic_kernels() if config.training.deterministic_mode else nullcontext(),
             ):
                 per_node = config.zero.zeropp.ranks_per_node
-                settings = shared_settings(config)
+                settings = {**versions(), **config.shared()}
+                sections = config.zero, config.checkpoint, config.parallel
                 ranks = join_ranks(
                     environment,
                     config.parallel,
                     per_node,
                     settings,
-                    joining_of(config, environment, settings),
+                    joining_of(*sections, environment, settings),
                 )
-                config = with_own_folders(config, ranks)
+                checkpoint = with_own_folders(config.checkpoint, ranks)
                 return RankProgram(
-                    config=config,
+                    config=replace(config, checkpoint=checkpoint),
                     ranks=ranks,
                     console=console,
                     stopping=stopping,
@@ -102,6 +106,12 @@ def main(
         except Interrupted as interruption:
             console.notice(logging.ERROR, str(interruption))
             return interruption.code
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that all ranks must have alike, by the names that users know."""
+    sources = " ".join(source_hash(folder)[:DIGITS] for folder in PACKAGES)
+    return {"version": f"{__version__}, its sources {sources}", "PyTorch": torch.__version__}
 
 
 @dataclass(kw_only=True)
@@ -202,7 +212,7 @@ def train_and_evaluate(run: Run) -> None:
     if resumed_complete:
         console.line(f"training is complete: {trainer.counters.iteration} iterations are done")
     sample = None
-    with closing(run.metrics), run.saver.writer or nullcontext():
+    with closing(run.metrics), run.writer or nullcontext():
         finished = config.training.skip_train or resumed_complete or train(run)
         if finished:
             evaluate_split(run, VALIDATION, "the end of training for val data")

@@ -1,33 +1,22 @@
-"""Saves a run as a checkpoint, and starts a run from a checkpoint."""
+"""Starts a run from a checkpoint."""
 
-import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.iteration_folders import Retention
 from megatron_zpp.checkpoint.pretrained_model import no_checkpoint_error
-from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
-from megatron_zpp.monitor.console import Console
-from megatron_zpp.monitor.metrics import Metrics
-from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.recipe.capability import Capability, states_of
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture
+from megatron_zpp.recipe.capability import states_of
 from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.gpt.model import OF_TRAINING
-from megatron_zpp.settings.scheduled_values import Schedules
-from megatron_zpp.tokenizer import Tokenizer
 from megatron_zpp.tokenizer.factory import TYPES_WITH_TOKENIZER_JSON
-from megatron_zpp.train.inputs import Batches, data_bytes, sample_sizes
+from megatron_zpp.train.inputs import data_bytes
+from megatron_zpp.train.run import Run
 from megatron_zpp.train.saved_run import SavedRun
-from megatron_zpp.train.trained import Trained
 from megatron_zpp.train.trainer import STATE_COUNTERS, Counters, Trainer
-from zeropp.checkpoint import AsyncWriter, FolderLock
 from zeropp.settings import declared
 
 PLAIN = "tokenizer_hf_no_include_special_tokens"  # older checkpoints do not have it
@@ -53,180 +42,64 @@ UPDATES = (
 log = logging.getLogger("megatron_zpp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartingPoint:
-    """What a run continues from: the state in a checkpoint, or that of iteration 0."""
-
-    counters: Counters
-    schedules: Schedules
-    history: Mapping[str, Any]
-    earlier_sizes: Sequence[Sequence[int]] = ()  # of datasets, where they were others
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saver:
-    """Writes checkpoints to the folder that `--save` names, if it names one."""
-
-    trainer: Trainer
-    tokenizer: Tokenizer
-    metrics: Metrics
-    console: Console
-    lock: FolderLock | None  # of the folder
-    batches: Batches
-    writer: AsyncWriter | None  # with --async-save
-
-    def save(self) -> None:
-        """Save a checkpoint; all ranks call it.
-
-        With `--async-save` it is complete after `finish`, or when the next one is saved.
-        """
-        trainer = self.trainer
-        options, counters = trainer.config.checkpoint, trainer.counters
-        if options.save is None:
-            return
-        trainer.ranks.main_thread.mark()
-        self.metrics.flush()
-        trainer.sharding.require_same_order()
-        counters.saved_iteration = counters.iteration
-        path = checkpoint.save(
-            options.save,
-            trainer.sharding.model,
-            trainer.optimizer,
-            self._state(),
-            keep=self._keep(),
-            save_optimizer=not options.no_save_optim,
-            writer=self.writer,
-            lock=self.lock,
-            others={**trainer.ranks.replicas.state(), **states_of(trainer.capabilities)},
-        )
-        if self.writer is None:
-            self.console.line(f"saved checkpoint {path}")
-
-    def _keep(self) -> Retention:
-        """Return which checkpoints stay."""
-        options = self.trainer.config.checkpoint
-        newest, interval = options.keep_checkpoints, options.save_retain_interval
-        if (newest, interval) != (None, None):
-            replicas = self.trainer.ranks.replicas
-            newest = replicas.kept(newest, beside=self.writer is not None)
-        return Retention(newest=newest, interval=interval)
-
-    def next_save(self, iteration: int) -> int | None:
-        """When the first checkpoint after `iteration` is due; None without `--save`."""
-        options, last = self.trainer.config.checkpoint, self.trainer.schedules.length.iterations
-        if options.save is None:
-            return None
-        interval = options.save_interval or last
-        return min(last, (iteration // interval + 1) * interval)
-
-    def log_progress(self) -> None:
-        """Log a checkpoint that has become complete beside training."""
-        if self.writer is not None:
-            self.writer.log_progress()
-
-    def finish(self) -> None:
-        """Wait until the last checkpoint is complete; all ranks call it.
-
-        Raises InputError if it failed.
-        """
-        if self.writer is not None:
-            self.writer.finish()
-
-    def _state(self) -> TrainingState:
-        trainer = self.trainer
-        config, counters = trainer.config, trainer.counters
-        return TrainingState(
-            **{name: getattr(counters, name) for name in STATE_COUNTERS},
-            seed=config.training.seed,
-            world_size=trainer.ranks.num_ranks,
-            stage=trainer.sharding.stage,
-            num_worlds=trainer.ranks.replicas.count,
-            node=trainer.ranks.replicas.index,
-            launch=trainer.ranks.replicas.launch,
-            sample_sizes=[*self.batches.earlier_sizes, sample_sizes(config)],
-            data_bytes=data_bytes(config.data),
-            tokenizer=self.tokenizer.fingerprint,
-            loss_scaler=trainer.scaler.state_dict() if trainer.scaler else {},
-            schedule={"scheduled_samples": counters.scheduled_samples, **trainer.schedules.state()},
-            history=self.metrics.history.state_dict(),
-            architecture=architecture(config.model, self.tokenizer.vocab_size),
-            configuration=run_settings(config),
-        )
-
-
-def load(
-    config: Config,
-    ranks: Ranks,
-    source: SavedRun | None,
-    trained: Trained,
-    tokenizer_fingerprint: str,
-) -> StartingPoint:
-    """Load weights, optimizer and loss scaler from what `--load` names, if any: `source`.
+def load(run: Run, source: SavedRun | None) -> None:
+    """Let a run go on from what `--load` names, if any: `source`.
 
     All ranks call it. Replicas that train independently load each its own; if their number has
     changed, weights are averaged. Raises InputError for a checkpoint that does not fit the run.
     """
-    options, schedules = config.checkpoint, Schedules.of(config)
-    replicas, capabilities = ranks.replicas, trained.capabilities
-    beginning = StartingPoint(counters=Counters(), schedules=schedules, history={})
+    config, ranks, trainer = run.config, run.ranks, run.trainer
+    options, replicas, capabilities = config.checkpoint, ranks.replicas, trainer.capabilities
     if source is None:
         is_needed = options.exit_on_missing_checkpoint or options.ckpt_step is not None
         if options.load and is_needed and not replicas.joins:
             raise no_checkpoint_error(options.load, "--ckpt-step or --exit-on-missing-checkpoint")
-        return beginning
+        return
     reads_agreed = replicas.joins_and_leaves  # they form no mean of their weights
     without = options.finetune or (options.no_load_optim and not reads_agreed)
     starts_anew = without or not source.is_of_each
     others = {} if starts_anew else replicas.state()
     own = {} if without or source.is_averaged else states_of(capabilities)
-    state = _read(config, source, trained, tokenizer_fingerprint, {**others, **own})
+    state = _read(run, source, {**others, **own})
     for each in capabilities if state is not None and own else ():
         each.load({name: own[name] for name in each.state()})
-    replicas.resume(others, source, state, config, ranks)
+    replicas.resume(others, source, state, options, config.parallel, ranks)
     if state is None:
         if options.exit_on_missing_checkpoint:
             raise no_checkpoint_error(options.load, "--exit-on-missing-checkpoint")
         if options.finetune:
             raise no_checkpoint_error(options.load, "--finetune")
         log.info("--load %s holds no checkpoint: starting from the beginning", options.load)
-        return beginning
+        return
     log.info("loaded checkpoint of iteration %d from %s", state.iteration, options.load)
     for each in capabilities:
         each.require_saved(state.configuration, options.load)
-    if trained.scaler and state.loss_scaler and not (options.no_load_optim or options.finetune):
-        trained.scaler.load_state_dict(state.loss_scaler)
+    if trainer.scaler and state.loss_scaler and not (options.no_load_optim or options.finetune):
+        trainer.scaler.load_state_dict(state.loss_scaler)
     if options.finetune or options.reset_iteration or not state.iteration:
-        return beginning
-    _log_other_settings(config, state, capabilities)
+        return
+    _log_other_settings(trainer, state)
     scheduled_samples = 0
     if not options.no_load_lr_state:
         scheduled_samples = state.schedule["scheduled_samples"]
-        schedules = schedules.resumed(state.schedule, config.schedule)
-    return StartingPoint(
-        counters=Counters(
-            **{name: getattr(state, name) for name in STATE_COUNTERS},
-            scheduled_samples=scheduled_samples,
-            saved_iteration=state.iteration,
-        ),
-        schedules=schedules,
-        history=state.history,
-        earlier_sizes=_earlier_sizes(config, state),
+        trainer.schedules = trainer.schedules.resumed(state.schedule, config.schedule)
+    trainer.counters = Counters(
+        **{name: getattr(state, name) for name in STATE_COUNTERS},
+        scheduled_samples=scheduled_samples,
+        saved_iteration=state.iteration,
     )
+    if state.history:
+        run.metrics.history.load_state_dict(state.history)
+    run.batches.go_behind(_earlier_sizes(config.sample_sizes, state.sample_sizes))
 
 
-def _read(
-    config: Config,
-    source: SavedRun,
-    trained: Trained,
-    tokenizer_fingerprint: str,
-    others: Mapping[str, torch.Tensor],
-) -> TrainingState | None:
+def _read(run: Run, source: SavedRun, others: Mapping[str, torch.Tensor]) -> TrainingState | None:
     """Read a checkpoint, or the mean of those of other nodes, into weights and optimizer.
 
     `others` are further tensors to read.
     """
-    options, sharding, optimizer = config.checkpoint, trained.sharding, trained.optimizer
-    model = sharding.model
+    config, sharding, optimizer = run.config, run.trainer.sharding, run.trainer.optimizer
+    options, model = config.checkpoint, sharding.model
     load_optimizer = not (options.no_load_optim or options.finetune or source.is_averaged)
     sharding.weights_changed()
     state = checkpoint.load(
@@ -235,7 +108,7 @@ def _read(
         optimizer,
         load_optimizer=load_optimizer,
         architecture=architecture(config.model, model.vocab_size),
-        tokenizer=tokenizer_fingerprint,
+        tokenizer=run.tokenizer.fingerprint,
         verify=not options.no_verify_checkpoint and not source.is_verified,
         iteration=source.iteration,
         fine_tunes=options.finetune,
@@ -247,10 +120,9 @@ def _read(
     return state
 
 
-def _log_other_settings(
-    config: Config, state: TrainingState, capabilities: Sequence[Capability]
-) -> None:
+def _log_other_settings(trainer: Trainer, state: TrainingState) -> None:
     """Log a line for each setting whose change gives the resumed run other samples or updates."""
+    config = trainer.config
     batch, saved = config.batch.global_batch_size, state.configuration["batch"]["global_batch_size"]
     if batch != saved:
         log.info(
@@ -259,7 +131,7 @@ def _log_other_settings(
         )
     keeps_order = state.sample_sizes or names_examples(config.data)
     of_samples = (*SAMPLE_ORDER, *(() if keeps_order else (LENGTH,)))
-    lines = setting_changes(config, state.configuration, of_samples)
+    lines = config.changes(state.configuration, of_samples)
     lines += [
         f"{path} has {now} bytes now, {state.data_bytes[path]} in the checkpoint"
         for path, now in data_bytes(config.data).items()
@@ -271,32 +143,19 @@ def _log_other_settings(
         lines.append("the checkpoint's version read special tokens in texts as ordinary text")
     for line in lines:
         log.info("%s: this changes which samples come next", line)
-    updates = setting_changes(config, state.configuration, UPDATES)
-    for each in capabilities:
+    updates = config.changes(state.configuration, UPDATES)
+    for each in trainer.capabilities:
         updates += each.changes(state.configuration, state.world_size)
     for line in updates:
         log.info(CHANGED_UPDATES, line)
 
 
-def _earlier_sizes(config: Config, state: TrainingState) -> list[list[int]]:
+def _earlier_sizes(sizes: Sequence[int], saved: list[list[int]]) -> list[list[int]]:
     """Return the sizes of datasets before the checkpoint, if they differ; a line says so."""
-    now, saved = list(sample_sizes(config)), state.sample_sizes
+    now = list(sizes)
     if saved and saved[-1] != now:
         log.info(
             f"the order of samples was made for {saved[-1][0]}, and this run asks for {now[0]}: "
             "it goes on behind them, so that the length does not change which samples come next"
         )
     return saved[:-1] if saved and saved[-1] == now else saved
-
-
-def setting_changes(
-    config: Config, saved: Mapping[str, Any], of_sections: Iterable[tuple[str, Sequence[str]]]
-) -> list[str]:
-    """Describe the named settings of sections that differ from those in a checkpoint."""
-    current = json.loads(json.dumps(run_settings(config)))  # tuples are lists, as in the checkpoint
-    return [
-        f"{name} is {current[section][name]} now, {saved[section][name]} in the checkpoint"
-        for section, names in of_sections
-        for name in names
-        if name in saved.get(section, {}) and current[section][name] != saved[section][name]
-    ]

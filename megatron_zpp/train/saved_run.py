@@ -1,4 +1,4 @@
-"""What `--load` names, where nodes step alone or have done so: a checkpoint of each world."""
+"""What `--load` names, where independent replicas load or have saved it: a checkpoint of each."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.iteration_folders import (
 )
 from megatron_zpp.checkpoint.training_state import STATE, read_state
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.config import CheckpointConfig, Config
+from megatron_zpp.settings.config import CheckpointConfig
 from zeropp import Sharding
 from zeropp.capabilities.local_sgd import AveragedBuffers, OfSharding, TrainedWeights
 from zeropp.errors import InputError
@@ -28,39 +28,34 @@ log = logging.getLogger("megatron_zpp")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """What `--load` names: the folder and the iteration that this world loads.
+    """What `--load` names: the folder and the iteration that this replica loads.
 
-    num_worlds: how many nodes that stepped alone have saved it, the first one in `folder`.
-    is_of_each: each world of this run loads its own.
+    num_replicas: how many replicas have saved it, the first one in `folder`.
+    is_of_each: each replica of this run loads its own checkpoint.
     is_verified: its files have been read and compared already.
     """
 
     folder: Path
     iteration: int | None
-    num_worlds: int = 1
+    num_replicas: int = 1
     is_of_each: bool = False
     is_verified: bool = False
 
     @property
     def is_averaged(self) -> bool:
-        """Whether the weights of all that saved it are averaged, as this run has other nodes."""
-        return self.num_worlds > 1 and not self.is_of_each
+        """Whether the weights of all that saved it are averaged, as this run has other replicas."""
+        return self.num_replicas > 1 and not self.is_of_each
 
     def average(
-        self,
-        sharding: Sharding,
-        optimizer: torch.optim.Optimizer,
-        iteration: int,
-        *,
-        verify: bool,
+        self, sharding: Sharding, optimizer: torch.optim.Optimizer, iteration: int, *, verify: bool
     ) -> None:
-        """Let weights and buffers, which are those of the first world, be the means of all."""
+        """Replace weights and buffers, those of the first replica, by the means over all."""
         model = OfSharding(sharding)
         weights = TrainedWeights(model=model, optimizer=optimizer)
         buffers = AveragedBuffers(model=model)
         messages = [buffers.message()]
         total = [each.double() for each in weights.read()]
-        for node in range(1, self.num_worlds):
+        for node in range(1, self.num_replicas):
             path = folder_of_node(self.folder, node) / checkpoint_name(iteration)
             problem = checkpoint.damage(path, verify=verify)
             if problem is not None:
@@ -69,80 +64,81 @@ class SavedRun:
             for each, term in zip(total, weights.read(), strict=True):
                 each += term
             messages.append(buffers.message())
-        weights.write([(each / self.num_worlds).float() for each in total])
+        weights.write([(each / self.num_replicas).float() for each in total])
         buffers.take(messages)
         buffers.merge(0.0)
         log.info(
-            f"{self.num_worlds} nodes that stepped alone have saved {self.folder}: this run goes "
-            "on with the mean of their weights, and the moments of the optimizer start anew"
+            f"{self.num_replicas} independent replicas have saved {self.folder}: this run goes on "
+            "with the mean of their weights, and the moments of the optimizer are reset"
         )
 
 
 def saved_run(options: CheckpointConfig, ranks: Ranks) -> SavedRun | None:
-    """Return what to load of `--load`; all ranks of all worlds call it.
+    """Return what to load of `--load`; all ranks of all replicas call it.
 
-    None without `--load`, and for a node that begins or joins without a checkpoint, where nodes
-    come and go. Raises InputError if no iteration is there of all worlds that have saved it, or if
-    a world sees none of it.
+    As many replicas as have saved it each load their own checkpoint; an elastic one does so unless
+    it fine-tunes; in other cases all load the mean. None without `--load`, and for a replica
+    that joins without a checkpoint. Raises InputError if there is no iteration that all replicas
+    have saved, or if a replica of this run sees none of it.
     """
     if options.load is None:
         return None
     own, replicas = Path(options.load), ranks.replicas
     first = _folder_of_first(options, ranks)
     if replicas.joins_and_leaves and options.finetune:
-        return _common_run(options, first, _saved_worlds(first, options.ckpt_step))
+        return _same_for_all(options, first, _num_saved(first, options.ckpt_step))
     if replicas.joins_and_leaves:
-        return _own_run(own, replicas.iteration)
-    saved_here = _saved_worlds(own, options.ckpt_step)
-    saved_by_first = _saved_worlds(first, options.ckpt_step) if first != own else saved_here
+        return _of_elastic(own, replicas.iteration)
+    saved_here = _num_saved(own, options.ckpt_step)
+    saved_by_first = _num_saved(first, options.ckpt_step) if first != own else saved_here
     views = replicas.gather((saved_here, saved_by_first))
-    num_worlds, _ = views[0]
-    if num_worlds == replicas.count > 1 or (num_worlds is None and any(own for own, _ in views)):
+    count, _ = views[0]
+    if count == replicas.count > 1 or (count is None and any(own for own, _ in views)):
         _require_all([each is not None for each, _ in views], f"checkpoint of its own in {first}")
         return _of_each(options, ranks, own)
     if replicas.independent:
         what = f"checkpoint in {first}, which all nodes read if another number of nodes saved it"
-        _require_all([each == num_worlds for _, each in views], what)
-    return _common_run(options, first, num_worlds)
+        _require_all([each == count for _, each in views], what)
+    return _same_for_all(options, first, count)
 
 
-def with_own_folders(config: Config, ranks: Ranks) -> Config:
-    """Return the configuration with the folders of this world's checkpoints.
+def with_own_folders(options: CheckpointConfig, ranks: Ranks) -> CheckpointConfig:
+    """Return the options with the folders of this replica's checkpoints.
 
-    The first world has those that the flags name, and others a folder in each.
+    The first one has those that the flags name, and others a folder in each.
     """
     number = ranks.replicas.number
     if not number:
-        return config
-    options = config.checkpoint
+        return options
     save, load = (
         each and str(folder_of_node(Path(each), number)) for each in (options.save, options.load)
     )
-    return replace(config, checkpoint=replace(options, save=save, load=load))
+    return replace(options, save=save, load=load)
 
 
-def with_source(config: Config, source: SavedRun | None, ranks: Ranks) -> Config:
-    """Return the configuration with the folder that this world loads, or else the first one's."""
-    options = config.checkpoint
+def with_source(
+    options: CheckpointConfig, source: SavedRun | None, ranks: Ranks
+) -> CheckpointConfig:
+    """Return the options with the folder that this replica loads, or else the first one's."""
     if options.load is None or not ranks.replicas.independent:
-        return config
+        return options
     folder = source.folder if source else _folder_of_first(options, ranks)
-    return replace(config, checkpoint=replace(options, load=str(folder)))
+    return replace(options, load=str(folder))
 
 
 def _folder_of_first(options: CheckpointConfig, ranks: Ranks) -> Path:
     return Path(options.load).parent if ranks.replicas.number else Path(options.load)
 
 
-def _common_run(options: CheckpointConfig, first: Path, num_worlds: int | None) -> SavedRun:
-    """Return what all nodes load alike of what `num_worlds` have saved."""
-    if num_worlds in (None, 1):
+def _same_for_all(options: CheckpointConfig, first: Path, num_replicas: int | None) -> SavedRun:
+    """Return what all replicas load, of what `num_replicas` have saved."""
+    if num_replicas in (None, 1):
         return SavedRun(folder=first, iteration=options.ckpt_step)
-    return _of_others(options, first, num_worlds)
+    return _mean_of_others(options, first, num_replicas)
 
 
 def _of_each(options: CheckpointConfig, ranks: Ranks, own: Path) -> SavedRun:
-    """Return the newest checkpoint that each world of this run has of its own."""
+    """Return the newest checkpoint that each replica of this run has of its own."""
     verify = not options.no_verify_checkpoint
     path = checkpoint.choose(own, verify=verify, iteration=options.ckpt_step)
     chosen = None if path is None else iteration_of(path)
@@ -153,33 +149,33 @@ def _of_each(options: CheckpointConfig, ranks: Ranks, own: Path) -> SavedRun:
     return SavedRun(
         folder=own,
         iteration=iteration,
-        num_worlds=ranks.replicas.count,
+        num_replicas=ranks.replicas.count,
         is_of_each=True,
         is_verified=verify and iteration == chosen,
     )
 
 
-def _of_others(options: CheckpointConfig, first: Path, num_worlds: int) -> SavedRun:
-    """Return the newest checkpoint that all nodes have saved which are not those of this run."""
+def _mean_of_others(options: CheckpointConfig, first: Path, num_replicas: int) -> SavedRun:
+    """Return the newest checkpoint that all replicas of another run have saved."""
     path = checkpoint.choose(first, verify=False, iteration=options.ckpt_step)
-    folders = [folder_of_node(first, node) for node in range(num_worlds)]
+    folders = [folder_of_node(first, node) for node in range(num_replicas)]
     found = [_launches(each) for each in folders]
     for folder, launches in zip(folders, found, strict=True):
         if not launches:
             raise InputError(
-                f"{first} is of {num_worlds} nodes that stepped alone, and {folder} has no "
+                f"{first} is of {num_replicas} independent replicas, and {folder} has no "
                 "complete checkpoint: restore it"
             )
     iteration = _newest_of_all(found, iteration_of(path), str(first), options.ckpt_step)
-    return SavedRun(folder=first, iteration=iteration, num_worlds=num_worlds)
+    return SavedRun(folder=first, iteration=iteration, num_replicas=num_replicas)
 
 
 def _newest_of_all(
     found: Sequence[Mapping[int, str]], most: int, folder: str, wanted: int | None
 ) -> int:
-    """Return the newest iteration up to `most` that all nodes have saved together, in one launch.
+    """Return the newest iteration up to `most` that all replicas have saved in one launch.
 
-    found: of each node, the launches by the iterations that they have saved. wanted: the iteration
+    found: of each replica, the launches by the iterations that they saved. wanted: the iteration
     that it has to be.
     """
     common = set(found[0].items()).intersection(*(each.items() for each in found[1:]))
@@ -198,7 +194,7 @@ def _newest_of_all(
     return iteration
 
 
-def _own_run(folder: Path, iteration: int) -> SavedRun | None:
+def _of_elastic(folder: Path, iteration: int) -> SavedRun | None:
     if not iteration:
         return None
     with fail_together():
@@ -208,17 +204,15 @@ def _own_run(folder: Path, iteration: int) -> SavedRun | None:
 
 
 def _require_all(has: Sequence[bool], what: str) -> None:
-    """Raise InputError, on all worlds alike, that names the first node without a checkpoint."""
+    """Raise InputError, on all replicas, that names the first one without a checkpoint."""
     if not all(has):
-        raise InputError(
-            f"--load: node {list(has).index(False)} of {len(has)} that step alone has no {what}"
-        )
+        raise InputError(f"--load: replica {list(has).index(False)} of {len(has)} has no {what}")
 
 
 def _launches(folder: Path) -> dict[int, str]:
     """Return which launches have saved the complete checkpoints in a folder, by their iterations.
 
-    As the first rank sees it. Nodes of one launch may have become more or fewer.
+    As the first rank sees it. Replicas of one launch may have become more or fewer.
     """
     found = {}
     with fail_together():
@@ -230,10 +224,10 @@ def _launches(folder: Path) -> dict[int, str]:
     return broadcast_object(found)
 
 
-def _saved_worlds(folder: Path, iteration: int | None) -> int | None:
-    """Return how many worlds have saved the newest checkpoint of a folder, or that of an iteration.
+def _num_saved(folder: Path, iteration: int | None) -> int | None:
+    """Return how many replicas have saved the newest checkpoint of a folder, or an iteration's.
 
-    None if there is none. Checkpoints of other programs count as one world's.
+    None if there is none. Checkpoints of other programs count as one replica's.
     """
     with fail_together():
         number = None

@@ -5,7 +5,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -13,18 +12,15 @@ from megatron_zpp.data.loader import Batch, Loader
 from megatron_zpp.model.tensor_parallel import sum_partial_gradients
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.memory import read_memory
-from megatron_zpp.monitor.metrics import History
 from megatron_zpp.monitor.optimizer_norms import optimizer_norms
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.recipe.capability import Capability
 from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules, is_due
-from megatron_zpp.train.inputs import Batches
 from megatron_zpp.train.pending_iteration import PendingIteration, StepLosses
-from megatron_zpp.train.progress import RunProgress
-from megatron_zpp.train.trained import Trained
-from zeropp import optimizer_step
+from zeropp import LossScaler, Sharding, optimizer_step
 from zeropp.optim import global_norm, local_part, sharded
 
 
@@ -79,14 +75,19 @@ STATE_COUNTERS = tuple(
 
 
 @dataclass(kw_only=True)
-class Trainer(Trained):
+class Trainer:
     """What takes steps: they change weights, the optimizer's state, the loss scale, the progress.
 
-    `passes` runs forward and backward passes: those of a pipeline, or of a model that is whole.
+    `config` is the complete configuration, and `ranks` are those that train. `passes` runs forward
+    and backward passes: those of a pipeline, or of a model that is whole.
     """
 
     config: Config
     ranks: Ranks
+    sharding: Sharding
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler | None
+    capabilities: Sequence[Capability]
     passes: OneStage | Pipeline
     schedules: Schedules
     counters: Counters
@@ -142,27 +143,43 @@ class Trainer(Trained):
             fields, losses, update, started, previous, numbers, self.scaler is not None
         )
 
+    def leave_out(self) -> range:
+        """Count an iteration without an update; return its samples, which `--skip-samples` has."""
+        counters = self.counters
+        first = counters.consumed_samples
+        size = self.schedules.batch_size(first)
+        counters.advance(size, self.config.model.seq_length, skipped=True)
+        self.end_step()
+        return range(first, first + size)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Loader, num_micro_batches: int) -> tuple[float, float]:
+        """Evaluate the next `num_micro_batches` micro-batches of every rank, with dropout off.
+
+        Returns the sum of the losses of tokens, in nats, and how many tokens have one, the same on
+        all ranks. Replicas that train independently evaluate the weights that each has; those
+        that join and leave sum nothing with others here.
+        """
+        model, ranks = self.sharding.model, self.ranks
+        model.eval()
+        total, num_tokens = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+        for _ in range(num_micro_batches):
+            batch = next(batches)
+            ranks.main_thread.mark()
+            count = batch.loss_mask.sum(dtype=torch.float64)
+            total += model(*batch.inputs()) * count
+            num_tokens += count
+        model.train()
+        self.sharding.release()
+        sum_of_losses, sum_of_tokens = ranks.sum_over_replicas(total.item(), num_tokens.item())
+        # All ranks count tokens; those that are not at the end of a pipeline have no loss.
+        return sum_of_losses, sum_of_tokens * ranks.num_losses / ranks.num_ranks
+
     def end_step(self) -> None:
         """Take the outer step of replicas that train independently, if it is due."""
         iteration = self.counters.iteration
         last = iteration == self.schedules.length.iterations
         self.ranks.replicas.after_update(iteration, last=last)
-
-    def join(self, history: History, batches: Batches) -> bool:
-        """Let replicas that join get the run's state; get it, and say so, if this is one of them.
-
-        history: the losses up to now.
-        """
-        progress = RunProgress(
-            scaler=self.scaler,
-            counters=self.counters,
-            schedules=self.schedules,
-            history=history,
-            batches=batches,
-        )
-        joins = self.ranks.replicas.join(progress)
-        self.schedules = progress.schedules
-        return joins
 
     def forward_backward(
         self, batches: Loader, global_batch_size: int, loss_scale: float
@@ -187,8 +204,7 @@ class Trainer(Trained):
         records = next((each for each in kept if each is not None), None)
 
         self.communication.begin_step()
-        seed = partial(seed_dropout, config, ranks)
-        losses = self.passes.forward_backward(samples, scales, seed, records)
+        losses = self.passes.forward_backward(samples, scales, self.seed_dropout, records)
         self.passes.sum_tied_gradients(self.optimizer)
         if ranks.tensor_size > 1:
             model = self.sharding.model
@@ -204,6 +220,24 @@ class Trainer(Trained):
             of_micro_batches=losses,
             records=records,
         )
+
+    def seed_dropout(self, first_sample: int, *stage: int) -> None:
+        """Seed dropout with the number of a micro-batch's first sample, and a pipeline's stage.
+
+        Ranks that compute parts of the same activations draw for their parts. A resumed run, and a
+        run with another number of replicas, then drop the same elements.
+        """
+        ranks, splits_rows = self.ranks, self.config.parallel.sequence_parallel
+        rows = tuple(ranks.tensor_rank if splits_rows and each > 0 else 0 for each in stage)
+        part = (ranks.context_rank, *stage, *rows)
+        sample = (self.config.training.seed, first_sample)
+        text = "/".join(map(str, (*sample, *(part if any(part) else ()))))
+        digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+        number = int.from_bytes(digest, "little")  # mt19937 takes 32 bits
+        # `torch.manual_seed` notes where it was called for every kind of device (0.3 ms).
+        torch.default_generator.manual_seed(number)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(number)
 
     def _num_micro_batches(self, global_batch_size: int) -> int:
         """Return how many micro-batches of a global batch a replica has."""
@@ -291,25 +325,7 @@ def shares_of_tokens(
     micro-batches of all replicas; a collective.
     """
     counts = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches])
-    total = ranks.sum_tensor(counts.sum()) / (ranks.num_ranks // ranks.num_replicas)
-    mean = total / (len(batches) * ranks.num_replicas)
+    total = ranks.sum_tensor(counts.sum()) / (ranks.num_ranks // ranks.data_parallel_size)
+    mean = total / (len(batches) * ranks.data_parallel_size)
     mean = mean.clamp(min=torch.finfo(torch.float64).tiny)
     return list((counts / mean).float()), (batches[0].loss_mask.numel() / mean).float()
-
-
-def seed_dropout(config: Config, ranks: Ranks, first_sample: int, *stage: int) -> None:
-    """Seed dropout with the number of a micro-batch's first sample, and a pipeline's stage.
-
-    Ranks that compute parts of the same activations draw for their parts. A resumed run, and a run
-    with another number of replicas, then drop the same elements.
-    """
-    splits_rows = config.parallel.sequence_parallel
-    rows = tuple(ranks.tensor_place if splits_rows and each > 0 else 0 for each in stage)
-    part = (ranks.context_place, *stage, *rows)
-    text = "/".join(map(str, (config.training.seed, first_sample, *(part if any(part) else ()))))
-    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    number = int.from_bytes(digest, "little")  # mt19937 takes 32 bits
-    # `torch.manual_seed` notes where it was called for every kind of device (0.3 ms).
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(number)

@@ -1,16 +1,18 @@
 """What flags, commands and functions refuse: each message names the culprit and says what to do.
 
 `tests/data/refused_calls.tsv` has a call, its arguments, the files that it meets, where FOLDER is a
-folder of the test's own, and words of the error, with " ... " between them.
+folder of the test's own, and words of the error, with " ... " between them;
+`tests/data/refused_commands.tsv` has commands, their exit status and their files, Latin-1.
 """
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.checkpoint.pretrained_model import with_initial_model
-from megatron_zpp.commands.__main__ import main
+from megatron_zpp.commands.__main__ import COMMANDS
 from megatron_zpp.data.blend import parse_blend
 from megatron_zpp.data.instructions.examples import read_examples
 from megatron_zpp.data.text_source import with_named_paths
@@ -26,7 +28,6 @@ from megatron_zpp.settings.config import (
 )
 from megatron_zpp.settings.data import names_examples
 from megatron_zpp.settings.gpt.layer_pattern import marks_of, parse_window
-from megatron_zpp.settings.scheduled_values import Schedules
 from megatron_zpp.text.generate import Request, stream
 from megatron_zpp.text.perplexity import measure_perplexity
 from megatron_zpp.text.sampling import Sampling
@@ -37,6 +38,7 @@ from tests.megatron_zpp.model.small import GPT2, VOCABULARY, build
 from tests.megatron_zpp.settings.command_lines import error_of
 from tests.megatron_zpp.settings.tables import rows
 from tests.megatron_zpp.text.peaked_model import peaked_model
+from tests.megatron_zpp.text.text_models import save_text_model
 from zeropp.errors import InputError
 
 
@@ -48,9 +50,8 @@ def ask_for(prompt: tuple = (1,), sampling: dict | None = None, **fields: object
 
 def schedules(**fields: object) -> None:
     """The values of a run of ten iterations of four samples."""
-    sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
-    training, schedule = TrainingConfig(train_iters=10), ScheduleConfig(**fields)
-    Schedules.of(Config(batch=sizes, training=training, schedule=schedule))
+    schedule, sizes = ScheduleConfig(**fields), BatchConfig(micro_batch_size=1, global_batch_size=4)
+    _ = Config(batch=sizes, training=TrainingConfig(train_iters=10), schedule=schedule).schedules
 
 
 CALLS = {
@@ -85,20 +86,39 @@ def test_what_is_refused_is_named(row: dict[str, str], tmp_path: Path) -> None:
 
 BESIDE_COMMANDS = {
     "plan": "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --bf16 "
-    "--tokenizer-type NullTokenizer --vocab-size 255 --hidden-dropout 0 --attention-dropout 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --hidden-dropout 0 --attention-dropout 0 ",
+    "dump-samples": "--data-path ROOT/tests/data/a_text_document --split 1 --seq-length 4 "
+    "--tokenizer-type NullTokenizer --vocab-size 50257 --data-cache-path cache "
+    "--output samples.npz ",
 }
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a checkpoint of a model of bytes."""
+    folder = tmp_path_factory.mktemp("model")
+    save_text_model(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize(
-    "row", rows("refused_commands.tsv"), ids=lambda row: f"{row['command']} {row['arguments']}"
+    "row", rows("refused_commands.tsv"), ids=lambda row: f"{row['command']} {row['arguments'][:80]}"
 )
-def test_commands_say_in_one_line_what_to_do(row, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = [*BESIDE_COMMANDS.get(row["command"], "").split(), *row["arguments"].split()]
-    assert main([row["command"], *words]) == int(row["status"])
+def test_commands_say_in_one_line_what_to_do(row, model, tmp_path, capsys, monkeypatch):
+    """They write nothing. ROOT is the clone, MODEL a checkpoint, the folder the test's own."""
+    files = json.loads(row["files"] or "{}")
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+    monkeypatch.chdir(tmp_path)
+    words = BESIDE_COMMANDS.get(row["command"], "") + row["arguments"]
+    words = words.replace("ROOT", str(ROOT)).replace("MODEL", model).split()
+    program = f"megatron-zpp {row['command']}"
+    status = import_module(COMMANDS[row["command"]].module).main(words, program)
+    assert status == int(row["status"])
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
-    assert row["words"] in error
+    assert all(part in error for part in row["words"].split(" ... "))
+    assert {path.name for path in tmp_path.iterdir()} <= {*files, "cache"}
 
 
 BESIDE_FLAGS = {

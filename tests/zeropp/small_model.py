@@ -11,8 +11,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from zeropp import Sharding, optimizer_step
-
 VOCAB_SIZE, HIDDEN_SIZE, FFN_SIZE = 37, 12, 19
 
 
@@ -72,23 +70,3 @@ def tokens_of(step: int, samples: int = 8) -> torch.Tensor:
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def train(
-    sharding: Sharding, *, rank: int, num_micro_batches: int, steps: int = 3, clip: float = 0.5
-) -> tuple[list[float], list[float]]:
-    """Losses of this rank's micro-batches, summed, and gradient norms, of `steps` AdamW steps."""
-    model = sharding.model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    losses, norms = [], []
-    for step in range(steps):
-        mine = tokens_of(step).chunk(sharding.num_ranks)[rank].chunk(num_micro_batches)
-        total = 0.0
-        for index, tokens in enumerate(mine):
-            with sharding.micro_step(last=index == num_micro_batches - 1):
-                loss = loss_of(model, tokens) / num_micro_batches
-                loss.backward()
-                total += loss.item()
-        losses.append(total)
-        norms.append(optimizer_step(optimizer, sharding, clip_grad=clip).grad_norm)
-    return losses, norms

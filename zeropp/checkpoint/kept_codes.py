@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.coordination import current_group, gather_objects, rank, world_size
 from zeropp.wire.collectives import WeightGather, weight_layout
-from zeropp.wire.secondary_copies import OwnRow
 
 CODES, KEPT = "codes", "kept"
 UNRECORDED = "steps"  # what checkpoints have beside codes that do not say what these are of
@@ -108,12 +107,12 @@ class SavedCodes:
                 )
             return
         for name, (module, gather) in self.units.items():
-            gather.copies.restore(module, OwnRow(rows[name], saved[name].is_outdated))
+            gather.kept.restore(module, rows[name], is_outdated=saved[name].is_outdated)
             gather.kept.note(module)
 
 
 def codes_to_save(model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's rows and what belongs to them by name; empty without steps of codes.
+    """Return this rank's rows of codes by name; empty if no codes are kept.
 
     All ranks call it: codes of weights that were written since, on any of them, are dropped first.
     """
@@ -121,7 +120,7 @@ def codes_to_save(model: nn.Module) -> dict[str, Tensor]:
     for kept in dict.fromkeys(unit.gather.kept for unit in units.values()):
         kept.drop_written()
     for name, unit in units.items():
-        own = unit.gather.copies.own_row(unit.module, unit.gather.outer.index)
+        own = unit.gather.kept.own_row(unit.module, unit.gather.outer.index)
         if own is not None:
             tensors[f"rank{rank()}.{CODES}.{name}"] = own.row
             record = unit.record(is_outdated=own.is_outdated).of(own.row)
@@ -174,7 +173,7 @@ def _units(model: nn.Module) -> dict[str, _Unit]:
         for name, module in root.named_modules(prefix=prefix):
             if isinstance(module, fsdp.FSDPModule) and fsdp.own_specs(module):
                 gather = fsdp.collectives_of(module).all_gather
-                if isinstance(gather, WeightGather) and gather.copies and gather.copies.updates:
+                if isinstance(gather, WeightGather) and gather.kept and gather.kept.updates:
                     units[name] = _Unit(module, gather)
     return units
 

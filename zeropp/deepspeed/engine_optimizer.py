@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zeropp.capabilities.muon.groups import groups_of, stacks_of
 from zeropp.capabilities.muon.matrix_step import MuonOptions
 from zeropp.capabilities.muon.muon import Muon
-from zeropp.capabilities.offload.offloaded import offloaded_adamw
+from zeropp.capabilities.offload.offloaded_adam import offloaded_adamw
 from zeropp.deepspeed.lr_schedule import build_scheduler
 from zeropp.deepspeed.ops import adam
 from zeropp.errors import InputError, RefusedCall

@@ -23,8 +23,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.fsdp_adapter import local_part
 from zeropp.optim.sharded_optimizer import sharded
-from zeropp.optim.step_or_skip import local_part
 from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.recorded_tensor import RecordedTensor
 from zeropp.sharding.sharding import Sharding

@@ -18,9 +18,8 @@ from zeropp.deepspeed.engine_optimizer import HALVES
 from zeropp.errors import InputError
 from zeropp.optim.sharded_optimizer import sharded
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.cut import Subunits, by_unit, by_user, cut, unit_of
+from zeropp.sharding.cut import Place, Subunits, by_unit, by_user, cut, places_of, unit_of
 from zeropp.sharding.materialize import copy_from_first_rank
-from zeropp.sharding.places import Place, places_of
 from zeropp.sharding.plan import UnitPlan
 from zeropp.sharding.sharding import Sharding
 

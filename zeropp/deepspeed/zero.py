@@ -25,7 +25,7 @@ from zeropp.deepspeed.comm import init_distributed
 from zeropp.deepspeed.names import attribute_of
 from zeropp.deepspeed.parameter_values import available, found, marking_recorded
 from zeropp.errors import InputError
-from zeropp.optim.step_or_skip import local_part
+from zeropp.fsdp_adapter import local_part
 from zeropp.ranks.coordination import world_size
 from zeropp.ranks.meeting import come, raising_together
 from zeropp.ranks.process_group import pick_device

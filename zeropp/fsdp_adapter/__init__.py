@@ -12,14 +12,14 @@ attributes of its parameter groups: FSDP2's methods for that refuse units of sev
 | `FSDPState._root_post_backward_` | `passes`                     | ranks compare after stages of  |
 | `final_callback`                 |                              | pipelines reduced gradients    |
 | `FSDPParamGroup.unshard`         | `gathered`                   | what is gathered of is noted   |
-|                                  | `whole_parameters`           | whole parameters are used      |
+|                                  |                              | whole parameters are used      |
 | `FSDPParamGroup.post_backward`   | `gradients`                  | all ranks reduce one buffer    |
 | `FSDPParamGroup.reshard`         | `gradients`                  | weights stay for later passes  |
 | `FSDPParamGroup._to_sharded`     | `gathered`                   | weights stay between passes    |
 | `FSDPParam.free_unsharded_param` | `gathered`                   | nobody reads freed memory      |
 | `FSDPParam._setattr_on_modules`  | `uncalled_units`             | uncalled units are gathered    |
 | `FSDPParam.init_unsharded_param` | `parameters`, `gathered`     | attributes and hooks stay      |
-| `FSDPParam.reset_sharded_param`  | `whole_parameters`           | whole parameters can be loaded |
+| `FSDPParam.reset_sharded_param`  | `gathered`                   | whole parameters can be loaded |
 | `FSDPParam.to_sharded_dtensor`   | `gradients`                  | masters get means unrounded    |
 | `generate` of wrapping models    | `passes`                     | it is a forward pass           |
 | `__deepcopy__` of units' classes | `plain_copies`               | engines' models can be copied  |
@@ -29,9 +29,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from zeropp.fsdp_adapter.foreign_units import (
-    UnitCollectives,
-    collectives_of,
-    device_of,
     dtypes_of,
     frees_after_forward,
     gathered_dtypes,
@@ -40,18 +37,19 @@ from zeropp.fsdp_adapter.foreign_units import (
     mixed_bytes,
     named_units,
     prefetches,
-    replica_group,
-    restore_collectives,
     shard_group,
 )
 from zeropp.fsdp_adapter.gathered import (
     OwnRows,
+    WholeParameter,
     adopt_whole,
     before_use,
     free_gathered,
     gather_and_show,
+    gather_whole,
     gathered_names,
     generate_alone,
+    has_whole_parameters,
     in_backward,
     is_gathered,
     keep_whole,
@@ -59,6 +57,7 @@ from zeropp.fsdp_adapter.gathered import (
     show_between_passes,
     show_gathered,
     show_shards,
+    use_whole_parameters,
     whole_of,
 )
 from zeropp.fsdp_adapter.gradients import (
@@ -78,6 +77,7 @@ from zeropp.fsdp_adapter.parameters import (
     has_accumulation_hooks,
     hook_gradient,
     inherit,
+    local_part,
     module_of,
     share_version,
     versions,
@@ -90,6 +90,7 @@ from zeropp.fsdp_adapter.passes import (
     before_pass,
     call_methods_by,
     is_in_pass,
+    note_backward,
 )
 from zeropp.fsdp_adapter.plain_copies import plain_copy, use_deepcopy
 from zeropp.fsdp_adapter.uncalled_units import UncalledUnits, shard_behind
@@ -97,6 +98,9 @@ from zeropp.fsdp_adapter.units import (
     AHEAD,
     Shard,
     ShardSpec,
+    UnitCollectives,
+    collectives_of,
+    device_of,
     divide_gradients,
     gather_ahead,
     gather_back,
@@ -109,6 +113,8 @@ from zeropp.fsdp_adapter.units import (
     own_specs,
     refresh_parameters,
     replica_axes,
+    replica_group,
+    restore_collectives,
     shard_like,
     shard_of,
     shard_unit,
@@ -117,10 +123,4 @@ from zeropp.fsdp_adapter.units import (
     store,
     use_all_gather,
     use_reduce_scatter,
-)
-from zeropp.fsdp_adapter.whole_parameters import (
-    WholeParameter,
-    gather_whole,
-    has_whole_parameters,
-    use_whole_parameters,
 )

@@ -1,17 +1,10 @@
-"""Units that others have sharded: what they are, and the collectives that they had."""
-
-from dataclasses import dataclass
+"""Units that others have sharded: what they are."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from zeropp.fsdp_adapter.parameters import (
@@ -22,21 +15,6 @@ from zeropp.fsdp_adapter.parameters import (
     parameters_of,
     state_of,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitCollectives:
-    """A unit's collectives, and whether FSDP2 has them sum instead of averaging."""
-
-    all_gather: AllGather
-    reduce_scatter: ReduceScatter
-    sums: bool
-
-    @property
-    def are_defaults(self) -> bool:
-        """Whether they are those that FSDP2 begins with."""
-        kinds = type(self.all_gather), type(self.reduce_scatter)
-        return kinds == (DefaultAllGather, DefaultReduceScatter)
 
 
 def named_units(model: nn.Module) -> dict[str, Unit]:
@@ -64,17 +42,6 @@ def shard_group(unit: Unit) -> dist.ProcessGroup | None:
     """Return the ranks that a unit is sharded over; None if it is only replicated."""
     mesh = groups_of(unit)[0].mesh_info
     return mesh.shard_process_group if isinstance(mesh, FSDPMeshInfo) else None
-
-
-def replica_group(unit: Unit) -> dist.ProcessGroup | None:
-    """Return the ranks over which FSDP2 sums a unit's shards of gradients, as with HSDP."""
-    mesh = groups_of(unit)[0].mesh_info
-    return mesh.replicate_process_group if isinstance(mesh, DDPMeshInfo) else None
-
-
-def device_of(unit: Unit) -> torch.device:
-    """Return where a unit is computed."""
-    return groups_of(unit)[0].device
 
 
 def frees_after_forward(unit: Unit, model: nn.Module) -> bool:
@@ -126,24 +93,6 @@ def mixed_bytes(unit: Unit) -> int | None:
 def has_gather_hooks(unit: Unit) -> bool:
     """Whether parameters of a unit have all-gather hooks."""
     return any(map(_has_gather_hooks, parameters_of(unit)))
-
-
-def collectives_of(unit: Unit) -> UnitCollectives:
-    """Return the collectives of a unit."""
-    group = groups_of(unit)[0]
-    return UnitCollectives(
-        all_gather=group._all_gather_comm,
-        reduce_scatter=group._reduce_scatter_comm,
-        sums=group.force_sum_reduction_for_comms,
-    )
-
-
-def restore_collectives(unit: Unit, collectives: UnitCollectives) -> None:
-    """Set the collectives of a unit to what they were."""
-    for group in groups_of(unit):
-        group._all_gather_comm = collectives.all_gather
-        group._reduce_scatter_comm = collectives.reduce_scatter
-        group.force_sum_reduction_for_comms = collectives.sums
 
 
 def prefetches(unit: Unit) -> bool:

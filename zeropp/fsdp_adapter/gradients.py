@@ -154,6 +154,7 @@ class _Reducer:
         if not _adds_gradients(self.state._state_ctx):
             group._training_state = TrainingState.POST_BACKWARD
             if torch.is_grad_enabled():
+                self.keeps = True
                 self.await_gradients()
             elif group.reshard_after_backward and not self.waits:
                 group.reshard()
@@ -170,11 +171,10 @@ class _Reducer:
             self.reduce(*arguments)  # else FSDP2 would fail, and there is nothing to add up
 
     def await_gradients(self) -> None:
-        """Keep the weights for passes through the graph of this one's gradients, and reduce then.
+        """Reduce at the end of passes that make gradients, if they run past all outputs, too.
 
-        Such a pass may run past all outputs, where FSDP2 takes note of others.
+        Outputs of the root and of units are where FSDP2 takes note of passes.
         """
-        self.keeps = True
         for parameter in filter(_was_gathered, self.group.fsdp_params):
             if parameter._unsharded_param.requires_grad:
                 parameters.hook_gradient(parameter._unsharded_param, self.note_pass)

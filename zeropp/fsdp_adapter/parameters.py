@@ -59,6 +59,11 @@ def groups_of_state(state: object) -> list:
 Versions = tuple[int, ...]
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a possibly distributed tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def inherit(parameter: torch.Tensor, original: torch.Tensor) -> None:
     """Give a parameter the attributes and hooks of the one whose place it takes.
 

@@ -92,6 +92,11 @@ def call_methods_by(model: nn.Module, call: Callable[..., Any]) -> None:
             return
 
 
+def note_backward(root: FSDPModule, output: Any) -> Any:
+    """Let the root take note of backward passes from an output that its forward did not make."""
+    return state_of(root)._register_pre_backward_hook(output)
+
+
 def is_in_pass(unit: Unit) -> bool:
     """Whether FSDP2 waits for the end of a pass of the root module that has this unit."""
     context = state_of(unit)._state_ctx

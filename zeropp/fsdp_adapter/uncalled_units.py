@@ -20,10 +20,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from zeropp.fsdp_adapter.gathered import free_gathered
+from zeropp.fsdp_adapter.gathered import WholeParameter, free_gathered
 from zeropp.fsdp_adapter.parameters import groups_of, state_of
 from zeropp.fsdp_adapter.passes import backward_id
-from zeropp.fsdp_adapter.whole_parameters import WholeParameter
 
 log = logging.getLogger("zeropp")
 # What needs no values is answered by the shard, to which values are written, too.
@@ -234,4 +233,6 @@ class UncalledUnits:
         group.zeropp_reducer.is_due |= self._has_gradients
         group.unshard()
         group.wait_for_unshard()
+        if self._has_gradients:
+            group.zeropp_reducer.await_gradients()
         return True

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -16,10 +17,16 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from zeropp.fsdp_adapter.gathered import keep_shard_of_whole
 from zeropp.fsdp_adapter.parameters import (
     Unit,
     groups_of,
@@ -29,7 +36,6 @@ from zeropp.fsdp_adapter.parameters import (
     parameters_of,
 )
 from zeropp.fsdp_adapter.passes import backward_id
-from zeropp.fsdp_adapter.whole_parameters import keep_shard_of_whole
 
 # How many gathers are issued ahead of a unit's forward. With one, the links between nodes would be
 # idle during its second hop. Each costs the memory of one more gathered unit.
@@ -58,6 +64,21 @@ class Shard:
     spec: ShardSpec
     local: torch.Tensor
     parameter: FSDPParam
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCollectives:
+    """A unit's collectives, and whether FSDP2 has them sum instead of averaging."""
+
+    all_gather: AllGather
+    reduce_scatter: ReduceScatter
+    sums: bool
+
+    @property
+    def are_defaults(self) -> bool:
+        """Whether they are those that FSDP2 begins with."""
+        kinds = type(self.all_gather), type(self.reduce_scatter)
+        return kinds == (DefaultAllGather, DefaultReduceScatter)
 
 
 def shard_unit(
@@ -116,6 +137,35 @@ def _placement(parameter: nn.Parameter, num_ranks: int) -> ShardPlacement | None
 def replica_axes(mesh: DeviceMesh) -> DeviceMesh:
     """Return an axis as two of the same mesh: replicas over all its ranks, shards over none."""
     return mesh._unflatten(0, (mesh.size(), 1), ("replica", "shard"))
+
+
+def replica_group(unit: Unit) -> dist.ProcessGroup | None:
+    """Return the ranks over which FSDP2 sums a unit's shards of gradients, as with HSDP."""
+    mesh = groups_of(unit)[0].mesh_info
+    return mesh.replicate_process_group if isinstance(mesh, DDPMeshInfo) else None
+
+
+def device_of(unit: Unit) -> torch.device:
+    """Return where a unit is computed."""
+    return groups_of(unit)[0].device
+
+
+def collectives_of(unit: Unit) -> UnitCollectives:
+    """Return the collectives of a unit."""
+    group = groups_of(unit)[0]
+    return UnitCollectives(
+        all_gather=group._all_gather_comm,
+        reduce_scatter=group._reduce_scatter_comm,
+        sums=group.force_sum_reduction_for_comms,
+    )
+
+
+def restore_collectives(unit: Unit, collectives: UnitCollectives) -> None:
+    """Set the collectives of a unit to what they were."""
+    for group in groups_of(unit):
+        group._all_gather_comm = collectives.all_gather
+        group._reduce_scatter_comm = collectives.reduce_scatter
+        group.force_sum_reduction_for_comms = collectives.sums
 
 
 def use_all_gather(unit: Unit, comm: AllGather) -> None:

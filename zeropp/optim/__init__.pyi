@@ -1,4 +1,5 @@
 from zeropp.capabilities.muon.muon import Muon as Muon
+from zeropp.fsdp_adapter.parameters import local_part as local_part
 from zeropp.optim.adam import MOMENTS as MOMENTS
 from zeropp.optim.adam import FusedAdam as FusedAdam
 from zeropp.optim.adam import fastest_adamw as fastest_adamw
@@ -9,4 +10,3 @@ from zeropp.optim.sharded_optimizer import sharded as sharded
 from zeropp.optim.sharded_optimizer import state_numbers_per_weight as state_numbers_per_weight
 from zeropp.optim.step_or_skip import global_norm as global_norm
 from zeropp.optim.step_or_skip import gradient_parts as gradient_parts
-from zeropp.optim.step_or_skip import local_part as local_part

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from zeropp.errors import InputError
+from zeropp.fsdp_adapter import local_part
 from zeropp.optim.adam_op import AdamSettings, Arrays, adam, kernel_for
 from zeropp.optim.host_values import HostValues
 from zeropp.optim.remap import require_on_shards
 from zeropp.optim.sharded_optimizer import ShardedOptimizer
-from zeropp.optim.step_or_skip import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What torch's AdamW has besides, so that each loads what the other saved.

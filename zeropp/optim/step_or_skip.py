@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
+from zeropp.fsdp_adapter import local_part
 from zeropp.optim.host_values import HostValues
 from zeropp.optim.loss_scale import LossScaler
 from zeropp.optim.remap import require_on_shards
@@ -126,11 +126,6 @@ def gradient_parts(
     masters = holder.masters
     gradients = (masters.get(parameter, parameter).grad for parameter in parameters)
     return [local_part(gradient) for gradient in gradients if gradient is not None]
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a possibly distributed tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def scale_gradients(gradients: Iterable[torch.Tensor], factor: float) -> None:

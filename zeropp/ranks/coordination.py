@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from zeropp.errors import InputError, first_lines, picklable
-from zeropp.ranks.rendezvous import open_store
+from zeropp.ranks.process_group import open_store
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import explained_waits
 

@@ -84,7 +84,7 @@ class Environment:
         """
         if self.world_size % size:
             raise InputError(
-                f"{self.world_size} ranks cannot be cut into nodes of {size} that step alone: "
+                f"{self.world_size} ranks cannot be cut into replicas of {size}: "
                 f"start a multiple of {size}, or set zeropp.ranks_per_node to a divisor"
             )
         rank, local_size = self.rank % size, min(size, self.local_world_size)

@@ -1,10 +1,10 @@
+from zeropp.sharding.cut import places_of as places_of
 from zeropp.sharding.cut import plan_units as plan_units
 from zeropp.sharding.forecast import describe as describe
 from zeropp.sharding.forecast import first_bytes as first_bytes
 from zeropp.sharding.forecast import node_bytes as node_bytes
 from zeropp.sharding.grid import find_nodes as find_nodes
 from zeropp.sharding.grid import nodes_of_grid as nodes_of_grid
-from zeropp.sharding.places import places_of as places_of
 from zeropp.sharding.plan import DataAxis as DataAxis
 from zeropp.sharding.plan import Plan as Plan
 from zeropp.sharding.plan import UnitPlan as UnitPlan

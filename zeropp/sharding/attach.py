@@ -37,10 +37,9 @@ from zeropp.sharding.checks import (
 from zeropp.sharding.forecast import Rows, describe, rank_bytes
 from zeropp.sharding.grid import find_nodes_of, lines_of_ranks
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
-from zeropp.sharding.wiring import Wiring
-from zeropp.wire.gradient_use import GradientUse
-from zeropp.wire.kept_weights import KeptWeights
-from zeropp.wire.secondary_copies import copies_of
+from zeropp.sharding.root import Wiring
+from zeropp.wire.gradients import GradientUse
+from zeropp.wire.kept_weights import kept_weights
 from zeropp.wire.traffic import Traffic
 
 log = logging.getLogger("zeropp")
@@ -152,7 +151,7 @@ def _plan_attachment(
 
 
 class Attached:
-    """A model that is attached: its units, its ledger, and the weights' secondary copies under hpZ.
+    """A model that is attached: its units, its ledger, and what is kept of gathered weights.
 
     `units` and `skipped`, which has reasons, are by the names of modules. A unit is in both if it
     has several parameter groups, of which some are skipped.
@@ -172,28 +171,26 @@ class Attached:
         self.units = {name: each for name, each in model.named_modules() if each in modules}
         self.config, self.plan = config, plan
         self.group, self.traffic = group, Traffic()
-        routes = (unit.axis.weights for unit in plan.units)
-        keeping = next(filter(attrgetter("keeps"), routes), None)
-        self.copies = copies_of(keeping, config.zeropp) if keeping else None
         self._planned = units
         self._previous = {unit: fsdp.collectives_of(unit) for unit in units.values()}
 
     def install(self) -> None:
         """Set the collectives; `attach` does it."""
         units = [*self._planned.values()]
-        self._kept = KeptWeights(self.model, self.copies, self.group)
+        route = max((unit.axis.weights for unit in self.plan.units), key=attrgetter("keeps"))
+        self.kept = kept_weights(self.model, self.group, route, self.config.zeropp)
         if self.plan.axis.nodes.machines > 1:
             self.plan = self.plan.with_coding(fsdp.device_of(units[0]))
         groups = [self.group, *filter(None, map(fsdp.replica_group, units))][:2]
         use = GradientUse(groups, fsdp.device_of(units[0]))
-        self._wiring = Wiring(self.traffic, use, self._kept, divides=False)
+        self._wiring = Wiring(self.traffic, use, self.kept, divides=False)
         for unit, plan in zip(units, self.plan.units, strict=True):
             if plan.axis.nodes.num_ranks > 1:  # else FSDP2 sends nothing
                 self._wiring.connect(unit, plan, stage=self.plan.stage)
         if self.group.size() > 1:
             self._gather_ahead()
-        self._kept.add(self.model, units)
-        self._wiring.undo.callback(self._kept.close)
+        self.kept.add(self.model, units)
+        self._wiring.undo.callback(self.kept.close)
 
     def detach(self) -> None:
         """Restore the units' previous collectives; all ranks call it between steps."""
@@ -208,7 +205,7 @@ class Attached:
         means, and after an exception in a pass that is caught, beside FSDP2's `reset_iter_state()`:
         ranks may have come to different points.
         """
-        self._kept.drop()
+        self.kept.drop()
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:

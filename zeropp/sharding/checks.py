@@ -18,8 +18,8 @@ from zeropp.quant.packing import FLOATS
 from zeropp.ranks.coordination import among, require_same
 from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.own_meshes import require_apart
-from zeropp.sharding.places import Parts, Place
+from zeropp.sharding.cut import Place
+from zeropp.sharding.own_meshes import Parts, require_apart
 from zeropp.wire.collectives import WeightGather
 from zeropp.wire.route import UNQUANTIZED, Route
 

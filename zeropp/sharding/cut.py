@@ -8,26 +8,99 @@ whole on every rank, outside of all units (zeropp/wire/gradients.py).
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import device_of, find_nodes, first_axis, ranks_of
-from zeropp.sharding.places import Place, Places
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.wire.quantized_shard import stored_layout
 
+
+class Place(NamedTuple):
+    """A parameter in a module. One that modules share has several places.
+
+    name: in the whole model.
+    unit: the innermost one that contains the module, or the model.
+    user: the innermost module of the unit whose forward pass is called and reads the parameter, or
+    the unit.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    module: nn.Module
+    user: nn.Module
+    unit: nn.Module
+
+
+Places = Iterable[Place]
 Subunits = dict[nn.Module, set[nn.Parameter]]  # module -> parameters its forward pass uses
+
+
+def outermost_blocks(module: nn.Module, *, in_list: bool = False) -> Sequence[nn.Module]:
+    """Return the entries of the outermost `nn.ModuleList`s that have parameters, in order.
+
+    A block that is listed several times, as in models that share layers, is returned once. Entries
+    without a forward pass, such as lists and dicts, count as what is in them.
+    """
+    blocks: dict[nn.Module, None] = {}
+    in_list = in_list or isinstance(module, nn.ModuleList)
+    for child in module.children():
+        is_block = in_list and is_called(child) and not isinstance(child, nn.ModuleList)
+        for block in [child] if is_block else outermost_blocks(child, in_list=in_list):
+            if any(True for _ in block.parameters()):
+                blocks[block] = None
+    return list(blocks)
+
+
+def places_of(
+    model: nn.Module,
+    units: Collection[nn.Module] = (),
+    parts: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
+) -> list[Place]:
+    """Return the places of all parameters, in the order of `model.parameters()`.
+
+    `units` are modules inside the model. Parameters that have `parts` are taken to be these.
+    """
+    walk = _walk(model, frozenset(units), user=model, unit=model, prefix="")
+    return [each._replace(parameter=parts.get(each.parameter, each.parameter)) for each in walk]
+
+
+def _walk(
+    module: nn.Module,
+    units: frozenset[nn.Module],
+    *,
+    user: nn.Module,
+    unit: nn.Module,
+    prefix: str,
+) -> Iterator[Place]:
+    if module in units:
+        user = unit = module
+    elif is_called(module):
+        user = module
+    for name, parameter in module.named_parameters(recurse=False):
+        yield Place(prefix + name, parameter, module, user, unit)
+    for name, child in module.named_children():
+        yield from _walk(child, units, user=user, unit=unit, prefix=f"{prefix}{name}.")
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module's forward is called: not so for containers, nor for the output projection
+    of `nn.MultiheadAttention`, whose weight is read without calling it."""
+    has_forward = type(module).forward is not nn.Module.forward
+    return has_forward and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def plan_model(
@@ -113,8 +186,8 @@ def plan_units(
                 casts_inputs=False,  # inputs are what the block computes
             )
             units += _plan_unit(module, own.get(module, ()), kind)
-    # The root's own parameters are used first in forward and last in backward or, as with a tied
-    # head, at both ends: they stay gathered from its forward to its backward.
+    # The root's own parameters are used first in forward and last in backward (tied embeddings in
+    # both): they stay gathered from its forward to its backward.
     root, *subunits = _plan_unit(model, own.get(model, ()), replace(like, regathers=False))
     return (*units, *subunits, replace(root, is_root=True))
 
@@ -132,7 +205,7 @@ def _plan_unit(unit: nn.Module, places: Places, like: UnitPlan) -> list[UnitPlan
         return [unit_of(in_fp32, [unit], own)]
     apart = set().union(*statistical.values())
     trained = trained_subunits(unit, places, apart) if like.separates_trained else {}
-    apart.update(*trained.values())
+    apart = apart.union(*trained.values())
     units = [unit_of(like, [unit], (each for each in own if each not in apart))]
     for users, kind in ((trained, like), (statistical, in_fp32)):
         if users:

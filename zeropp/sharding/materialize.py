@@ -1,11 +1,12 @@
 """Memory for tensors that `zeropp.zero.Init` recorded: one tensor at a time, shard by shard.
 
-`replace_by_meta` puts meta tensors in their places, which sharding accepts. `materialize_shards`
-then materializes each tensor on the first rank and broadcasts it, and every rank keeps its shard.
-No rank holds more than its shards and one whole tensor, and all ranks hold the same model.
+`recorded_as_meta` puts meta tensors in their places, which sharding accepts. Then it materializes
+each tensor on the first rank and broadcasts it, and every rank keeps its shard. No rank holds more
+than its shards and one whole tensor, and all ranks hold the same model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,14 @@ from zeropp.sharding.recorded_tensor import RECORDED_ATTRIBUTES, RecordedTensor
 Owners = tuple[tuple[nn.Module, str], ...]  # modules that hold a tensor, and its name in each
 
 
-def replace_by_meta(model: nn.Module) -> Mapping[RecordedTensor, Owners]:
-    """Replace recorded tensors by meta tensors; return the recorded ones and their owners."""
+@contextmanager
+def recorded_as_meta(
+    model: nn.Module, group: dist.ProcessGroup | None, device: torch.device
+) -> Iterator[None]:
+    """Replace recorded tensors by meta tensors inside; afterwards materialize them on the device.
+
+    All ranks of `group` use it. After an exception they stay meta tensors.
+    """
     owners_of = _tensors_where(model, lambda tensor: isinstance(tensor, RecordedTensor))
     replaced: dict[RecordedTensor, Owners] = {}
     for recorded, owners in owners_of.items():
@@ -27,16 +34,8 @@ def replace_by_meta(model: nn.Module) -> Mapping[RecordedTensor, Owners]:
             recorded.size(), recorded.stride(), dtype=recorded.dtype, device="meta"
         )
         replaced[_put(_as_parameter_like(recorded, meta), owners)] = owners
-    return replaced
-
-
-def materialize_shards(
-    recorded_tensors: Mapping[RecordedTensor, Owners],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> None:
-    """Materialize what `replace_by_meta` returned; all ranks of `group` must call it."""
-    for recorded, owners in recorded_tensors.items():
+    yield
+    for recorded, owners in replaced.items():
         whole = _broadcast_materialized(recorded, group, device)
         module, name = owners[0]
         shard = _shard_like(getattr(module, name), whole)

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.places import Parts
+
+Parts = Mapping[nn.Parameter, nn.Parameter]  # this rank's part of each that ranks split
 
 
 def parts_of(meshes: Mapping[nn.Module, DeviceMesh]) -> Parts:

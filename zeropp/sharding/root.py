@@ -1,5 +1,7 @@
 """A module that is called on its own: its units, and what acts before, in and after its passes.
 
+`Wiring` sets our collectives on units of FSDP2: the only place that installs them.
+
 A pass without backward leaves the root's weights gathered, at stages 1 and 2 all of them, so that
 evaluation and generation do not gather them again. FSDP2 leaves them in the modules, too. An
 optimizer made then would hold weights that the next gather overwrites, and what is written to them
@@ -11,6 +13,8 @@ micro-batches of the step repeated. All ranks must have failed in the same pass.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,21 +26,90 @@ from torch.utils import _pytree as pytree
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.plan import Plan, UnitPlan
+from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.sharding.whole_weights import WholeWeights
-from zeropp.sharding.wiring import Wiring
-from zeropp.wire.gradient_use import GradientUse
-from zeropp.wire.gradients import Gradients, ScalarGradients
-from zeropp.wire.kept_weights import KeptWeights
-from zeropp.wire.secondary_copies import copies_of
+from zeropp.wire.collectives import GradientMean, WeightGather
+from zeropp.wire.gradients import Gradients, GradientUse, ScalarGradients
+from zeropp.wire.in_flight import Reductions
+from zeropp.wire.kept_weights import KeptWeights, kept_weights
+from zeropp.wire.rank_group import RankGroup, everyone
 from zeropp.wire.shard_holders import ShardHolder, add_holder
 from zeropp.wire.traffic import Traffic
 
+Hops = tuple[RankGroup | None, RankGroup | None]  # the inner and the outer one
 INCOMPLETE = (
     "a backward pass ended with an exception, and the gradients of this step are incomplete: call "
     "the engine's zero_grad() or the sharding's discard_gradients(), and repeat all micro-batches "
     "of the step"
 )
+
+
+class Wiring:
+    """Connects the units of one root; `undo` restores the collectives that they had.
+
+    With `divides`, our collective averages gradients. Without it, FSDP2 divides their sums by the
+    factor that was set when the units were sharded.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        use: GradientUse | None,
+        kept: KeptWeights | None = None,
+        *,
+        divides: bool = True,
+    ) -> None:
+        self.gathers: dict[fsdp.Unit, WeightGather] = {}
+        self.undo = ExitStack()
+        self._traffic, self._use, self._kept, self._divides = traffic, use, kept, divides
+        self._in_flight = Reductions()
+        self._hops: dict[DataAxis, tuple[Hops, Hops]] = {}  # of weights, and of gradients
+
+    def connect(self, unit: fsdp.Unit, plan: UnitPlan, *, stage: int) -> None:
+        """Install the planned collectives; stage 0 and a single rank keep those of FSDP2."""
+        if not plan.specs:
+            return
+        if stage == 0 or plan.axis.nodes.num_ranks == 1:
+            self.watch(unit)
+            if plan.axis.num_losses > plan.axis.nodes.num_ranks:
+                fsdp.divide_gradients(unit, plan.axis.num_losses)
+            return
+        self.undo.callback(fsdp.restore_collectives, unit, fsdp.collectives_of(unit))
+        weights, gradients = self._hops_of(plan.axis)
+        rounds = fsdp.replica_group(unit) is not None
+        is_cpu = fsdp.device_of(unit).type == "cpu"
+        self.gathers[unit] = WeightGather(unit, plan.axis.weights, weights, self._kept)
+        mean = GradientMean(
+            unit,
+            plan.axis.gradients,
+            gradients,
+            plan.wire_dtype,
+            self._in_flight if is_cpu and not rounds else None,
+            self._use,
+            num_losses=plan.axis.num_losses if self._divides else 1,
+            rounds=rounds,
+        )
+        fsdp.use_all_gather(unit, self.gathers[unit])
+        self.undo.callback(mean.leave)
+        fsdp.use_reduce_scatter(unit, mean, divides=self._divides)
+
+    def watch(self, unit: fsdp.Unit) -> None:
+        """Note which gradients FSDP2 reduces."""
+        note: Callable | None = None
+        if self._use is not None:
+            self._use.add(unit)
+            note = partial(self._use.note, unit)
+        self.undo.callback(fsdp.before_reduction(unit, note))
+
+    def _hops_of(self, axis: DataAxis) -> tuple[Hops, Hops]:
+        """Connect this rank, once, to the inner and the outer hop of weights and of gradients."""
+        if axis not in self._hops:
+            whole = everyone(axis.nodes, axis.position, axis.ranks)
+            self._hops[axis] = tuple(
+                whole.hops(route.inner, self._traffic, purpose, is_coded=bool(route.is_coded))
+                for route, purpose in ((axis.weights, "weights"), (axis.gradients, "gradients"))
+            )
+        return self._hops[axis]
 
 
 class Root(ShardHolder):
@@ -64,13 +137,13 @@ class Root(ShardHolder):
         self.traffic, self.gradients = Traffic(), Gradients()
         self.reduces_once, self.keeps_root = plan.reduces_once, plan.keeps_roots
         self._num_ranks = group.size()
-        self.copies = copies_of(plan.units[-1].axis.weights, config.zeropp)
+        sharing = group if self.stage else None
+        self.kept = kept_weights(model, sharing, plan.units[-1].axis.weights, config.zeropp)
         self.scalars = ScalarGradients(model, group, device)
-        self.kept = KeptWeights(model, self.copies, group if self.stage else None)
         is_alone = self._num_ranks == 1
         self.use = None if is_alone else GradientUse([group], device, self.gradients, self.scalars)
         self._wiring = Wiring(self.traffic, self.use, self.kept)
-        self.whole = WholeWeights(model, self._wiring.gathers, self.kept, self.gradients)
+        self.whole: WholeWeights | None = None
         self._incomplete = False  # gradients, as a backward pass failed
         self._depth = 0  # of calls of the model within its own forward
         self.has_called = False  # a method, whose output may get gradients
@@ -80,8 +153,8 @@ class Root(ShardHolder):
         if self._uncalled:
             fsdp.call_methods_by(model, self._call)
         add_holder(self)
-        self.add(self.units, plan.units)
         self.order(self.units, in_turn=in_turn)
+        self.add(self.units, plan.units)
 
     def add(self, units: Sequence[fsdp.FSDPModule], plans: Sequence[UnitPlan]) -> None:
         """Connect units of the model as planned, between two passes; `order` sets their order."""
@@ -109,6 +182,13 @@ class Root(ShardHolder):
         if self._num_ranks > 1 and in_turn:
             fsdp.gather_back(self._backwards(blocks))
 
+    def keep_whole(self) -> None:
+        """Let modules hold whole, plain parameters between passes from now on."""
+        whole = WholeWeights(
+            self.model, self.units, self._wiring.gathers, self.kept, self.gradients
+        )
+        self.whole = whole if whole.units else None
+
     def _backwards(self, blocks: Sequence[fsdp.FSDPModule]) -> list[fsdp.FSDPModule]:
         """Return units in the opposite order of a backward pass: each after those inside it."""
         ordered: list[fsdp.FSDPModule] = []
@@ -135,7 +215,8 @@ class Root(ShardHolder):
         """Refuse an optimizer of gathered weights; let shards take what was written to them."""
         held = (each for group in optimizer.param_groups for each in group["params"])
         self.require_shards(held, "the optimizer holds")
-        self.whole.before_step(optimizer)
+        if self.whole:
+            self.whole.before_step(optimizer)
 
     def require_shards(self, parameters: Iterable[torch.Tensor], user: str) -> None:
         """Raise InputError if a `user` has weights of the model as they are gathered for a pass."""
@@ -191,8 +272,7 @@ class Root(ShardHolder):
         fsdp.abandon_pass(self.model)
         if self.use is not None:
             self.use.discard()
-        if self.copies is not None:
-            self.copies.drop()  # ranks may have brought different ones up to date
+        self.kept.drop_copies()  # ranks may have brought different ones up to date
 
     def _enter(self, *_: object) -> None:
         self._depth += 1
@@ -211,11 +291,12 @@ class Root(ShardHolder):
                 self._uncalled.watch(False, with_root=with_root)
             for unit in () if _needs_backward(output) else self.units:
                 fsdp.show_shards(unit)
-            self.whole.show()
+            if self.whole:
+                self.whole.show()
 
     def _hide_whole(self) -> None:
         """Begin a pass as one after an evaluation: weights are gathered, modules hold shards."""
-        if not torch.compiler.is_compiling():
+        if self.whole and not torch.compiler.is_compiling():
             self.whole.hide(takes=torch.is_grad_enabled())
 
     def _call(self, method: Callable, *arguments: Any, **options: Any) -> Any:
@@ -229,7 +310,7 @@ class Root(ShardHolder):
         self._uncalled.watch(True, with_root=True)
         output = None
         try:
-            output = method(*arguments, **options)
+            output = fsdp.note_backward(self.model, method(*arguments, **options))
             self.has_called = self.has_called or _needs_backward(output)
             return output
         finally:

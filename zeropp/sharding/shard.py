@@ -29,15 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeropp.settings.capabilities import modules_of
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import require_same_model, require_shardable
-from zeropp.sharding.cut import cut, plan_model
+from zeropp.sharding.cut import cut, outermost_blocks, places_of, plan_model
 from zeropp.sharding.grid import Grid, data_axis, device_of, inherit_time_limits
-from zeropp.sharding.materialize import (
-    allocate_meta_tensors,
-    materialize_shards,
-    replace_by_meta,
-)
+from zeropp.sharding.materialize import allocate_meta_tensors, recorded_as_meta
 from zeropp.sharding.own_meshes import parts_of, replace_by_parts
-from zeropp.sharding.places import outermost_blocks, places_of
 from zeropp.sharding.recorded_tensor import not_recording
 from zeropp.sharding.root import Root
 from zeropp.sharding.sharding import Sharding
@@ -91,8 +86,8 @@ def shard(
         optimizer = zeropp.FusedAdam(model.parameters(), lr=1e-3)
         ```
     """
-    plans = dict(casts_inputs=cast_forward_inputs, keeps_root=keeps_root, calls_units=calls_units)
-    return _shard(model, mesh, config, axis, units, experts, **plans)
+    options = dict(casts_inputs=cast_forward_inputs, keeps_root=keeps_root, calls_units=calls_units)
+    return _shard(model, mesh, config, axis, units, experts, **options)
 
 
 def _shard(
@@ -104,35 +99,35 @@ def _shard(
     own_meshes: Mapping[nn.Module, DeviceMesh],
     *,
     keeps_root: bool,
-    **plans: bool,
+    **options: bool,
 ) -> Sharding:
     """Check that a model can be sharded, or raise InputError; plan it, and cut it as planned."""
     data = None if mesh is None else data_axis(mesh, axis)
     if mesh is not None:
         inherit_time_limits(mesh)
         require_same_model(model, data)
-    recorded_tensors = replace_by_meta(model)
-    parts = parts_of(own_meshes) if own_meshes else {}
-    blocks = tuple(outermost_blocks(model) if units is None else units)
-    places = places_of(model, {*blocks, *own_meshes}, parts)
-    known = dict(blocks=blocks, places=places, own_meshes=own_meshes)
-    is_cut = require_shardable(model, data, config, **known, parts=parts)
-    grid = Grid(model, mesh, data, own_meshes)
-    plan = plan_model(
-        model, mesh, data if is_cut else None, config, **known, keeps_root=keeps_root, **plans
-    )
-    if parts:
-        replace_by_parts(own_meshes, parts)
     group, device, roots = None if data is None else data.get_group(), device_of(data), ()
-    if plan.units:
-        cut_units = cut(plan.units)
-        roots = (Root(model, plan, cut_units, config, group, device, in_turn=keeps_root),)
-    freed = tuple(replace(unit, parameters=()) for unit in plan.units)
-    plan, parts, places, known = replace(plan, units=freed), {}, [], {}
-    sharding = Sharding(model=model, plan=plan, grid=grid, roots=roots, group=group)
-    materialize_shards(recorded_tensors, group, torch.device(config.placement.weights or device))
+    placement = config.placement
+    with recorded_as_meta(model, group, torch.device(placement.weights or device)):
+        parts = parts_of(own_meshes) if own_meshes else {}
+        blocks = tuple(outermost_blocks(model) if units is None else units)
+        places = places_of(model, {*blocks, *own_meshes}, parts)
+        known = dict(blocks=blocks, places=places, own_meshes=own_meshes)
+        is_cut = require_shardable(model, data, config, **known, parts=parts)
+        grid = Grid(model, mesh, data, own_meshes)
+        plan = plan_model(
+            model, mesh, data if is_cut else None, config, **known, keeps_root=keeps_root, **options
+        )
+        if parts:
+            replace_by_parts(own_meshes, parts)
+        if plan.units:
+            cut_units = cut(plan.units)
+            roots = (Root(model, plan, cut_units, config, group, device, in_turn=keeps_root),)
+        freed = tuple(replace(unit, parameters=()) for unit in plan.units)
+        plan, parts, places, known = replace(plan, units=freed), {}, [], {}  # free whole weights
+        sharding = Sharding(model=model, plan=plan, grid=grid, roots=roots, group=group)
     sharding.refresh()
-    return sharding if config.placement.frozen_bits is None else _stored(sharding, config)
+    return sharding if placement.frozen_bits is None else _stored(sharding, config)
 
 
 def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.device) -> Sharding:

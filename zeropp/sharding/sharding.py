@@ -15,6 +15,7 @@ from zeropp.sharding.forecast import Rows, describe, rank_bytes
 from zeropp.sharding.grid import Grid, num_replicas
 from zeropp.sharding.plan import Plan
 from zeropp.sharding.root import Root
+from zeropp.sharding.whole_weights import WholeWeights
 from zeropp.wire.gradients import Gradients
 from zeropp.wire.quantized_shard import require_frozen
 from zeropp.wire.traffic import JoinedTraffic, Sent
@@ -146,13 +147,13 @@ class Sharding:
     def release(self, *, held: bool = False) -> None:
         """Free gathered weights; those that modules hold whole between passes, only if `held`."""
         for root in self.roots:
-            if held or not root.whole.units:
+            if held or not root.whole:
                 root.release()
 
     def holds_whole(self, parameter: torch.Tensor) -> bool:
         """Whether a module's parameter is whole between passes, and is freed in one."""
         is_plain = not isinstance(parameter, DTensor | fsdp.WholeParameter)
-        return is_plain and parameter.ndim > 0 and any(root.whole.units for root in self.roots)
+        return is_plain and parameter.ndim > 0 and bool(self._whole)
 
     def keep_whole(self) -> None:
         """Let modules hold whole, plain parameters between passes from now on; all ranks call it.
@@ -160,13 +161,13 @@ class Sharding:
         What programs write to them is found before the next pass, or when `as_shards` is entered.
         """
         for root in self.roots:
-            root.whole.keep(root.units)
+            root.keep_whole()
         self.gather()
 
     def gather(self) -> None:
         """Gather whole parameters that were freed, if they are kept; all ranks call it."""
-        for root in self.roots:
-            root.whole.gather()
+        for whole in self._whole:
+            whole.gather()
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:
@@ -174,14 +175,18 @@ class Sharding:
 
         Whole parameters are gathered again afterwards, unless there was an exception.
         """
-        for root in self.roots:
-            root.whole.hide(takes=True)
+        for whole in self._whole:
+            whole.hide(takes=True)
         try:
             yield
         finally:
-            for root in self.roots:
-                root.whole.show()
+            for whole in self._whole:
+                whole.show()
         self.gather()
+
+    @property
+    def _whole(self) -> list[WholeWeights]:
+        return [root.whole for root in self.roots if root.whole]
 
     def has_called_methods(self) -> bool:
         """Whether methods, not forward passes, made what may get gradients since the last call."""
@@ -192,8 +197,8 @@ class Sharding:
 
     def take(self, shard: torch.nn.Parameter) -> None:
         """Let one shard take what was written to its whole parameter."""
-        for root in self.roots:
-            root.whole.take(shard)
+        for whole in self._whole:
+            whole.take(shard)
 
     def weights_changed(self) -> None:
         """Drop gathered weights, hpZ's copies included, because the shards have changed.
@@ -258,7 +263,7 @@ class Sharding:
     ) -> dict[tuple[str, str], int]:
         """Return `expected_traffic` of the same stage under plain FSDP2, to compare with.
 
-        Where nodes step alone, it is over the ranks of all `worlds`, of which this is one.
+        With independent replicas it is over the ranks of all `worlds`, of which this is one.
         """
         if worlds * self.num_ranks == 1:
             return {}

@@ -19,24 +19,24 @@ INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of a floating-point numb
 
 
 class WholeWeights:
-    """Keeps the weights of `units` of a root gathered between passes: by default, of none."""
+    """Keeps the weights of units of a root gathered between passes.
+
+    `units` are all but those whose parameters are split over other axes, too.
+    """
 
     def __init__(
         self,
         root: fsdp.FSDPModule,
+        units: Sequence[fsdp.FSDPModule],
         gathers: Mapping[fsdp.Unit, WeightGather],
         kept: KeptWeights,
         gradients: Gradients,
     ) -> None:
-        self._root, self._gathers, self._kept, self._gradients = root, gathers, kept, gradients
-        self.units: list[fsdp.FSDPModule] = []
-
-    def keep(self, units: Sequence[fsdp.FSDPModule]) -> None:
-        """Keep all units, but those whose parameters are split over other axes, too."""
+        self._root, self._gathers, self._kept = root, gathers, kept
         self.units = [unit for unit in units if fsdp.keep_whole(unit)]
         if len(self.units) == len(units):
-            fsdp.generate_alone(self._root)
-        self._kept.trust(self.units, self._gradients.parameter_of)
+            fsdp.generate_alone(root)
+        kept.trust(self.units, gradients.parameter_of)
 
     def gather(self) -> None:
         """Gather what is not gathered, and show it; all ranks call it, between two passes."""

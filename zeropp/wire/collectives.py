@@ -15,7 +15,7 @@ n*R + r. C = elements of one rank's padded shard of the unit, P = bytes of a pac
 
 Units with weights stored as codes (zeropp/wire/quantized_shard.py) are sent as bytes: these weights
 as they are, the others as numbers. Such a gather neither quantizes nor dequantizes.
-*) hpZ's secondary copy (zeropp/wire/secondary_copies.py). A gather that uses it begins below here.
+*) hpZ's secondary copy (zeropp/wire/kept_weights.py). A gather that uses it begins below here.
    One that is out of date is brought up to date by what has changed in the codes.
 +) Divided by R here, rather than at the end, if sums are sent in fp16, where they could overflow.
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 to 3.3.
@@ -30,14 +30,13 @@ import torch.distributed as dist
 from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.ops import dequantize, quantize, reduce_dequantize, reduce_quantize
 from zeropp.quant.packing import MULTIPLE, ROTATED_4, RowLayout, row_layout
-from zeropp.wire.coded_collectives import exchange_rows
+from zeropp.wire.coded_collectives import OuterGather, exchange_rows
 from zeropp.wire.cross_stream import refuse_capture
-from zeropp.wire.gradient_use import GradientUse
+from zeropp.wire.gradients import GradientUse
 from zeropp.wire.in_flight import Gathering, Hops, InFlightTensor, Reductions, run
 from zeropp.wire.kept_weights import KeptWeights
 from zeropp.wire.rank_group import RankGroup
 from zeropp.wire.route import UNQUANTIZED, Route
-from zeropp.wire.secondary_copies import OuterGather
 
 
 class WeightGather(fsdp.AllGather):
@@ -50,8 +49,8 @@ class WeightGather(fsdp.AllGather):
         hops: tuple[RankGroup | None, RankGroup | None],
         kept: KeptWeights | None,
     ) -> None:
-        self.unit, self.route, self.kept = unit, route, kept
-        self.copies = kept.copies if kept and route.keeps else None
+        self.unit, self.route = unit, route
+        self.kept = kept if route.keeps else None
         self.inner, self.outer = hops
 
     def allocate(
@@ -69,7 +68,7 @@ class WeightGather(fsdp.AllGather):
     ) -> dist.Work | None:
         """`input_tensor` (C,), a view into `output_tensor` (W*C,), which gets all shards."""
         purpose = "weights_backward" if fsdp.in_backward(self.unit) else "weights_forward"
-        if self.copies:
+        if self.kept:
             refuse_capture(input_tensor.device, "whether weights that a node keeps are sent again")
         if self.route.is_flat:
             return self.inner.all_gather(
@@ -96,10 +95,10 @@ class WeightGather(fsdp.AllGather):
         layout = None
         if not is_stored:
             layout = weight_layout(fsdp.own_specs(self.unit), self.route, shard.dtype)
-        rows = self.copies.get(self.unit) if self.copies else None
+        rows = self.kept.copy_of(self.unit) if self.kept else None
         if rows is None:
             hop = OuterGather(self.unit, self.outer, shard, layout, purpose, async_op)
-            rows = yield from (self.copies.gather(hop) if self.copies else hop.rows())
+            rows = yield from (self.kept.gather(hop) if self.kept else hop.rows())
         if self.inner:
             arrived = rows.new_empty(self.inner.size * rows.shape[0], rows.shape[1])
             yield self.inner.all_gather(arrived, rows, purpose, unit=self.unit, async_op=async_op)
@@ -109,8 +108,8 @@ class WeightGather(fsdp.AllGather):
             whole.view(by_hop[1], by_hop[0], -1).copy_(rows.view(by_hop).transpose(0, 1))
         else:
             dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
-        if self.copies:
-            self.copies.note_read(self.unit)
+        if self.kept:
+            self.kept.note_read(self.unit)
 
 
 class GradientMean(fsdp.ReduceScatter):

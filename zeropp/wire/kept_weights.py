@@ -1,35 +1,38 @@
 """Gathered weights are reused until the shards change, and then dropped.
 
-Three things outlive a pass: hpZ's secondary copies, the full weights of units that it left
-gathered, and the prefetched gather of a unit that was then not used. Notice of a change is given by
-calls that every rank makes: an optimizer's step, loading a state, `weights_changed()`. Writes
-without notice are seen by the versions of the shards, which PyTorch raises. Where a pass is about
-to reuse something of an earlier one, the ranks first tell each other which units were written, as
-they must gather the same ones: a byte per unit, in one collective. The same tells of steps of
-optimizers that hold no shards, which ranks may make alone, as for a probe of their own: they change
-no weights, unless they update copies of them.
+Three things outlive a pass: hpZ's secondary copies (ZeRO++, Wang et al. 2023, section 3.2), the
+full weights of units that it left gathered, and the prefetched gather of a unit that was then not
+used. Notice of a change is given by calls that every rank makes: an optimizer's step, loading a
+state, `weights_changed()`. Writes without notice are seen by the versions of the shards, which
+PyTorch raises. Where a pass is about to reuse something of an earlier one, the ranks first tell
+each other which units were written, as they must gather the same ones: a byte per unit, in one
+collective. The same tells of steps of optimizers that hold no shards, which ranks may make alone,
+as for a probe of their own: they change no weights, unless they update copies of them.
 
 No version tells of writes through `.data`, by fused optimizers outside torch.optim, and by
 functions for lists of tensors (`torch._foreach_*`) that are given DTensors.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.ranks.groups import shared_group
 from zeropp.ranks.waits import explained_waits
+from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.sections import Zeropp
-from zeropp.wire.cross_stream import refuse_capture
-from zeropp.wire.secondary_copies import SecondaryCopies
+from zeropp.wire.coded_collectives import OuterGather
+from zeropp.wire.cross_stream import CrossStreamTensor, refuse_capture
+from zeropp.wire.route import Route
 from zeropp.wire.shard_holders import ShardHolder, add_holder, remove_holder
 
 Units = Sequence[fsdp.Unit]
@@ -62,15 +65,20 @@ class _State:
 class KeptWeights(ShardHolder):
     """What is kept of a model's units after a pass; dropped when their shards change.
 
-    `copies` are the units' secondary copies, `group` the ranks that share the units: None where
-    each rank gathers alone, as at stage 0. All ranks make it, and use it, in the same places.
+    Secondary copies are the rows of units after the outer hop, where a `WeightGather` keeps them.
+    `group` are the ranks that share the units: None where each rank gathers alone, as at stage 0.
+    All ranks make it, and use it, in the same places: the choice between a copy and a new gather
+    follows from calls that every rank makes, never from a tensor's state. Ranks that chose
+    differently would wait for each other forever.
     """
 
-    def __init__(
-        self, model: nn.Module, copies: SecondaryCopies | None, group: dist.ProcessGroup | None
-    ) -> None:
-        self.copies = copies
-        self._copies = copies or SecondaryCopies(Zeropp())  # to which nobody adds
+    updates: ClassVar[bool] = False  # copies of weights that were stepped, instead of dropping them
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, settings: Zeropp) -> None:
+        self._copies_in_evaluation = settings.secondary_in_evaluation
+        self._version = 0  # of all weights
+        self._rows: dict[fsdp.Unit, CrossStreamTensor] = {}
+        self._trained: set[fsdp.Unit] = set()  # any later step may change them
         self._data_group = group
         self._ranks = dist.get_process_group_ranks(group) if group is not None else []
         self._states: dict[fsdp.Unit, _State] = {}
@@ -143,7 +151,7 @@ class KeptWeights(ShardHolder):
         backward pass, as when each gradient steps its optimizer at once, full weights stay: they
         may be in use, and FSDP2 frees them at its end.
         """
-        self._copies.note_step() if stepped_only else self._copies.drop()
+        self.note_step() if stepped_only else self.drop_copies()
         _free(unit for unit, state in self._states.items() if trusted or not state.is_trusted)
 
     def drop_written(self) -> None:
@@ -173,9 +181,9 @@ class KeptWeights(ShardHolder):
         for unit, state in self._states.items():
             if self._is_kept(unit) and self.was_written(unit):
                 state.change = Change.WRITTEN
-            is_current = self._copies.is_current(unit)
+            is_current = self.has_current_copy(unit)
             if is_current and any(shard.grad is not None for shard in fsdp.shards(unit)):
-                self._copies.note_trained(unit)
+                self._trained.add(unit)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop what a step of shards, or of masters of them, may have changed."""
@@ -187,10 +195,64 @@ class KeptWeights(ShardHolder):
         for unit, state in self._states.items():
             state.forget_steps()
             if self._is_kept(unit):
-                is_frozen = self._copies.is_current(unit)
+                is_frozen = self.has_current_copy(unit)
                 if is_frozen and self.was_written(unit):  # by the step itself
                     state.change = Change.WRITTEN
                 state.versions = fsdp.versions(unit)  # but what was written before stays noted
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies that this rank holds."""
+        return sum(rows.tensor.nbytes for rows in self._rows.values())
+
+    def has_copy(self, unit: fsdp.Unit) -> bool:
+        """Whether rows of the unit are kept."""
+        return unit in self._rows
+
+    def has_current_copy(self, unit: fsdp.Unit) -> bool:
+        """Whether the next gather will begin with rows that are kept."""
+        return unit in self._rows
+
+    def copy_of(self, unit: fsdp.Unit) -> Tensor | None:
+        """Return the unit's rows for use on the current stream, or None if there is no copy."""
+        return self._rows[unit].on_current_stream() if self.has_current_copy(unit) else None
+
+    def note_read(self, unit: fsdp.Unit) -> None:
+        """Take note that a gather of the unit, all of which is queued, reads rows that are kept."""
+        if rows := self._rows.get(unit):
+            rows.note_read()
+
+    def gather(self, hop: OuterGather) -> Generator[dist.Work | None, None, Tensor]:
+        """Return the rows (N, P) of the hop, and keep them."""
+        version = self._version
+        rows = yield from self._gathered(hop)
+        self.keep_copy(hop.unit, rows, version)
+        return rows
+
+    def keep_copy(self, unit: fsdp.Unit, rows: Tensor, version: int) -> None:
+        """Keep `rows`, gathered at `version`, unless the weights have changed since."""
+        if version == self._version and (unit.training or self._copies_in_evaluation):
+            self._rows[unit] = CrossStreamTensor(rows)
+
+    def drop_copies(self) -> None:
+        """Drop the copies of all units."""
+        self._version += 1
+        self._rows.clear()
+
+    def drop_copy_of(self, unit: fsdp.Unit) -> None:
+        """Drop the copy of one unit."""
+        self._version += 1
+        self._rows.pop(unit, None)
+
+    def note_step(self, units: Iterable[fsdp.Unit] | None = None) -> None:
+        """Note that an optimizer may have stepped these units, or any: drop their copies."""
+        self._version += 1
+        for unit in [*self._rows] if units is None else units:
+            if unit in self._trained:
+                self._rows.pop(unit, None)
+
+    def _gathered(self, hop: OuterGather) -> Generator[dist.Work | None, None, Tensor]:
+        return hop.rows()
 
     def _before_pass(self, inside: Container[nn.Module]) -> None:
         self._drop_written([unit for unit in self._states if fsdp.module_of(unit) in inside])
@@ -199,8 +261,9 @@ class KeptWeights(ShardHolder):
         """Note what the unit is gathered from, unless something that is kept will be used."""
         if not fsdp.is_in_pass(unit) and fsdp.backward_id() == -1:  # somebody called `unshard()`
             self._drop_written([unit])
-        self._copies.note_use(unit)
-        is_there = self._copies.is_current(unit) or fsdp.is_gathered(unit)
+        if fsdp.is_trainable(unit):  # once it is frozen, too: an update may be delayed
+            self._trained.add(unit)
+        is_there = self.has_current_copy(unit) or fsdp.is_gathered(unit)
         if not is_there and not fsdp.has_whole_parameters(unit):
             self.note(unit)
 
@@ -220,9 +283,9 @@ class KeptWeights(ShardHolder):
             if change == Change.NONE:
                 continue
             if change == Change.STEPPED:
-                self._copies.note_step([unit])
+                self.note_step([unit])
             else:
-                self._copies.drop_of(unit)
+                self.drop_copy_of(unit)
             fsdp.free_gathered(unit)
 
     def _change_of(self, unit: fsdp.Unit) -> Change:
@@ -234,7 +297,7 @@ class KeptWeights(ShardHolder):
         return [u for u in self._states if any(id(each) in ids for each in fsdp.shards(u))]
 
     def _is_kept(self, unit: fsdp.Unit) -> bool:
-        return self._copies.has(unit) or fsdp.is_gathered(unit)
+        return self.has_copy(unit) or fsdp.is_gathered(unit)
 
     def _of_any_rank(self, own: Sequence[int]) -> Sequence[int]:
         """Return for each change that this rank knows of the largest of any rank.
@@ -263,6 +326,16 @@ class KeptWeights(ShardHolder):
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(fsdp.device_of(next(iter(self._states))))
+
+
+def kept_weights(
+    model: nn.Module, group: dist.ProcessGroup | None, route: Route, settings: Zeropp
+) -> KeptWeights:
+    """Return what is kept of a model whose weights take this route."""
+    kind = KeptWeights
+    if route.updates:
+        (kind,) = declared("COPIES", CAPABILITIES, part="copies")
+    return kind(model, group, settings)
 
 
 def _free(units: Iterable[fsdp.Unit]) -> None:

@@ -336,6 +336,14 @@ class RankGroup:
             with self.traced("all_reduce"):
                 dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of x over the members: of a few numbers, which no ledger counts."""
+        if self.group is None:
+            return x
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
     def own_seed(self) -> int:
         """Draw a number from the random state that all members share, and add this one's index."""
         shared = 0 if self.group is None else int(torch.randint(2**31, ()))

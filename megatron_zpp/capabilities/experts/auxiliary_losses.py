@@ -57,25 +57,25 @@ class AuxiliaryLosses:
         self, logits: Tensor, record: RoutingRecord, layer: int, num_samples: int
     ) -> dict[str, Tensor]:
         """Return this rank's terms of the losses, 0-d."""
-        groups, terms = record.groups, {}
+        num_parts, terms = record.samples.size, {}
         if self.config.auxiliary_losses:
             scores = self._scores(logits).unflatten(0, (num_samples, -1))  # [B, S, E]
             count = partial(self._counts, scores)
             by_sample = scores.sum(1)  # [B, E]
         length = logits.shape[0] // max(num_samples, 1)
-        num_tokens = logits.shape[0] * groups.num_parts
+        num_tokens = logits.shape[0] * num_parts
         for kind in self.config.auxiliary_losses:
             n = record.total(kind, layer, partial(_total, kind, layer, record, count))
             if kind == SEQUENCE_BALANCE:
-                balance = self._balance(by_sample, n, length * groups.num_parts)
+                balance = self._balance(by_sample, n, length * num_parts)
                 terms[kind] = balance / max(num_samples, 1)
                 continue
             if kind == GLOBAL_BALANCE:
-                num_tokens = logits.shape[0] * groups.num_ranks
+                num_tokens = logits.shape[0] * record.batch.size
             terms[kind] = self._balance(by_sample.sum(0), n, num_tokens)
         if Z in self.coefficients:
             squares = logits.float().logsumexp(dim=1).square()
-            terms[Z] = squares.sum() / max(len(squares), 1) / groups.num_parts
+            terms[Z] = squares.sum() / max(len(squares), 1) / num_parts
         return terms
 
     def _balance(self, scores: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
@@ -101,10 +101,10 @@ class AuxiliaryLosses:
 def _total(kind: str, layer: int, record: RoutingRecord, count: Callable[[], Tensor]) -> Tensor:
     """Return n of a loss over the ranks whose tokens it counts, fp32: [B, E] by sample, or [E]."""
     if kind == SEQUENCE_BALANCE:
-        return record.groups.sum_over_samples(count()).float()
+        return record.samples.sum(count()).float()
     if kind == BALANCE:
-        return record.groups.sum_over_samples(count().sum(0)).float()
-    return record.mean_so_far(kind, layer, record.groups.sum_over_batch(count().sum(0)))
+        return record.samples.sum(count().sum(0)).float()
+    return record.mean_so_far(kind, layer, record.batch.sum(count().sum(0)))
 
 
 class _WithLoss(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.axes import part_of
 from megatron_zpp.parallel.rank_grid import RankGrid
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import ModelConfig, ParallelConfig
 from zeropp.errors import InputError
 from zeropp.wire import Nodes, RankGroup
 
@@ -70,20 +70,19 @@ def expert_axis(ranks: RankGrid, size: int, bits: int = 16) -> ExpertAxis | None
     return ExpertAxis(group=group, across=across, bits=bits, mesh=mesh)
 
 
-def expert_ranks(config: Config, nodes: Nodes) -> int:
+def expert_ranks(model: ModelConfig, parallel: ParallelConfig, stage: int, nodes: Nodes) -> int:
     """Return how many consecutive ranks split the experts of a layer; 1 for a dense model.
 
-    Raises InputError for a --expert-model-parallel-size that does not fit.
+    stage: ZeRO's. Raises InputError for a --expert-model-parallel-size that does not fit.
     """
-    if not config.model.has_experts:
+    if not model.has_experts:
         return 1
-    model, parallel = config.model, config.parallel
     size, tensor = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
     num_experts, ranks_per_node = model.num_experts, nodes.ranks_per_node
     stage_ranks = nodes.num_ranks // parallel.pipeline_model_parallel_size
     repeats_tokens = tensor > 1 and not parallel.sequence_parallel
     if size is None:
-        if repeats_tokens or config.zero.stage == 0:
+        if repeats_tokens or stage == 0:
             return 1
         most = gcd(num_experts, stage_ranks, ranks_per_node)
         return most if most % tensor == 0 else 1

@@ -7,8 +7,9 @@ L layers with experts, E experts.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +26,10 @@ from megatron_zpp.capabilities.experts.layer import MoE
 from megatron_zpp.capabilities.experts.log import BUSIEST_EXPERT, BUSIEST_RANK
 from megatron_zpp.capabilities.experts.routing_record import RoutingRecord, routing_records
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.parallel.token_groups import TokenGroups
 from megatron_zpp.recipe.capability import Capability
-from megatron_zpp.settings.config import Config
+from zeropp import Sharding
 from zeropp.settings import no_effect_line
-from zeropp.wire import UNQUANTIZED, Nodes
+from zeropp.wire import UNQUANTIZED, Nodes, RankGroup
 
 # TensorBoard's names of the losses, which are Megatron's.
 NAMES = {
@@ -49,23 +49,23 @@ class ExpertCapability(Capability):
     setting = ("model.has_experts", True)
     splits = NAME
 
-    @classmethod
-    def settled(cls, config: Config, nodes: Nodes) -> Config:
-        """Return a configuration that says how many ranks split experts.
+    def settled(self, nodes: Nodes) -> Mapping[str, Any]:
+        """Return how many ranks split experts.
 
         Raises InputError for a --expert-model-parallel-size that does not fit.
         """
-        size = expert_ranks(config, nodes)
-        return replace(config, parallel=replace(config.parallel, expert_model_parallel_size=size))
+        return {"expert_model_parallel_size": self._num_ranks(nodes)}
 
     def axis(self) -> ExpertAxis | None:
         """Return the axis over which ranks split experts, if they do.
 
-        Logs which settings have no effect. Raises InputError for a --expert-model-parallel-size
-        that does not fit.
+        Raises InputError for a --expert-model-parallel-size that does not fit.
         """
-        log_settings_without_effect(self.config, self._axis)
         return self._axis
+
+    def before_allocation(self, sharding: Sharding, device: torch.device) -> None:
+        """Log which settings have no effect."""
+        self._log_settings_without_effect()
 
     def model_rows(self, model: GPT) -> Iterator[tuple[str, str]]:
         """Yield how many experts there are, and which ranks have them."""
@@ -84,7 +84,7 @@ class ExpertCapability(Capability):
     def records(self, num_micro_batches: int, scale: float | Tensor) -> list[RoutingRecord]:
         """Return the records of a step's micro-batches, whose losses are multiplied by `scale`."""
         # Ranks that share sequences have terms of a sum, and gradients are averaged over them.
-        return routing_records(num_micro_batches, scale * self.groups.context_size, self.groups)
+        return routing_records(num_micro_batches, scale * self.ranks.context_size, **self.groups)
 
     @torch.no_grad()
     def after_passes(self, step: int, records: Sequence[RoutingRecord]) -> Mapping[str, Tensor]:
@@ -93,13 +93,14 @@ class ExpertCapability(Capability):
         The bias follows what replicas sum that train independently.
         """
         num_layers, num_kinds = len(self.layers), len(self.kinds)
+        splits_rows = self.config.parallel.sequence_parallel  # else tensor ranks have the same
         num_experts, device = self.config.model.num_experts, self.ranks.device
         counts = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
         losses = torch.zeros(num_kinds, num_layers, dtype=torch.float64, device=device)
         rows = torch.zeros(self.ranks.num_ranks, dtype=torch.float64, device=device)
         for place, layer in enumerate(self.layers):
             own = [record for record in records if layer in record.assignments]
-            if own and self.groups.is_counted:
+            if own and (splits_rows or self.ranks.tensor_rank == 0):
                 counts[place] = sum(each.assignments[layer].counts for each in own)
                 losses[:, place] = self._losses(own, layer)
             rows[self.ranks.rank] += sum(each.num_rows[layer] for each in own)
@@ -120,7 +121,9 @@ class ExpertCapability(Capability):
         """
         means = []
         for kind in self.kinds:
-            num_terms = len(records) * (1 if kind == GLOBAL_BALANCE else self.ranks.num_replicas)
+            num_terms = len(records) * (
+                1 if kind == GLOBAL_BALANCE else self.ranks.data_parallel_size
+            )
             means.append(sum(each.losses[kind, layer].double() for each in records) / num_terms)
         return torch.stack(means) if means else torch.zeros(0, dtype=torch.float64)
 
@@ -161,34 +164,47 @@ class ExpertCapability(Capability):
         return list(AuxiliaryLosses(self.config.model).coefficients)
 
     @cached_property
-    def groups(self) -> TokenGroups:
-        """The ranks over which tokens are counted."""
-        return self.ranks.token_groups(
-            splits_rows=self.config.parallel.sequence_parallel,
-            sums_batch=GLOBAL_BALANCE in self.kinds,
-        )
+    def groups(self) -> dict[str, RankGroup]:
+        """The ranks of this one's stage over which tokens are counted, as of a `RoutingRecord`."""
+        pipe, _, tensor = self.ranks.places
+        batch = self.ranks.grid[pipe]
+        if not self.config.parallel.sequence_parallel:
+            batch = batch[:, tensor : tensor + 1]
+        first = self.ranks.data_parallel_rank * self.ranks.context_size
+        members = {"samples": batch[first : first + self.ranks.context_size]}
+        if GLOBAL_BALANCE in self.kinds:
+            members["batch"] = batch
+        return {
+            name: self.ranks.rank_group("tokens", ranks.flatten().tolist())
+            for name, ranks in members.items()
+            if ranks.numel() > 1
+        }
 
     @cached_property
     def _axis(self) -> ExpertAxis | None:
-        size = expert_ranks(self.config, self.ranks.nodes)
+        size = self._num_ranks(self.ranks.nodes)
         return expert_axis(self.ranks, size, self.config.parallel.moe_dispatch_bits)
 
+    def _num_ranks(self, nodes: Nodes) -> int:
+        config = self.config
+        return expert_ranks(config.model, config.parallel, config.zero.stage, nodes)
 
-def log_settings_without_effect(config: Config, axis: ExpertAxis | None) -> None:
-    """Log which settings do nothing for experts that are split like this."""
-    bits, reasons = config.parallel.moe_dispatch_bits, {}
-    if bits < UNQUANTIZED and (axis is None or axis.across is None):
-        reasons[f"--moe-dispatch-bits {bits}"] = (
-            "no token crosses nodes: that needs an --expert-model-parallel-size of several nodes"
-        )
-    hpz = config.zero.zero_optimization.zero_hpz_partition_size
-    if hpz > 1 and axis is not None and axis.mesh[AXIS_NAMES[0]].size() == 1:
-        reasons[f"zero_optimization.zero_hpz_partition_size = {hpz}, for experts,"] = (
-            f"each rank has its own whole, as --expert-model-parallel-size {axis.size} splits them "
-            "over all ranks, so that there is nothing to copy; other weights are copied"
-        )
-    for line in (no_effect_line({name: why}) for name, why in reasons.items()):
-        log.info("%s", line)
+    def _log_settings_without_effect(self) -> None:
+        """Log which settings do nothing for experts that are split like this."""
+        axis, bits, reasons = self._axis, self.config.parallel.moe_dispatch_bits, {}
+        if bits < UNQUANTIZED and (axis is None or axis.across is None):
+            reasons[f"--moe-dispatch-bits {bits}"] = (
+                "no token crosses nodes: that needs an --expert-model-parallel-size of several "
+                "nodes"
+            )
+        hpz = self.config.zero.zero_optimization.zero_hpz_partition_size
+        if hpz > 1 and axis is not None and axis.mesh[AXIS_NAMES[0]].size() == 1:
+            reasons[f"zero_optimization.zero_hpz_partition_size = {hpz}, for experts,"] = (
+                f"each rank has its own whole, as --expert-model-parallel-size {axis.size} splits "
+                "them over all ranks, so that there is nothing to copy; other weights are copied"
+            )
+        for line in (no_effect_line({name: why}) for name, why in reasons.items()):
+            log.info("%s", line)
 
 
 CAPABILITY = ExpertCapability

@@ -6,7 +6,6 @@ Shapes: N rows, H hidden, E experts, e those of a rank, F width inside an expert
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.capabilities.experts.axis import axis_of
 from megatron_zpp.model.delta import TakesDelta
@@ -27,7 +26,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, part: Part = WHOLE) -> None:
         super().__init__()
-        self.axis = axis_of(part)
+        self.own_axis = axis_of(part)  # of the ranks that split and shard the parameters
         num, hidden, width = config.num_experts, config.hidden_size, config.expert_ffn_size
         self.config, bias = config, config.has_mlp_bias
 
@@ -35,13 +34,6 @@ class Experts(nn.Module):
         self.gate = Matrices(num, width, hidden, part, bias=bias) if has_gate else None
         self.input = Matrices(num, width, hidden, part, bias=bias)
         self.output = Matrices(num, hidden, width, part, bias=bias)
-
-    @property
-    def own_mesh(self) -> DeviceMesh | None:
-        """The ranks that split and shard the parameters, if they are others than of other layers.
-
-        It is None too where ranks are only planned."""
-        return None if self.axis is None else self.axis.mesh
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows [N, H], sorted by expert, to [N, H]; counts int64 [e] are those of each expert.

@@ -22,9 +22,8 @@ def token_messages(forecast: Forecast, stage: Part, axis: ExpertAxis) -> Iterato
 
     Before each way there crosses how many tokens each expert gets.
     """
-    model, group = forecast.config.model, axis.group
-    splits_rows = forecast.config.parallel.sequence_parallel
-    own_rows = forecast.tokens // (forecast.ranks.tensor_size if splits_rows else 1)
+    model, group = forecast.config, axis.group
+    own_rows = forecast.tokens // (forecast.ranks.tensor_size if forecast.splits_rows else 1)
     rows = own_rows * model.moe_router_topk // group.size
     layers, again, back = (
         sum(model.moe_layers[layer] for layer in each)

@@ -121,7 +121,7 @@ def send_copies(
 
 @torch.compiler.disable
 def return_sums(computed: Tensor, copies: Copies) -> Tensor:
-    """Return Σ w y [T, H] for this rank's tokens, of what experts made of all ranks' copies.
+    """Return Σ w y [T, H] for this rank's tokens, of the experts' outputs for all copies.
 
     computed: [M, H], for the rows of the copies that this rank relays.
     """

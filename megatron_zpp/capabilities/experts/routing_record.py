@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_zpp.parallel.token_groups import ONE_RANK, TokenGroups
+from zeropp.wire import Nodes, RankGroup, everyone
+
+ONE_RANK = everyone(Nodes(num_ranks=1, ranks_per_node=1), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +34,15 @@ class RoutingRecord:
     """The record of one micro-batch.
 
     scale: what the gradients of the losses in its layers are multiplied by, a number or 0-d.
-    earlier: the records of the step's micro-batches before. assignments: by layer. losses: 0-d, by
-    kind and layer, without coefficients; of losses that are sums over ranks, this rank's term.
-    num_rows: rows that this rank's experts computed, by layer.
+    samples: the ranks that have parts of this one's samples. batch: those with parts of the global
+    batch. earlier: the records of the step's micro-batches before. assignments: by layer. losses:
+    0-d, by kind and layer, without coefficients; of losses that are sums over ranks, this rank's
+    term. num_rows: rows that this rank's experts computed, by layer.
     """
 
     scale: float | Tensor = 1.0
-    groups: TokenGroups = ONE_RANK
+    samples: RankGroup = ONE_RANK
+    batch: RankGroup = ONE_RANK
     earlier: Sequence["RoutingRecord"] = ()
     assignments: dict[int, Assignment] = field(default_factory=dict)
     losses: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -78,10 +82,10 @@ class RoutingRecord:
 
 
 def routing_records(
-    num_micro_batches: int, scale: float | Tensor = 1.0, groups: TokenGroups = ONE_RANK
+    num_micro_batches: int, scale: float | Tensor = 1.0, **groups: RankGroup
 ) -> list[RoutingRecord]:
-    """Return the records of a step's micro-batches."""
+    """Return the records of a step's micro-batches, whose tokens are counted over `groups`."""
     records: list[RoutingRecord] = []
     for _ in range(num_micro_batches):
-        records.append(RoutingRecord(scale=scale, groups=groups, earlier=tuple(records)))
+        records.append(RoutingRecord(scale=scale, earlier=tuple(records), **groups))
     return records

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import CheckpointConfig, ParallelConfig
 from megatron_zpp.settings.parallel import OTHER_SIZES, SIZES
 from zeropp.capabilities.local_sgd import LocalSteps, OuterMean
 from zeropp.errors import InputError
@@ -24,23 +24,24 @@ def continue_replica(
     read: Mapping[str, Tensor],
     source: Any,
     state: TrainingState | None,
-    config: Config,
+    options: CheckpointConfig,
+    parallel: ParallelConfig,
     ranks: Ranks,
 ) -> None:
     """Go on from a checkpoint that has been loaded, or from the beginning if `state` is None.
 
-    `read` is what it has of local steps, nothing if moments start anew. Nodes that have loaded
-    different weights then go on with their mean. All nodes call it. Raises InputError on all of
+    `read` is its state of local SGD, empty if moments are reset. Replicas that have loaded
+    different weights then go on with their mean. All replicas call it. Raises InputError on all of
     them if they have loaded different iterations.
     """
     local_steps = replicas.steps
     if replicas.joins_and_leaves:
-        _continue_alone(local_steps, read, state, config, ranks)
+        _continue_alone(replicas, read, state, options, parallel, ranks)
         return
     iterations = replicas.gather(None if state is None else state.iteration)
     if len(set(iterations)) > 1:
         raise InputError(
-            f"--load: nodes that step alone have loaded other iterations: "
+            f"--load: replicas have loaded different iterations: "
             f"{', '.join(map(str, iterations))} (None: no checkpoint); all need the same"
         )
     if state is None or not (read or source.is_of_each):
@@ -48,54 +49,54 @@ def continue_replica(
         return
     if not read:
         _go_on_with_mean(local_steps)
-        log.info("the nodes go on with the mean of their weights; the outer momentum starts anew")
+        log.info("replicas go on with the mean of their weights; the outer momentum is reset")
         return
     local_steps.load(read)
-    if config.checkpoint.reset_iteration:
+    if options.reset_iteration:
         local_steps.end_delay()
-    _forget_momentum_of_others(local_steps, state, config, ranks)
+    _forget_momentum_of_others(replicas, state, parallel, ranks.num_ranks)
 
 
 def _forget_momentum_of_others(
-    local_steps: LocalSteps, state: TrainingState, config: Config, ranks: Ranks
+    replicas: Any, state: TrainingState, parallel: ParallelConfig, num_ranks: int
 ) -> None:
-    """Start momentum anew if each node owns other elements than before, of which others have it."""
+    """Reset the outer momentum if its ownership has changed."""
     saved_by = _layout(state.world_size, state.stage, state.configuration["parallel"])
-    now = _layout(ranks.num_ranks, config.zero.stage, asdict(config.parallel))
+    now = _layout(num_ranks, replicas.stage, asdict(parallel))
     place = state.num_worlds, state.node
-    if saved_by == now and (
-        place == (ranks.replicas.count, ranks.replicas.index) or not state.launch
-    ):
+    if saved_by == now and (place == (replicas.count, replicas.index) or not state.launch):
         return
-    for each in local_steps.fragments:
+    for each in replicas.steps.fragments:
         each.momentum.zero_()
         each.mean.forget()
     log.info(
-        "the nodes, or the ranks of a node, share out the weights differently: outer momentum "
-        "starts anew"
+        "the weights are divided differently over replicas, or over the ranks of a replica: the "
+        "outer momentum is reset"
     )
 
 
 def _continue_alone(
-    local_steps: LocalSteps,
+    replicas: Any,
     read: Mapping[str, Tensor],
     state: TrainingState | None,
-    config: Config,
+    options: CheckpointConfig,
+    parallel: ParallelConfig,
     ranks: Ranks,
 ) -> None:
-    """Go on beside nodes that may end: all that begin have read the same agreed weights."""
+    """Go on as an elastic replica: all initial members have read the same global parameters."""
+    local_steps = replicas.steps
     if not read or state is None:
         local_steps.restart()
         return
     local_steps.load(read)
-    _forget_momentum_of_others(local_steps, state, config, ranks)
-    if config.checkpoint.no_load_optim:
+    _forget_momentum_of_others(replicas, state, parallel, ranks.num_ranks)
+    if options.no_load_optim:
         local_steps.restart_from_agreed()
-        log.info("without moments, the nodes go on with the weights after their last exchange")
+        log.info("without moments, replicas go on with the weights after the last outer step")
 
 
 def _go_on_with_mean(local_steps: LocalSteps) -> None:
-    """Let all nodes have the means of their weights, formed in fp32, and of their buffers."""
+    """Give all replicas the means of their weights, formed in fp32, and of their buffers."""
     weights = local_steps.weights.read()
     group = local_steps.group
     mean = OuterMean([len(each) for each in weights], group, FP32, weights[0].device)
@@ -106,5 +107,5 @@ def _go_on_with_mean(local_steps: LocalSteps) -> None:
 
 
 def _layout(world_size: int, stage: int, parallel: Mapping[str, Any]) -> tuple:
-    """Return what the parts of weights depend on that each rank of a node has."""
+    """Return what determines which part of the weights each rank of a replica has."""
     return world_size, stage > 0, *(parallel.get(name, 1) for name in (*SIZES, *OTHER_SIZES))

@@ -20,8 +20,8 @@ from megatron_zpp.checkpoint.training_state import read_state
 from megatron_zpp.monitor.communication import size
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.replicas import Joining, Replicas
-from megatron_zpp.settings.config import CheckpointConfig, Config, ParallelConfig
-from zeropp import Sharding
+from megatron_zpp.settings.config import CheckpointConfig, ParallelConfig
+from zeropp import Sharding, ZeroConfig
 from zeropp.capabilities.local_sgd import (
     HOST,
     ElasticGroup,
@@ -35,7 +35,6 @@ from zeropp.capabilities.local_sgd import (
     join_elastic_group,
     join_outer_group,
 )
-from zeropp.errors import InputError
 from zeropp.ranks import Environment, world_store
 from zeropp.settings import CAPABILITIES, declared
 from zeropp.wire import Traffic
@@ -57,9 +56,10 @@ class LocalSGD(Replicas):
         self.launch, self.number, self.planned = group.launch, group.number, group.planned
         self.steps: LocalSteps | None = None
 
-    def bind(self, config: Config, sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, zero: ZeroConfig, sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
+        self.stage = sharding.stage
         weights = TrainedWeights(model=OfSharding(sharding), optimizer=optimizer)
-        self.steps = self.kind.of(config.zero.zeropp, weights, self.group)
+        self.steps = self.kind.of(zero.zeropp, weights, self.group)
 
     @property
     def index(self) -> int:
@@ -111,12 +111,11 @@ class LocalSGD(Replicas):
         start, _ = self.steps.schedule.phases[-1]
         return self.steps.expected_traffic(start + 1 if step is None else step)
 
-    def notices(self, config: Config) -> Iterator[str]:
-        zero, own = config.zero, config.zero.zeropp
+    def notices(self, zero: ZeroConfig) -> Iterator[str]:
         idle = {
             "zero_hpz_partition_size": zero.zero_optimization.zero_hpz_partition_size > 1,
             **{name: zero.value(name) for name in declared("ACROSS_NODES", CAPABILITIES)},
-            "zeropp.code_messages": own.code_messages,
+            "zeropp.code_messages": zero.zeropp.code_messages,
         }
         within = {
             "zero_quantized_weights": zero.zero_optimization.zero_quantized_weights,
@@ -131,7 +130,7 @@ class LocalSGD(Replicas):
             if (names := [name for name, is_set in keys.items() if is_set])
         ]
         if parts:
-            yield f"nodes step alone, and nothing of a step crosses them: {'; '.join(parts)}"
+            yield f"replicas train independently, no step crosses nodes: {'; '.join(parts)}"
 
     def rows(self, ranks: Ranks) -> Iterator[tuple[str, str]]:
         """Yield when replicas synchronize, in how many bits, and what a rank keeps for it."""
@@ -150,10 +149,10 @@ class LocalSGD(Replicas):
         where = " on the host" if options.on_host and ranks.device != HOST else ""
         yield (
             "nodes",
-            f"{self.count}{each} that step alone, exchange "
+            f"{self.count}{each} that train independently, synchronized "
             f"{self.steps.schedule} in {options.bits} bits\n"
             f"outer learning rate {options.lr:g}, momentum {options.momentum:g}; a rank keeps "
-            f"{agreed} of agreed weights{where},\n{owned} of momentum and rounding errors",
+            f"{agreed} of global parameters{where},\n{owned} of momentum and rounding errors",
         )
 
     def close(self, *, succeeded: bool) -> None:
@@ -204,56 +203,37 @@ class ElasticLocalSGD(LocalSGD):
         self.group.close()
 
 
-class _Fixed(Joining):
-    def __init__(self, ranks_per_node: int | None) -> None:
-        self._ranks_per_node = ranks_per_node
-
-    def world(self, environment: Environment, parallel: ParallelConfig) -> Environment:
-        per_node = self._ranks_per_node or environment.local_world_size
-        return environment.within(parallel.world_ranks(per_node))
-
-    def join(
-        self, store: dist.Store, environment: Environment, world: Environment, limit: timedelta
-    ) -> tuple[Replicas, dist.Store]:
-        group = join_outer_group(store, environment, world, limit)
-        return LocalSGD(group), world_store(store, environment, world)
-
-
-class _Elastic(Joining):
-    def __init__(self, options: ElasticOptions) -> None:
-        self._options = options
-
-    def join(
-        self, store: dist.Store, environment: Environment, world: Environment, limit: timedelta
-    ) -> tuple[Replicas, dist.Store]:
-        return ElasticLocalSGD(join_elastic_group(self._options, environment, limit)), store
-
-
 def joining(
-    config: Config, environment: Environment, settings: Mapping[str, str]
-) -> Joining | None:
-    """Return how replicas begin, if they train independently.
-
-    Raises InputError for what elastic ones cannot do.
-    """
-    options = config.zero.zeropp
-    if options.sync_every == 1:
-        return None
+    zero: ZeroConfig,
+    checkpoint: CheckpointConfig,
+    parallel: ParallelConfig,
+    environment: Environment,
+    settings: Mapping[str, str],
+) -> Joining:
+    """Return how replicas that train independently begin."""
+    options = zero.zeropp
     if options.sync_store is None:
-        return _Fixed(options.ranks_per_node)
-    if config.data.skipped:
-        raise InputError(
-            "--skip-samples names samples of whole batches, and with zeropp.sync_store the size of "
-            "a batch follows the number of nodes: leave one of them out"
-        )
-    return _Elastic(
-        ElasticOptions(
-            address=options.sync_store,
-            num_nodes=options.sync_nodes,
-            settings={"the ranks of a node": str(environment.world_size), **settings},
-            advice=SAME_NODES,
-            saved_by=partial(saved_by_replica, config.checkpoint),
-        )
+        per_node = options.ranks_per_node or environment.local_world_size
+        world = environment.within(parallel.world_ranks(per_node))
+
+        def join(store: dist.Store, limit: timedelta) -> tuple[Replicas, dist.Store]:
+            group = join_outer_group(store, environment, world, limit)
+            return LocalSGD(group), world_store(store, environment, world)
+
+        return Joining(world=world, join=join)
+    elastic = ElasticOptions(
+        address=options.sync_store,
+        num_nodes=options.sync_nodes,
+        settings={"the ranks of a node": str(environment.world_size), **settings},
+        advice=SAME_NODES,
+        saved_by=partial(saved_by_replica, checkpoint),
+    )
+    return Joining(
+        world=environment,
+        join=lambda store, limit: (
+            ElasticLocalSGD(join_elastic_group(elastic, environment, limit)),
+            store,
+        ),
     )
 
 

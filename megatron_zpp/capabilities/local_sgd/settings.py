@@ -1,4 +1,4 @@
-"""What a step's time depends on in the settings of local SGD."""
+"""What the settings of local SGD contradict, and what a step's time depends on in them."""
 
 from typing import Any
 
@@ -14,3 +14,9 @@ def step_key(config: Any) -> dict[str, Any]:
 
 
 STEP_KEYS = (step_key,)
+OBSTACLES = {
+    "--skip-samples names samples of whole batches, and with zeropp.sync_store the size of a batch "
+    "follows the number of nodes: leave one of them out": (
+        lambda c: c.data.skipped and c.zero.zeropp.sync_store and c.zero.zeropp.sync_every != 1
+    )
+}

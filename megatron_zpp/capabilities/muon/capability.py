@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.capabilities.muon.matrix_parts import matrix_parts
+from megatron_zpp.capabilities.muon.settings import MuonConfig
 from megatron_zpp.model.delta import is_of_delta
 from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.recipe.capability import Capability, OwnGroup
-from megatron_zpp.settings.config import Config
-from zeropp import Sharding
+from zeropp import Sharding, ZeroConfig
 from zeropp.capabilities.muon import (
     NODE,
     WHOLE,
@@ -23,11 +23,10 @@ from zeropp.capabilities.muon import (
 )
 
 
-def muon_options(config: Config) -> MuonOptions:
+def muon_options(muon: MuonConfig, zero: ZeroConfig) -> MuonOptions:
     """Return where matrices are orthogonalized, and in which numbers."""
-    muon = config.muon
     dtype = None if muon.muon_fp32_matmul_prec == "medium" else torch.float32
-    return MuonOptions.of(config.zero, tp_mode=muon.muon_tp_mode, dtype=dtype)
+    return MuonOptions.of(zero, tp_mode=muon.muon_tp_mode, dtype=dtype)
 
 
 def uses_muon(name: str, parameter: torch.nn.Parameter) -> bool:
@@ -55,7 +54,7 @@ class MuonCapability(Capability):
             "ns_steps": steps,
             "scale_mode": muon.muon_scale_mode,
             "extra_scale_factor": muon.muon_extra_scale_factor,
-            "options": muon_options(self.config),
+            "options": muon_options(muon, zero),
             "parts": matrix_parts(sharding.model, self.config.model, muon),
         }
         if zero.offloads_optimizer:

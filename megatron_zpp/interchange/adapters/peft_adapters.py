@@ -1,7 +1,7 @@
 """The adapters of a PEFT folder, to be merged into the weights of our GPT.
 
 Queries, keys and values are one layer in our model and may be several in Hugging Face's, each with
-an A of its own; gate and input of experts may share one. Such adapters can only be merged.
+an A of its own, or share one. Such adapters can only be merged.
 """
 
 from pathlib import Path
@@ -12,14 +12,14 @@ from torch import Tensor
 from megatron_zpp.capabilities.lora.merged_weights import WEIGHT
 from megatron_zpp.capabilities.lora.settings import A, B
 from megatron_zpp.checkpoint.weight_source import parameter_shapes
-from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS, read_peft_config
-from megatron_zpp.interchange.adapters.peft_experts import (
-    EXPERTS,
+from megatron_zpp.interchange.adapters.fused_parameters import (
     FusedParameter,
     adapted_in_module,
     fused_parameters,
+    is_fused,
     require_layout,
 )
+from megatron_zpp.interchange.adapters.peft_config import CONFIG, TENSORS, read_peft_config
 from megatron_zpp.interchange.converted_weights import joined_parts, split_by_name
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.families.names import NameRow, NameTable
@@ -47,9 +47,9 @@ def adapter_names(module: str) -> tuple[str, str]:
 class PeftAdapters:
     """The adapters of a PEFT folder by the names of our GPT's layers.
 
-    Experts may have adapters as modules, one by one, or as parameters of all of them. Raises
-    InputError for a damaged folder, for anything beyond plain LoRA, and for tensors that are not
-    adapters of the model's layers, which it lists.
+    Some layers may have adapters as modules or as fused parameters. Raises InputError for a damaged
+    folder, for anything beyond plain LoRA, and for tensors that are not adapters of the model's
+    layers, which it lists.
     """
 
     def __init__(self, folder: Path, table: NameTable, sizes: Sizes) -> None:
@@ -68,7 +68,7 @@ class PeftAdapters:
             name.removesuffix(WEIGHT): joined_parts(parts).shape for name, parts in tensors.items()
         }
         self._shapes = {module: shape for module, shape in shapes.items() if len(shape) == 2}
-        parameters = fused_parameters(sizes.model, table) if sizes.model.has_experts else []
+        parameters = fused_parameters(sizes.model, table)
         self._fused: dict[str, FusedParameter] = {}  # by our layers
         self._wrappers: dict[FusedParameter, str] = {}
         for parameter, adapted in adapted_in_module(parameters, self._config).items():
@@ -127,8 +127,8 @@ class PeftAdapters:
         expected_shapes: dict[str, list[int]] = {}
         lines = []
         for layer, row in self._rows.items():
-            # Under transformers 5 names of experts' modules do not mean experts.
-            is_module = EXPERTS not in layer or self._has_adapter(layer)
+            # Under transformers 5 names of modules do not mean those in fused parameters.
+            is_module = not is_fused(layer) or self._has_adapter(layer)
             for module in filter(modules.__contains__, module_names(row)):
                 shape, rank = self._shapes[module], self._config.rank(self._target(module))
                 num_rows, num_columns = reversed(shape) if row.form.is_transposed else shape
@@ -171,8 +171,5 @@ class PeftAdapters:
         expected_shapes |= zip(pair, shapes, strict=True)
         for layer in parameter.layers:
             others = filter(self._is_there, module_names(self._rows[layer]))
-            lines += [
-                f"{parameter.target} has adapters of all experts, and {module} one of its own"
-                for module in others
-            ]
+            lines += map(parameter.conflict, others)
         return lines

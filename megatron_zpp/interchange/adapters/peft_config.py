@@ -30,9 +30,6 @@ UNSUPPORTED = (
     "alora_invocation_tokens",
 )
 LIMITS_TARGETS = ("exclude_modules", "layers_to_transform")  # what `target_modules` then means
-# PEFT takes dim 2 of [E, out, in] for what goes in since one version, and did so of [E, in, out] in
-# another.
-EXPERTS_FIXED, TRANSPOSES_SWAPPED = (0, 19, 1), (0, 19, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +60,12 @@ class PeftConfig:
         is_limited = any(self.content.get(key) for key in LIMITS_TARGETS)
         return isinstance(targets, list) and not is_limited and _ends_with_any(name, targets)
 
-    def takes_rows_for_columns(self, is_transposed: bool) -> bool | None:
-        """Whether it took what comes out of experts for what goes in; None if that is unknown.
-
-        is_transposed: their parameter is [E, in, out].
-        """
+    @property
+    def version(self) -> tuple[int, ...] | None:
+        """The version of PEFT that saved the adapters; None if that is unknown."""
         version = self.content.get("peft_version")
         match = re.match(r"(\d+)\.(\d+)\.(\d+)", version if isinstance(version, str) else "")
-        if match is None:
-            return None
-        numbers = tuple(map(int, match.groups()))
-        return numbers == TRANSPOSES_SWAPPED if is_transposed else numbers < EXPERTS_FIXED
+        return match and tuple(map(int, match.groups()))
 
     def _number(self, key: str, target: str, default: float) -> Any:
         for pattern, number in (self.content.get(key) or {}).items():

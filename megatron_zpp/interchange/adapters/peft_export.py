@@ -1,9 +1,8 @@
 """Writes adapters for PEFT: adapter_config.json and adapter_model.safetensors.
 
 Queries, keys and values, which are one layer in our model and may be several in Hugging Face's, are
-written with the same A, each with its own rows of B. Adapters of experts become those of parameters
-of all experts, and those of gate and input one of twice the rank. In models with experts PEFT takes
-modules called as an expert's for experts; other MLPs are named by their weights instead.
+written with the same A, each with its own rows of B. `fused_parameters.py` says which are written
+as those of parameters, and which modules are named by their weights.
 """
 
 import re
@@ -19,6 +18,15 @@ from megatron_zpp.capabilities.lora.merged_weights import WEIGHT, CheckpointAdap
 from megatron_zpp.capabilities.lora.settings import A, B
 from megatron_zpp.checkpoint.safetensors_files import Item, write_safetensors
 from megatron_zpp.checkpoint.weight_source import parameter_shapes
+from megatron_zpp.interchange.adapters.fused_parameters import (
+    LAYOUT_VERSION,
+    NAME_PARTS,
+    FusedParameter,
+    fused_layers,
+    fused_parameters,
+    is_fused,
+    named_by_weight,
+)
 from megatron_zpp.interchange.adapters.peft_adapters import adapter_names, is_peft, module_names
 from megatron_zpp.interchange.adapters.peft_config import (
     BASE,
@@ -26,19 +34,10 @@ from megatron_zpp.interchange.adapters.peft_config import (
     TENSORS,
     shortest_suffixes,
 )
-from megatron_zpp.interchange.adapters.peft_experts import (
-    EXPERTS,
-    FusedParameter,
-    fused_parameters,
-)
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.families.names import NameRow, NameTable
 from megatron_zpp.interchange.hf_folder import write_json
-from zeropp.errors import InputError, first_few
-
-OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj|w1|w2|w3)")  # PEFT's names of experts
-EXPERT_PARTS = 3  # components of the shortest name of a parameter: mlp.experts.down_proj
-LAYOUT_VERSION = "0.19.1"  # of PEFT, the first with this layout of experts
+from zeropp.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +65,10 @@ def write_peft(
     if is_peft(output) or (output / TENSORS).exists():
         raise InputError(f"--to-peft {output} holds adapters already: name another folder")
     model = sizes.model
-    plain = [layer for layer in adapters.layers if EXPERTS not in layer]
+    plain = [layer for layer in adapters.layers if not is_fused(layer)]
     rows = {layer: table.row(layer + WEIGHT, model) for layer in plain}
     _require_own_modules(rows)
-    fused = _fused_layers(adapters, table, sizes)
+    fused = fused_layers(adapters.layers, table, sizes.model)
     items = []
     for layer, row in rows.items():
         items += _items(adapters, layer, row, sizes)
@@ -104,30 +103,6 @@ def write_peft(
     return [*paths, output / CONFIG]
 
 
-def _fused_layers(
-    adapters: CheckpointAdapters, table: NameTable, sizes: Sizes
-) -> dict[FusedParameter, list[str]]:
-    """Return the parameters of experts that have adapters, and the layers whose these are.
-
-    Raises InputError for experts that transformers lays out in a way that is not known.
-    """
-    layers = [layer for layer in adapters.layers if EXPERTS in layer]
-    if not layers:
-        return {}
-    fused = {
-        parameter: [layer for layer in parameter.layers if layer in layers]
-        for parameter in fused_parameters(sizes.model, table)
-    }
-    fused = {parameter: own for parameter, own in fused.items() if own}
-    unknown = set(layers).difference(*fused.values())
-    if unknown:
-        raise InputError(
-            f"--to-peft: {first_few(sorted(unknown))}: how PEFT lays out adapters of this family's "
-            "experts is not known: --to-hf writes the model with all adapters merged"
-        )
-    return fused
-
-
 def _targets(
     rows: Mapping[str, NameRow],
     fused: Mapping[FusedParameter, Sequence[str]],
@@ -141,9 +116,7 @@ def _targets(
         for parameter in parameter_shapes(model, sizes.padded_rows)
         for module in module_names(table.row(parameter, model))
     ]
-    by_weight = []
-    if model.has_experts:
-        by_weight = [module for module in adapted if OF_EXPERTS.fullmatch(module)]
+    by_weight = named_by_weight(model, adapted)
     by_name = [module for module in adapted if module not in by_weight]
     weights = [module + WEIGHT for module in by_weight]
     parameters = shortest_suffixes(weights, [module + WEIGHT for module in all_modules], 2)
@@ -151,7 +124,7 @@ def _targets(
     multiples: dict[str, int] = {}
     for number in (1, 2):
         names = [each.target for each, layers in fused.items() if len(layers) == number]
-        suffixes = shortest_suffixes(names, all_fused, EXPERT_PARTS)
+        suffixes = shortest_suffixes(names, all_fused, NAME_PARTS)
         parameters += suffixes
         if number > 1:
             multiples |= dict.fromkeys(suffixes, number)

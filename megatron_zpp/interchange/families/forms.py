@@ -2,7 +2,7 @@
 
 A form only moves numbers, so both directions are exact. On the meta device it computes shapes.
 Legend: N query heads, K key-value heads, Q = N/K query heads of one group, D channels of a head, H
-hidden size, E experts, F width inside an expert.
+hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -151,38 +151,6 @@ def _half(index: int) -> Form:
     )
 
 
-def _of_experts(matrices: Tensor, sizes: Sizes) -> Tensor:
-    """Our matrices of all experts, [E * out, in] → [E, out, in]."""
-    return matrices.unflatten(0, (sizes.model.num_experts, -1))
-
-
-def _half_of_experts(index: int) -> Form:
-    """One half of the rows of each expert in [E, 2F, H]; another row of the table has the other."""
-    return Form(
-        join=lambda parts, sizes: parts[0].chunk(2, dim=1)[index].flatten(0, 1),
-        split=lambda tensor, sizes: (_of_experts(tensor, sizes),),
-        place=index,
-        dim=1,
-    )
-
-
-def _in_turn(index: int) -> tuple[Form, Form]:
-    """Every second output of each expert, for weights [E, H, 2F] and for biases [E, 2F]."""
-    weights = Form(
-        join=lambda parts, sizes: parts[0][..., index::2].transpose(1, 2).flatten(0, 1),
-        split=lambda tensor, sizes: (_of_experts(tensor, sizes).transpose(1, 2),),
-        place=index,
-        is_in_turn=True,
-    )
-    biases = Form(
-        join=lambda parts, sizes: parts[0][:, index::2].flatten(0, 1),
-        split=lambda tensor, sizes: (_of_experts(tensor, sizes),),
-        place=index,
-        is_in_turn=True,
-    )
-    return weights, biases
-
-
 SAME = Form(join=lambda parts, sizes: parts[0], split=lambda tensor, sizes: (tensor,))
 TRANSPOSED = Form(
     join=lambda parts, sizes: parts[0].t(),
@@ -204,23 +172,3 @@ EACH_HEAD = Form(
     split=lambda tensor, sizes: _of_heads(tensor, sizes).unbind(0),
 )
 FIRST_HALF, SECOND_HALF = _half(0), _half(1)
-EACH_EXPERT = Form(
-    join=lambda parts, sizes: torch.cat(tuple(parts)),
-    split=lambda tensor, sizes: _of_experts(tensor, sizes).unbind(0),
-)
-ALL_EXPERTS = Form(
-    join=lambda parts, sizes: parts[0].flatten(0, 1),
-    split=lambda tensor, sizes: (_of_experts(tensor, sizes),),
-)
-ALL_EXPERTS_TRANSPOSED = Form(
-    join=lambda parts, sizes: parts[0].transpose(1, 2).flatten(0, 1),
-    split=lambda tensor, sizes: (_of_experts(tensor, sizes).transpose(1, 2),),
-)
-FIRST_HALVES, SECOND_HALVES = _half_of_experts(0), _half_of_experts(1)
-EVEN_OUTPUTS, EVEN_BIASES = _in_turn(0)
-ODD_OUTPUTS, ODD_BIASES = _in_turn(1)
-# Of [E, 2F, H], the gate's rows first, and [E, H, F]: the parameters that transformers has of all
-# experts of a layer, in most families, also if its files have tensors for each expert.
-FUSED_EXPERTS = (ALL_EXPERTS, FIRST_HALVES, SECOND_HALVES)
-# Of [E, H, 2F], gate and input in turn, and [E, F, H].
-TRANSPOSED_EXPERTS = (ALL_EXPERTS_TRANSPOSED, EVEN_OUTPUTS, ODD_OUTPUTS)

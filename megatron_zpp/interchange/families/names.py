@@ -1,23 +1,29 @@
 """The names of a GPT's weights in files of others: `names.toml`, a table for each kind of model.
 
 Each row pairs a module of `megatron_zpp.model.gpt.GPT` with the Hugging Face modules whose weights
-and biases hold the same numbers. `{}` stands for the number of the block, and `{expert}`, `{head}`
-and `{kv_head}` for that of an expert, of a query head and of a key-value head, each of which has
-modules of its own. The tables are read in both directions, by import and export. A model uses only
-the parameters that it has: biases, learned positions and a separate output layer depend on its
+and biases hold the same numbers. `{}` stands for the number of the block, `{head}` and `{kv_head}`
+for that of a query head and of a key-value head that has modules of its own, and so do the `COUNTS`
+of capabilities. The tables are read in both directions, by import and export. A model uses only the
+parameters that it has: biases, learned positions and a separate output layer depend on its
 configuration.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from megatron_zpp.interchange.families import forms
 from megatron_zpp.interchange.families.forms import SAME, Form
 from megatron_zpp.settings.config import ModelConfig
-from zeropp.settings import read_toml
+from zeropp.settings import declared, modules_of, read_toml
+
+CAPABILITIES = "megatron_zpp.interchange.families.capabilities"
+COUNTS = {
+    "head": lambda model: model.num_attention_heads if model.qk_layernorm_per_head else 0,
+    "kv_head": lambda model: model.kv_heads if model.qk_layernorm_per_head else 0,
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class NameRow:
     def of(self, gpt_name: str, block: str, counts: Mapping[str, int], kind: str = "") -> "NameRow":
         """Return the row of one parameter of a block, whose `kind` ends the names.
 
-        `counts` of experts and heads, by what stands for their numbers.
+        `counts` of heads and the like, by what stands for their numbers.
         """
         names = []
         for name in self.hf_names:
@@ -54,8 +60,8 @@ class NameTable:
     `prefix` begins every name but that of the head; files of the bare model, without the head,
     leave it out. `embedding` is the tensor that a tied `head` shares. `constants` is a regular
     expression for tensors that old versions of transformers saved though they are not weights.
-    `layer` begins the names of a block. `experts` is the module that has the parameters of a
-    block's experts in transformers, whatever their names in files.
+    `layer` begins the names of a block. `modules` are those that have some parameters of a block in
+    transformers, whatever the names in files.
     """
 
     rows: tuple[NameRow, ...]
@@ -64,7 +70,7 @@ class NameTable:
     constants: str
     head: str = "lm_head.weight"
     layer: str = "model.layers.{}."
-    experts: str = "model.layers.{}.mlp.experts"
+    modules: Mapping[str, str] = field(default_factory=dict)
 
     def row(self, gpt_name: str, model: ModelConfig | None = None) -> NameRow:
         """Return the row of a GPT parameter, with all numbers filled in.
@@ -82,7 +88,7 @@ class NameTable:
         raise KeyError(gpt_name)
 
     def most_apart(self, model: ModelConfig) -> tuple[int, str]:
-        """Return of how many experts or heads files have tensors of their own, and which it is."""
+        """Return of how many modules of a block files have tensors, and which they are."""
         names = [name for row in self.rows for name in row.hf_names]
         return max(
             (count, item.replace("_", "-") + "s")
@@ -96,17 +102,12 @@ class NameTable:
 
 
 def counts_in(model: ModelConfig | None) -> dict[str, int]:
-    """Return how many experts, and heads with parameters of their own, a model has.
+    """Return how many heads and the like with parameters of their own a model has.
 
     The keys are what stands for their numbers in names. Without a model they are one each.
     """
-    if model is None:
-        return dict.fromkeys(("expert", "head", "kv_head"), 1)
-    return {
-        "expert": model.num_experts or 0,
-        "head": model.num_attention_heads if model.qk_layernorm_per_head else 0,
-        "kv_head": model.kv_heads if model.qk_layernorm_per_head else 0,
-    }
+    counts = COUNTS | dict(declared("COUNTS", CAPABILITIES))
+    return {item: 1 if model is None else count(model) for item, count in counts.items()}
 
 
 @cache
@@ -133,5 +134,7 @@ def _tables() -> Mapping[str, Any]:
 def _row(gpt_name: str, content: str | Mapping[str, Any]) -> NameRow:
     """Return a row of a name, or of names, their form and whether they keep their dtype."""
     fields = {"hf_names": [content]} if isinstance(content, str) else content
-    names, form = tuple(fields["hf_names"]), getattr(forms, fields.get("form", "SAME"))
+    names, form = tuple(fields["hf_names"]), fields.get("form", "SAME")
+    modules = (forms, *modules_of("forms", CAPABILITIES))
+    form = next(getattr(module, form) for module in modules if hasattr(module, form))
     return NameRow(gpt_name, names, form, fields.get("keeps_dtype", False))

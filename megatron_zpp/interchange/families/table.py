@@ -2,73 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
-from megatron_zpp.interchange.families.experts import (
-    FirstDenseLayers,
-    Groups,
-    SharedExperts,
-    SparseLayers,
-    experts,
-)
+from megatron_zpp.interchange.families import layers, rope, settings
 from megatron_zpp.interchange.families.family import Family, FamilySetting
-from megatron_zpp.interchange.families.layers import LayersWithoutRope, RopeInWindows, Window
-from megatron_zpp.interchange.families.rope import (
-    AlphaRotary,
-    LatentRotary,
-    QueryScaleRotary,
-    Rotary,
-    RotaryByLayer,
-)
-from megatron_zpp.interchange.families.settings import (
-    Absent,
-    Choice,
-    MultiQuery,
-    Number,
-    OneBias,
-    Power,
-    SquareOutput,
-    activation,
-    null_or,
-    only,
-    opposite,
-    scaled_scores,
-    switch,
-    with_like,
-)
-from zeropp.settings import read_toml
+from megatron_zpp.interchange.families.names import CAPABILITIES
+from megatron_zpp.interchange.families.rope import Rotary
+from megatron_zpp.interchange.families.settings import Choice, Number, with_like
+from zeropp.settings import modules_of, read_toml
 
 NULL = "null"  # which TOML does not have
-KINDS: Mapping[str, Callable[..., FamilySetting]] = MappingProxyType(
-    {
-        "number": Number,
-        "power": Power,
-        "switch": switch,
-        "opposite": opposite,
-        "only": only,
-        "null_or": null_or,
-        "absent": Absent,
-        "rotary": Rotary,
-        "rotary_by_layer": RotaryByLayer,
-        "latent_rotary": LatentRotary,
-        "alpha_rotary": AlphaRotary,
-        "query_scale_rotary": QueryScaleRotary,
-        "window": Window,
-        "rope_in_windows": RopeInWindows,
-        "layers_without_rope": LayersWithoutRope,
-        "experts": experts,
-        "first_dense_layers": FirstDenseLayers,
-        "sparse_layers": SparseLayers,
-        "groups": Groups,
-        "shared_experts": SharedExperts,
-        "one_bias": OneBias,
-        "multi_query": MultiQuery,
-        "square_output": SquareOutput,
-        "scaled_scores": scaled_scores,
-        "activation": activation,
-    }
-)
 TIED = ("opposite", "tie_word_embeddings", False, "untie_embeddings_and_output_weights")
 
 
@@ -96,6 +39,15 @@ def _calls(settings: Sequence[Any], lists: Mapping[str, Sequence[Any]]) -> Itera
             yield each
 
 
+def _kind(name: str) -> Callable[..., FamilySetting]:
+    """Return the function or class that a row means, as RotaryByLayer by `rotary_by_layer`."""
+    names = name, "".join(part.capitalize() for part in name.split("_"))
+    modules = (settings, layers, rope, *modules_of("families", CAPABILITIES))
+    return next(
+        getattr(module, each) for module in modules for each in names if hasattr(module, each)
+    )
+
+
 def _setting(
     kind: str, arguments: Sequence[Any], renamed: Mapping[str, str], defaults: Mapping[str, Any]
 ) -> FamilySetting:
@@ -103,7 +55,7 @@ def _setting(
     named: dict[str, Any] = {}
     for each in arguments:
         named |= each if isinstance(each, dict) else {}
-    setting = KINDS[kind](*(each for each in arguments if not isinstance(each, dict)), **named)
+    setting = _kind(kind)(*(each for each in arguments if not isinstance(each, dict)), **named)
     if isinstance(setting, Rotary):
         return replace(setting, default_scaling=defaults.get("rope_scaling"))
     if not isinstance(setting, Number | Choice):

@@ -2,7 +2,7 @@
 
 It is a `release`: Megatron-LM starts at iteration 0 from it, with a new optimizer, under any tensor
 and pipeline parallelism. A weight of all layers is one tensor with the layers as its first dim,
-written layer by layer; where only some layers have experts each layer has tensors of its own.
+written layer by layer; where layers are not all of one kind each has tensors of its own.
 """
 
 import io
@@ -27,14 +27,15 @@ from megatron_zpp.checkpoint.iteration_folders import POINTER
 from megatron_zpp.checkpoint.safetensors_files import DTYPES, Item
 from megatron_zpp.interchange.converted_weights import converted_items
 from megatron_zpp.interchange.families.forms import Sizes
-from megatron_zpp.interchange.foreign.megatron_args import megatron_args
-from megatron_zpp.interchange.foreign.megatron_names import megatron_names, stored_names
+from megatron_zpp.interchange.foreign.megatron_args import CAPABILITIES, megatron_args
+from megatron_zpp.interchange.foreign.megatron_names import megatron_names, stored_name
 from megatron_zpp.interchange.foreign.torch_dist import COMMON
 from megatron_zpp.interchange.open_model import OpenedModel
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.atomic import write_atomically
 from zeropp.checkpoint import write_plan
 from zeropp.errors import InputError
+from zeropp.settings import declared
 
 RELEASE = "release"
 # Modules for which megatron-core expects a state in addition to the weights; None stands for none.
@@ -44,8 +45,6 @@ OF_ATTENTION = (
     "self_attention.core_attention",
 )
 OF_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
-OF_EXPERTS = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
-OF_SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 
 
 def export_torch_dist(opened: OpenedModel, output: Path, dtype: str | None = None) -> Path:
@@ -64,7 +63,8 @@ def export_torch_dist(opened: OpenedModel, output: Path, dtype: str | None = Non
     )
     folder = output / RELEASE
     folder.mkdir(parents=True)
-    is_stacked = len(set(model.moe_layers)) == 1
+    kinds = [kinds_of(model) for kinds_of in declared("LAYERS", CAPABILITIES)]
+    is_stacked = all(len(set(each)) == 1 for each in kinds)
     parts = [part for item in items for part in _Part.of(item, model, is_stacked=is_stacked)]
     write_plan(folder, _Planner(parts, _states(model, is_stacked=is_stacked)))
     common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
@@ -93,8 +93,9 @@ class _Part:
     def of(cls, item: Item, model: ModelConfig, *, is_stacked: bool) -> "list[_Part]":
         """Return the parts that a tensor is saved as: one, or one for each of its names."""
         match = re.search(r"\.layers\.(\d+)\.", item.name)
-        has_experts = match is not None and model.moe_layers[int(match[1])]
-        names = stored_names(item.name, has_experts=has_experts)
+        more = declared("NAMES", CAPABILITIES) if match is not None else ()
+        names = [stored_name(item.name)]
+        names += [name for of in more for name in of(item.name, model, int(match[1]))]
         layer, dims = ([], [0] * len(item.shape))
         if match is not None and is_stacked:
             names = [name.replace(match[0], ".layers.", 1) for name in names]
@@ -148,23 +149,18 @@ class _Planner(DefaultSavePlanner):
 
 
 def _states(model: ModelConfig, *, is_stacked: bool) -> list[str]:
-    """Return the names of the states of modules, by layer, and of experts by their number too."""
+    """Return the names of the states of modules, by layer; those that a capability has are last."""
     names, num_layers = [], model.num_layers
-    for layer, has_experts in enumerate(model.moe_layers):
+    for layer in range(num_layers):
         head, shard = (
             ("decoder.layers.", f"{layer}_{num_layers}")
             if is_stacked
             else (f"decoder.layers.{layer}.", "0_1")
         )
-        modules = OF_ATTENTION + (() if has_experts else OF_MLP)
-        if has_experts and model.moe_shared_expert_intermediate_size:
-            modules += OF_SHARED
-        names += [f"{head}{module}._extra_state/shard_{shard}" for module in modules]
-        places = range(model.num_experts if has_experts else 0)
-        for expert in places:
-            number = f"{expert}_{len(places)}"
-            number = f"{layer}.{expert}_{num_layers}.{len(places)}" if is_stacked else number
-            names += [f"{head}{module}._extra_state/shard_{number}" for module in OF_EXPERTS]
+        states_of = declared("STATES", CAPABILITIES)
+        own = [each for of in states_of for each in of(model, layer, shard, is_stacked)]
+        shards = [(module, shard) for module in OF_ATTENTION + (() if own else OF_MLP)]
+        names += [f"{head}{module}._extra_state/shard_{number}" for module, number in shards + own]
     return names
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.open_model import OpenedModel
-from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture
 from megatron_zpp.checkpoint.weight_source import AdamState
 from megatron_zpp.interchange.conversion import require_no_model, training_flags
 from megatron_zpp.interchange.converted_weights import ConvertedWeights
@@ -232,5 +232,5 @@ def _state(
         tokenizer=tokenizer.fingerprint,
         schedule={"scheduled_samples": samples},
         architecture=architecture(model, tokenizer.vocab_size),
-        configuration=run_settings(config),
+        configuration=config.to_dict(),
     )

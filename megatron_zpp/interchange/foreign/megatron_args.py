@@ -7,7 +7,6 @@ import dataclasses
 import math
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,9 +14,10 @@ from megatron_zpp.interchange.foreign.pickles import UnloadedObject
 from megatron_zpp.settings.config import ModelConfig
 from megatron_zpp.settings.gpt.model import OF_TRAINING
 from zeropp.errors import InputError
-from zeropp.settings import read_toml
+from zeropp.settings import declared, read_toml
 
-DENSE = (0, 1, [1], (1,))  # numbers of experts
+CAPABILITIES = "megatron_zpp.interchange.foreign.capabilities"
+PATTERNS = ("window_size", "window_attn_skip_freq", "no_rope_freq")
 GAINS_AROUND_ZERO = "layernorm_zero_centered_gamma"  # --apply-layernorm-1p since 0.17
 _NOT_OF_THE_MODEL = ("make_vocab_size_divisible_by", "seq_length", *OF_TRAINING)
 
@@ -27,7 +27,7 @@ def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
 
     Raises InputError for arguments of a model that our GPT cannot be, and for missing ones.
     """
-    for what, rows in _table()["only"].items():
+    for what, rows in table()["only"].items():
         for name, supported in rows.items():
             if args.get(name) not in (None, *supported):
                 shown = f"--{name.replace('_', '-')} is {args[name]!r}"
@@ -45,10 +45,8 @@ def model_fields(args: Mapping[str, Any], location: str) -> dict[str, Any]:
     fields["seq_length"] = args.get("seq_length") or args.get("encoder_seq_length") or 1
     fields.setdefault("max_position_embeddings", fields["seq_length"])
     fields |= _renamed(args) | _positions(args, location) | _layer_patterns(args)
-    if (experts := args.get("num_experts")) in DENSE:
-        del fields["num_experts"]
-    elif isinstance(experts, list | tuple):  # Megatron-DeepSpeed has one number or several
-        raise InputError(f"{location}: --num-experts is {experts!r}: experts of DeepSpeed")
+    for read in declared("READS", CAPABILITIES):
+        fields = read(fields, location)
     return fields
 
 
@@ -128,20 +126,10 @@ def _yarn_args(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _expert_args(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron's arguments for experts."""
-    return {name: getattr(model, name) for name in _table()["fields"]["of_experts"]} | {
-        "moe_layer_freq": 1 if all(model.moe_layers) else list(map(int, model.moe_layers)),
-        "moe_ffn_hidden_size": model.expert_ffn_size,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-    }
-
-
 def _layer_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the texts of frequencies and windows, which arguments have as numbers and lists."""
     fields = {}
-    for name in ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
+    for name in (*PATTERNS, *declared("PATTERNS", CAPABILITIES)):
         value = args.get(name)
         if name == "window_size" and value is not None:
             fields[name] = ",".join(map(str, value))
@@ -159,7 +147,7 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
     defaults = ModelConfig()
     lines = [
         f"--{name.replace('_', '-')} {getattr(model, name)}"
-        for name in _table()["fields"]["not_in_megatron"]
+        for name in table()["fields"]["not_in_megatron"]
         if getattr(model, name) != getattr(defaults, name)
     ]
     if model.position_embedding_type == "alibi":
@@ -167,21 +155,15 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
     is_yarn = model.rope_type == "yarn"
     if is_yarn and model.rotary_scaling_factor == 1 and model.yarn_attention_factor != 1:
         lines.append(f"--yarn-attention-factor {model.yarn_attention_factor} without scaling")
-    best = model.moe_router_group_best
-    if (
-        model.moe_router_num_groups
-        and model.group_best != replace(model, moe_router_group_best=None).group_best
-    ):
-        lines.append(f"--moe-router-group-best {best}")
-    if model.moe_shared_expert_intermediate_size and not model.disable_bias_linear:
-        lines.append("biases beside --moe-shared-expert-intermediate-size")
+    lines += [line for missing in declared("MISSING", CAPABILITIES) for line in missing(model)]
     if lines:
         raise InputError(f"{what}: Megatron-LM has no {', '.join(lines)}")
-    args = {name: getattr(model, name) for name in _table()["fields"]["in_megatron"]}
+    args = {name: getattr(model, name) for name in table()["fields"]["in_megatron"]}
     for name in ("rotary_base", "rotary_seq_len_interpolation_factor"):  # whole numbers there
         args[name] = int(args[name]) if args[name] == int(args[name]) else args[name]
     args |= _yarn_args(model) if is_yarn else {}
-    args |= _expert_args(model) if model.has_experts else {}
+    for write in declared("WRITES", CAPABILITIES):
+        args |= write(model)
     kind = "yarn" if is_yarn else model.position_embedding_type
     return args | {
         GAINS_AROUND_ZERO: model.apply_layernorm_1p,
@@ -195,17 +177,12 @@ def megatron_args(model: ModelConfig, vocab_rows: int, what: str) -> dict[str, A
         "use_rotary_position_embeddings": kind == "rope",
         "norm_epsilon": model.layernorm_epsilon,
         "add_bias_linear": not model.disable_bias_linear,
-        "apply_query_key_layer_scaling": False,
-        "attention_softmax_in_fp32": False,
         "padded_vocab_size": vocab_rows,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
+        **table()["always"],
     }
 
 
 @cache
-def _table() -> Mapping[str, Any]:
+def table() -> Mapping[str, Any]:
     """Return the contents of `megatron_args.toml`."""
     return read_toml(__package__, "megatron_args.toml")

@@ -7,6 +7,8 @@ beside their tensors, such as enumerations in Megatron's arguments, are read as 
 import io
 import pickle
 from argparse import Namespace
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,54 +18,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zeropp.checkpoint import METADATA
 from zeropp.errors import InputError, first_few
+from zeropp.settings import read_toml
 
 NAMESPACE = "argparse.Namespace"
-# Modules of which classes and functions are read as stand-ins, never imported or called.
-INERT = (
-    "megatron.",
-    "deepspeed.",
-    "transformer_engine.",
-    "numpy.",
-    "pathlib.",
-    "types.SimpleNamespace",
-    "signal.Signals",
-    "io.BytesIO",
-    "_codecs.encode",
-    "apex.",
-    "random.",
-)
-_DCP = "torch.distributed.checkpoint"
-METADATA_CLASSES = (
-    *(
-        f"{_DCP}.metadata.{name}"
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    *(
-        f"{_DCP}.planner.{name}"
-        for name in (
-            "SavePlan",
-            "WriteItem",
-            "WriteItemType",
-            "TensorWriteData",
-        )
-    ),
-    f"{_DCP}.filesystem._StorageInfo",
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    "collections.OrderedDict",
-    "pathlib.PosixPath",
-)
 
 
 class UnloadedObject:
@@ -136,7 +93,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if full.startswith("megatron."):
             return UnloadedObject
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if full in METADATA_CLASSES or is_dtype:
+        if full in _table()["metadata"] or is_dtype:
             return super().find_class(module, name)
         raise InputError(
             f"{self._path}: is not read, because unpickling it would call {full}, which no "
@@ -145,9 +102,15 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _is_inert(name: str) -> bool:
-    return any(name == prefix or name.startswith(prefix) for prefix in INERT)
+    return any(name == prefix or name.startswith(prefix) for prefix in _table()["inert"])
 
 
 def _damaged(path: Path, error: Exception) -> InputError:
     reason = str(error).partition("\n")[0] or type(error).__name__
     return InputError(f"{path} is damaged, or not a file of torch.save: {reason:.200}")
+
+
+@cache
+def _table() -> Mapping[str, list[str]]:
+    """Return the contents of `pickles.toml`."""
+    return read_toml(__package__, "pickles.toml")

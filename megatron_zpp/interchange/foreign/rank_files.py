@@ -25,7 +25,7 @@ from megatron_zpp.interchange.foreign.rank_parts import (
     SavedGrid,
     flat_tensors,
     join_stages,
-    with_experts_joined,
+    joined_by_capability,
 )
 from megatron_zpp.interchange.foreign.tensor_files import (
     MOMENTUM,
@@ -58,7 +58,7 @@ def read_rank_files(folder: Path, *, load_optimizer: bool = True) -> ForeignChec
         )
     grid = SavedGrid.of(args, str(folder), 1 + max(rank for _, rank in files))
     weights = join_stages(_stages(files, grid, _model_parts), grid)
-    weights = with_experts_joined(weights, grid.where)
+    weights = joined_by_capability(weights, grid.where)
     reason, state, step = NOT_ASKED_FOR, {}, 0.0
     if load_optimizer:
         try:

@@ -1,25 +1,18 @@
 """The parts of a model that Megatron's tensor and pipeline ranks saved, joined to whole tensors."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from megatron_zpp.interchange.foreign.megatron_args import CAPABILITIES
 from megatron_zpp.interchange.foreign.megatron_names import core_name, is_constant, split_dim
 from megatron_zpp.interchange.foreign.tensor_files import LazyTensor
 from zeropp.errors import InputError, first_few
+from zeropp.settings import declared
 
 LAYERS = "decoder.layers."
-# A matrix or bias of one expert: of Megatron's experts that run one after another, those of
-# torch_dist files that are apart, and grouped ones of Transformer Engine.
-ONE_EXPERT = re.compile(
-    r"(?P<layer>decoder\.layers\.\d+\.mlp\.experts\.)"
-    r"(?:(?:local_)?experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12]\.(?:weight|bias))"
-    r"|(?P<grouped>linear_fc[12]\.(?:weight|bias))(?P<last>\d+))"
-)
 TIED_COPIES = ("word_embeddings_for_head.", "embedding.word_embeddings_for_head.")
 # Of one rank, by megatron-core's names; its layers are numbered from 0.
 Parts = Mapping[str, LazyTensor]
@@ -84,34 +77,11 @@ def join_stages(stages: Sequence[Sequence[Parts]], grid: SavedGrid) -> dict[str,
     return whole
 
 
-def with_experts_joined(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
-    """Join the experts of a layer, with the experts in front, where each has tensors of its own.
-
-    Raises InputError if some are missing or of other sizes.
-    """
-    joined: dict[str, LazyTensor] = {}
-    apart: dict[str, dict[int, LazyTensor]] = {}
-    for name, tensor in tensors.items():
-        match = ONE_EXPERT.fullmatch(name)
-        if match is None:
-            joined[name] = tensor
-            continue
-        number = int(match["number"] or match["last"])
-        whole = f"{match['layer']}experts.{match['linear'] or match['grouped']}"
-        apart.setdefault(whole, {})[number] = tensor
-    for name, by_number in apart.items():
-        if sorted(by_number) != list(range(len(by_number))) or name in joined:
-            raise InputError(
-                f"{where}: {name}: has experts {first_few(list(map(str, sorted(by_number))))}, and "
-                "others are missing, or all of them are there twice"
-            )
-        parts = [by_number[number] for number in range(len(by_number))]
-        try:
-            with_axis = [part.view(torch.Size([1, *part.fact.shape])) for part in parts]
-            joined[name] = LazyTensor.cat(with_axis, 0)
-        except ValueError as error:
-            raise InputError(f"{where}: {name}: {error}") from error
-    return joined
+def joined_by_capability(tensors: Mapping[str, LazyTensor], where: str) -> Mapping[str, LazyTensor]:
+    """Join what capabilities have in our GPT as one tensor, by the functions in their `JOINS`."""
+    for join in declared("JOINS", CAPABILITIES):
+        tensors = join(tensors, where)
+    return tensors
 
 
 def _renumbered(name: str, first: int) -> str:

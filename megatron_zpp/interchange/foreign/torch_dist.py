@@ -25,7 +25,7 @@ from megatron_zpp.interchange.foreign.main_weights import with_main_weights
 from megatron_zpp.interchange.foreign.megatron_args import args_in
 from megatron_zpp.interchange.foreign.megatron_names import core_name, is_constant
 from megatron_zpp.interchange.foreign.pickles import load_pickle
-from megatron_zpp.interchange.foreign.rank_parts import SavedGrid, with_experts_joined
+from megatron_zpp.interchange.foreign.rank_parts import SavedGrid, joined_by_capability
 from megatron_zpp.interchange.foreign.shard_tensors import ShardTensors
 from megatron_zpp.interchange.foreign.tensor_files import (
     COMMON_STATE,
@@ -55,7 +55,7 @@ def read_torch_dist(folder: Path, *, load_optimizer: bool = True) -> ForeignChec
         if kind is not None and not is_constant(weight) and (load_optimizer or not kind):
             parts.setdefault(kind, {}).update(_by_layer(tensors, name, weight))
     by_kind = {
-        kind: with_experts_joined(_with_halves(each, folder), str(folder))
+        kind: joined_by_capability(_with_halves(each, folder), str(folder))
         for kind, each in parts.items()
     }
     weights = by_kind.get("", {})

@@ -109,7 +109,7 @@ class RunRecord:
     def sent_points(self, purpose: str) -> list[Point]:
         """Bytes per node and step over `hop` for a purpose, where bytes were counted.
 
-        A node that steps alone without others sends nothing to them, and does not write so.
+        A replica without others sends nothing, and writes no such bytes.
         """
         first = f"{SENT}{self.purposes[0]}_{self.hop}"
         name = f"{SENT}{purpose}_{self.hop}"

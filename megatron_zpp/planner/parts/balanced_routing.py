@@ -54,3 +54,8 @@ class BalancedRouting(RoutingRecord):
             return num_pairs
         even = math.ceil(num_pairs / self.config.num_experts * factor)
         return max(even, self.config.moe_min_capacity)
+
+
+def assumption(config: ModelConfig) -> str:
+    """Return a line that says that routing is taken to be balanced, if there is any."""
+    return "\nif all experts get equally many tokens" if config.has_experts else ""

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_zpp.model.block import Block
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.mlp import FeedForward
 from megatron_zpp.model.part import WHOLE, Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
@@ -28,10 +29,15 @@ class MetaModel:
     """
 
     def __init__(self, config: Config, vocab_size: int) -> None:
-        self._config, self._vocab_size = config, vocab_size
+        self._config, self.vocab_size = config, vocab_size
         self._capabilities = capabilities_of(config)
         self.whole = self._build(GPT, WHOLE)
         self._kept: dict[tuple, Any] = {}
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """How many parameters the whole model has."""
+        return self.whole.num_parameters()
 
     def once(self, make: Callable[[], Kept], *key: object) -> Kept:
         """Return what `make` returned when it was first asked for the same key."""
@@ -39,15 +45,31 @@ class MetaModel:
             self._kept[key] = make()
         return self._kept[key]
 
+    def layer_kinds(self, group: int) -> tuple[tuple[object, ...], ...]:
+        """Return, for each layer, what its time and memory depend on.
+
+        That is also its place among the `group` layers that are recomputed at once.
+        """
+        config, blocks = self.whole.config, self.whole.blocks
+
+        def kinds() -> tuple[tuple[object, ...], ...]:
+            layers = zip(blocks, config.windows, config.layers_without_rope, strict=True)
+            return tuple(
+                (type(block.mlp), *others, layer % group)
+                for layer, (block, *others) in enumerate(layers)
+            )
+
+        return self.once(kinds, "kinds", group)
+
     def stages(self, ranks: PlannedRanks) -> list[Part]:
         """Return the stages of a rank."""
         layers = ranks.parallel.stages(self._config.model.num_layers)
         part = replace(WHOLE, axes=ranks.axes)
-        return parts_of_stages(part, layers, ranks.pipeline_place, ranks.pipeline_size)
+        return parts_of_stages(part, layers, ranks.pipeline_rank, ranks.pipeline_size)
 
     def split(self, ranks: PlannedRanks) -> GPT:
         """Return all layers, with a rank's parts of their matrices."""
-        if ranks.tensor_size == ranks.context_size == ranks.expert_ranks == 1:
+        if ranks.tensor_size == ranks.context_size == ranks.inner_size == 1:
             return self.whole
         return self.once(lambda: self._build(GPT, WHOLE, ranks), "all", axes_key(ranks))
 
@@ -107,7 +129,7 @@ class MetaModel:
             tensor, context = ranks.tensor_axis(parallel), ranks.context_axis(parallel)
             part = replace(part, tensor=tensor, context=context, axes=ranks.axes)
         with META:
-            model = kind(self._config.model, self._vocab_size, part)
+            model = kind(self._config.model, self.vocab_size, part)
             return extended(model, self._capabilities) if kind is GPT else model
 
 
@@ -126,17 +148,13 @@ class Ends(GPT):
 
 
 def largest_block(
-    model: GPT, *, has_experts: bool, attention_dropout: float, selective: bool
+    model: GPT, kind: type[FeedForward], *, attention_dropout: float, selective: bool
 ) -> Block:
     """Return a copy of the block with the most trained weights, which is run in another way.
 
-    It is one of those that have experts, or of those that have none.
+    It is one of those whose second branch is of a kind.
     """
-    alike = (
-        block
-        for block, marked in zip(model.blocks, model.config.moe_layers, strict=True)
-        if marked == has_experts
-    )
+    alike = (block for block in model.blocks if type(block.mlp) is kind)
     block = copy.deepcopy(max(alike, key=_num_trained))
     block.attention.dropout = attention_dropout
     block.attention.is_recomputed = selective
@@ -147,6 +165,12 @@ def _num_trained(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
+def own_axes(model: nn.Module) -> dict[nn.Module, Any]:
+    """Return the modules that have `own_axis`: of ranks that split and shard their parameters."""
+    axes = ((module, getattr(module, "own_axis", None)) for module in model.modules())
+    return {module: axis for module, axis in axes if axis is not None}
+
+
 def axes_key(ranks: PlannedRanks) -> tuple:
     """Return what the parts that a rank has of a layer, and its activations, depend on."""
     parallel = ranks.parallel
@@ -155,7 +179,7 @@ def axes_key(ranks: PlannedRanks) -> tuple:
         ranks.context_size,
         ranks.tensor_size > 1 and parallel.sequence_parallel,
         parallel.cp_comm_type,
-        ranks.expert_ranks,
+        ranks.inner_size,
     )
 
 

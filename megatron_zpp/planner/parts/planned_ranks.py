@@ -3,30 +3,31 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.capabilities.experts.axis import NAME, ExpertAxis, expert_axis
 from megatron_zpp.parallel.mesh import mesh_sizes
 from megatron_zpp.parallel.rank_grid import RankGrid
-from megatron_zpp.settings.config import ParallelConfig
+from megatron_zpp.recipe.capability import capabilities_of
+from megatron_zpp.settings.config import Config, ParallelConfig
 from zeropp.sharding import nodes_of_grid
 from zeropp.wire import AXES, Nodes, RankGroup, Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRanks(RankGrid):
-    """A rank of a run on `nodes`, which are those of all ranks.
+    """A rank of a run on `nodes`, which are those of all ranks."""
 
-    expert_ranks: consecutive ranks that split the experts of each layer.
-    """
-
-    parallel: ParallelConfig
+    config: Config
     nodes: Nodes
     rank: int = 0
-    expert_ranks: int = 1
     activations: Traffic = field(default_factory=partial(Traffic, AXES))
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.config.parallel
 
     @property
     def context_size(self) -> int:
@@ -40,34 +41,28 @@ class PlannedRanks(RankGrid):
 
     @cached_property
     def data_nodes(self) -> Nodes:
-        """The nodes of each line of ranks along the data axis.
+        """The nodes of each line of ranks along the data axis; raises as `nodes_of` does."""
+        return self.nodes_of(self.tensor_size)
+
+    def nodes_of(self, size: int) -> Nodes:
+        """Return the nodes of each line of ranks with the same part of what `size` ranks split.
 
         Raises InputError if the lines are spread over the nodes in different ways.
         """
-        lines = self.grid.movedim(1, -1).flatten(0, 1).tolist()
-        return nodes_of_grid(range(self.num_ranks), lines, self.nodes.ranks_per_node)
-
-    @cached_property
-    def expert_nodes(self) -> Nodes:
-        """The nodes of each line of ranks that have the same experts.
-
-        Raises InputError if the lines are spread over the nodes in different ways.
-        """
-        if self.expert_ranks == 1:  # experts are cut as other weights are
-            return self.data_nodes
-        lines = self.grid.reshape(self.pipeline_size, -1, self.expert_ranks).movedim(1, -1)
+        lines = self.grid.reshape(self.pipeline_size, -1, size).movedim(1, -1)
         lines = lines.flatten(0, 1).tolist()
         return nodes_of_grid(range(self.num_ranks), lines, self.nodes.ranks_per_node)
 
     @cached_property
-    def split_experts(self) -> ExpertAxis | None:
-        """The axis over which experts are split, if they are."""
-        return expert_axis(self, self.expert_ranks, self.parallel.moe_dispatch_bits)
-
-    @property
-    def axes(self) -> dict[str, ExpertAxis | None]:
+    def axes(self) -> dict[str, Any]:
         """The axes of capabilities, as a `Part` has them."""
-        return {NAME: self.split_experts}
+        kinds = capabilities_of(self.config, self)
+        return {each.splits: each.axis() for each in kinds if each.splits}
+
+    @cached_property
+    def inner_size(self) -> int:
+        """How many ranks split modules that have an axis of their own; 1 if none do."""
+        return max((axis.size for axis in self.axes.values() if axis is not None), default=1)
 
     def rank_group(self, purpose: str, members: Sequence[int]) -> RankGroup:
         """Return ranks, this one among them, as a group for one of `AXES`."""

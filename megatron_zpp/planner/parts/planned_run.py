@@ -3,8 +3,8 @@
 The parameters are cut as FSDP2 and ZeRO-Offload cut them.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -12,23 +12,25 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from megatron_zpp.capabilities.experts.axis import expert_ranks
-from megatron_zpp.capabilities.experts.experts import Experts
 from megatron_zpp.capabilities.muon.capability import MuonCapability, muon_options
+from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.part import Part
-from megatron_zpp.planner.parts.meta_model import META, MetaModel, axes_key
+from megatron_zpp.planner.parts.meta_model import META, MetaModel, own_axes
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES, Unit, stored_bytes
-from megatron_zpp.planner.timing.balanced_stages import layer_kinds
+from megatron_zpp.recipe.activation_forecast import Forecast
 from megatron_zpp.recipe.capability import Capability, capabilities_of
+from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
-from megatron_zpp.settings.scheduled_values import Schedules
 from zeropp.capabilities.offload import HOST, master_devices
 from zeropp.fsdp_adapter import ShardSpec
-from zeropp.sharding import DataAxis, Plan, places_of, plan_units
-from zeropp.wire import Nodes
+from zeropp.optim import OPTIMIZER
+from zeropp.settings import declared
+from zeropp.sharding import DataAxis, Plan, node_bytes, places_of, plan_units
+from zeropp.wire import AXES, HOPS, PURPOSES, Message, Nodes, sum_of
 
+Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
 Units = tuple[tuple[int | None, Unit], ...]  # each with its layer, None for a root
 
 
@@ -37,7 +39,7 @@ class PlannedRun:
     """Everything about a rank of a run that its memory depends on.
 
     `stages` are those of the rank, one without a pipeline. `units_of_stages` has the blocks of
-    each, each block followed by its experts if ranks split them, and then the root.
+    each, each block followed by what in it has an axis of its own, and then the root.
     """
 
     config: Config
@@ -88,9 +90,31 @@ class PlannedRun:
             if layer in own and parameter in shards:
                 yield parameter.numel(), *shards[parameter]
 
-    def shard_sizes(self, parameters: AbstractSet[nn.Parameter]) -> list[int]:
-        """Return the elements of this rank's padded shards of parameters, in all layers alike."""
-        return [spec.elements for each, spec in self.shards if each in parameters]
+    @cached_property
+    def forecast(self) -> Forecast:
+        """Return the forecast of what is sent beside weights and gradients."""
+        return Forecast(
+            self.model.split(self.ranks),
+            self.ranks,
+            self.config.batch.micro_batch_size,
+            self.compute_dtype,
+            Execution(self.config.recompute),
+        )
+
+    def step_messages(self) -> Iterator[Message]:
+        """Yield what is sent once per step: gradients that ranks of an axis have parts of, and what
+        capabilities send."""
+        model, ranks = self.model, self.ranks
+        partial = model.partial(ranks) if ranks.tensor_size > 1 else set()
+        tokens = model.split(ranks).tokens.weight
+        is_tied = ranks.pipeline_size > 1 and model.whole.head is None and tokens.requires_grad
+        tied = {tokens} if is_tied else set()  # of the first and the last stage
+        yield from self.forecast.gradients(
+            [spec.elements for each, spec in self.shards if each in partial],
+            [spec.elements for each, spec in self.shards if each in tied],
+        )
+        for each in self.capabilities:
+            yield from each.messages(self.num_micro_batches)
 
     @cached_property
     def optimizer(self) -> PlannedMuon | None:
@@ -99,7 +123,7 @@ class PlannedRun:
         if not MuonCapability.is_on(config):
             return None
         layers, is_sharded = tuple(stage.layers for stage in stages), self.stage > 0
-        key = axes_key(ranks), layers, ranks.data_nodes, ranks.expert_nodes, is_sharded
+        key = ranks.parallel, ranks.nodes, layers, is_sharded
         make = partial(
             PlannedMuon,
             config=config,
@@ -108,12 +132,33 @@ class PlannedRun:
             stages=stages,
             is_sharded=is_sharded,
         )
-        return self.model.once(make, *key, muon_options(config))
+        return self.model.once(make, *key, muon_options(config.muon, config.zero))
 
     @cached_property
     def capabilities(self) -> tuple[Capability, ...]:
         """Return what else takes part in steps."""
         return capabilities_of(self.config, self.ranks)
+
+    def sent_by_node(self) -> Sent:
+        """Return what a node of ranks at this place of a pipeline sends in a step."""
+        sent: Counter[tuple[str, str]] = Counter()
+        if self.num_ranks > 1:
+            sent.update(node_bytes(self.plan, self.num_micro_batches, typical=True))
+        per_stage = (
+            (self.num_micro_batches, message)
+            for stage in self.stages
+            for message in self.forecast.messages(stage)
+        )
+        for times, message in (*per_stage, *((1, each) for each in self.step_messages())):
+            # All ranks of a node send, each in its own group of ranks.
+            share = self.ranks.nodes.ranks_per_node / message.group.size
+            for key, num_bytes in sum_of(map(message.of, message.group.members)).items():
+                sent[key] += times * share * num_bytes
+        names = [*PURPOSES, *AXES, *declared("PURPOSES", CAPABILITIES)]
+        if self.optimizer is not None:
+            sent.update(self.optimizer.sent_by_node)
+            names.insert(len(PURPOSES), OPTIMIZER)
+        return {(name, hop): sent[name, hop] for name in names for hop in HOPS}
 
     @property
     def stage(self) -> int:
@@ -127,16 +172,12 @@ class PlannedRun:
         codes.
         """
         is_single_fp32 = self.num_ranks == 1 and self.compute_dtype.itemsize == FP32_BYTES
-        return not is_single_fp32 or self._requires_engine
+        return not is_single_fp32 or self.config.zero.always_gathers
 
     @cached_property
     def regathers(self) -> bool:
         """Return whether blocks are gathered for each use and freed after it."""
-        return self.stage == 3 and (self.num_ranks > 1 or self._requires_engine)
-
-    @property
-    def _requires_engine(self) -> bool:
-        return self.config.zero.always_gathers
+        return self.stage == 3 and (self.num_ranks > 1 or self.config.zero.always_gathers)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -145,11 +186,6 @@ class PlannedRun:
     @property
     def offloads(self) -> bool:
         return self.config.zero.offloads_optimizer
-
-    @property
-    def has_delayed_update(self) -> bool:
-        """Return whether an optimizer update may overlap with the next step."""
-        return self.config.zero.zeropp.delayed_param_update
 
     @cached_property
     def offloaded_shards(self) -> tuple[int, ...]:
@@ -166,25 +202,10 @@ class PlannedRun:
         )
 
     @property
-    def recompute_group(self) -> int:
-        """Return the number of blocks that are recomputed together; 0 without recomputation."""
-        recompute = self.config.recompute
-        if recompute.recompute_granularity != "full":
-            return 0
-        return 1 if recompute.recompute_method == "block" else recompute.recompute_num_layers
-
-    def num_recomputed(self, stage: Part) -> int:
-        """Return the number of blocks of a stage that are recomputed: the first ones."""
-        recompute, num_blocks = self.config.recompute, len(stage.layers)
-        if recompute.recompute_method == "block":
-            return min(recompute.recompute_num_layers, num_blocks)
-        return num_blocks
-
-    @property
     def num_micro_batches(self) -> int:
         """Return the micro-batches per step, at the final batch size."""
-        batch_size = Schedules.of(self.config).batch_size.final
-        return batch_size // (self.config.batch.micro_batch_size * self.ranks.num_replicas)
+        batch_size = self.config.schedules.batch_size.final
+        return batch_size // (self.config.batch.micro_batch_size * self.ranks.data_parallel_size)
 
     @property
     def construction_bytes(self) -> int:
@@ -226,12 +247,7 @@ def plan_run(
     zero = config.zero
     model = MetaModel(config, vocab_size) if model is None else model
     stride = nodes.num_ranks // config.parallel.pipeline_model_parallel_size
-    ranks = PlannedRanks(
-        parallel=config.parallel,
-        nodes=nodes,
-        rank=place * stride,
-        expert_ranks=expert_ranks(config, nodes),
-    )
+    ranks = PlannedRanks(config=config, nodes=nodes, rank=place * stride)
     stages = model.stages(ranks)
     units = tuple(_units_of_stages(config, model, ranks, stages))
     plan = Plan(
@@ -255,11 +271,8 @@ def plan_run(
 def _units_of_stages(
     config: Config, model: MetaModel, ranks: PlannedRanks, stages: Iterable[Part]
 ) -> Iterator[Units]:
-    """Yield the units of each of a rank's stages, those of experts on the axis that these have."""
-    axis = its_axis = DataAxis.of(config.zero, ranks.data_nodes)
-    if ranks.expert_ranks > 1:
-        num_losses = ranks.data_nodes.num_ranks
-        its_axis = DataAxis.of(config.zero, ranks.expert_nodes, num_losses=num_losses)
+    """Yield the units of each of a rank's stages; inner ones are on axes of their own."""
+    axis = DataAxis.of(config.zero, ranks.data_nodes)
     alike, blocks = model.alike(ranks), model.split(ranks).blocks
     by_layer: dict[int, list[Unit]] = {}
     for stage in stages:
@@ -268,24 +281,27 @@ def _units_of_stages(
         for layer in stage.layers:
             first = alike[layer]
             if first not in by_layer:
-                by_layer[first] = _units_of_block(config, blocks[first], axis, its_axis)
+                by_layer[first] = _units_of_block(config, blocks[first], ranks, axis)
             units += ((layer, unit) for unit in by_layer[first])
         cut = plan_units(root, (), places_of(root), axis, config.zero)
         yield (*units, (None, Unit(parts=cut)))
 
 
 def _units_of_block(
-    config: Config, block: nn.Module, axis: DataAxis, its_axis: DataAxis
+    config: Config, block: nn.Module, ranks: PlannedRanks, axis: DataAxis
 ) -> list[Unit]:
-    """Return a block, and its experts if these have an axis of their own."""
-    experts = [each for each in block.modules() if isinstance(each, Experts)]
-    apart = dict.fromkeys(experts if its_axis is not axis else (), its_axis)
+    """Return a block, and what in it has an axis of its own."""
+    num_losses = axis.nodes.num_ranks
+    apart = {
+        module: DataAxis.of(config.zero, ranks.nodes_of(own.size), num_losses=num_losses)
+        for module, own in own_axes(block).items()
+    }
     root = nn.ModuleList([block])  # without parameters of its own
     places = places_of(root, (block, *apart))
     *cut, _ = plan_units(root, [block], places, axis, config.zero, apart=apart)
     first = next((i for i, unit in enumerate(cut) if unit.modules[0] in apart), len(cut))
     own, its_own = Unit(parts=tuple(cut[:first])), tuple(cut[first:])
-    return [own, Unit(parts=its_own, is_experts=True)] if its_own else [own]
+    return [own, Unit(parts=its_own, is_inner=True)] if its_own else [own]
 
 
 def plan_places(
@@ -301,7 +317,8 @@ def plan_places(
     size = config.parallel.pipeline_model_parallel_size
     stride = nodes.num_ranks // size
 
-    stages, layers = config.parallel.stages(config.model.num_layers), layer_kinds(config)
+    stages = config.parallel.stages(config.model.num_layers)
+    layers = model.layer_kinds(config.recompute.recompute_num_layers)
 
     def kind(place: int) -> tuple[object, ...]:
         """Return what places have in common: layers, ends of the pipeline, and ends of a node."""

@@ -13,15 +13,15 @@ FP32_BYTES = 4  # of a weight or a gradient
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unit:
-    """A block, the experts of one that ranks split, or a root.
+    """A block, modules in one that have an axis of their own, or a root.
 
     parts: the units of the plan that are gathered and reduced together; trained ones beside frozen
     weights are one of their own. Blocks that are alike have the same unit, with the parameters of
-    the first of them. Experts are gathered and reduced within the passes of their block.
+    the first of them. Inner ones are gathered and reduced within the passes of their block.
     """
 
     parts: tuple[UnitPlan, ...]
-    is_experts: bool = False
+    is_inner: bool = False
 
     @property
     def axis(self) -> DataAxis:

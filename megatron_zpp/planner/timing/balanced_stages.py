@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.parallel import LAYERS_OF_ENDS, ParallelConfig
 from zeropp.errors import InputError
 
@@ -75,10 +74,3 @@ def stage_flags(parallel: ParallelConfig) -> dict[str, int | str]:
     """Return the flags that share out the layers of a pipeline unequally, with their values."""
     values = {f"--{name.replace('_', '-')}": getattr(parallel, name) for name in WAYS}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def layer_kinds(config: Config) -> list[tuple[object, ...]]:
-    """Return, for each layer, what its time and memory depend on, and how it is recomputed."""
-    model, group = config.model, config.recompute.recompute_num_layers
-    layers = zip(model.moe_layers, model.windows, model.layers_without_rope, strict=True)
-    return [(*kind, layer % group) for layer, kind in enumerate(layers)]

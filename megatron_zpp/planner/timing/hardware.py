@@ -200,7 +200,10 @@ def hardware_table() -> Mapping[str, Any]:
 
 def table_gpu(name: str) -> Gpu:
     """Return a GPU of the table; raises InputError for an unknown one, naming the nearest."""
-    entry = _entry(hardware_table()["gpus"], name, "--gpu")
+    return _gpu_of(name, _entry(hardware_table()["gpus"], name, "--gpu"))
+
+
+def _gpu_of(name: str, entry: Mapping[str, Any]) -> Gpu:
     return Gpu(
         name=name,
         cuda_name=entry["cuda_name"],
@@ -234,17 +237,7 @@ def _gpu(name: str | None, by_hand: Mapping[str, float]) -> Gpu:
             f"give --gpu, one of {names}, or describe it: {' and '.join(missing)} missing"
         )
     else:
-        table = hardware_table()["by_hand"]
-        gpu = Gpu(
-            name="by hand",
-            cuda_name="",
-            memory_bytes=0,
-            memory_rate=0.0,
-            near_rate=table["near_gb_s"] * GB,
-            product_share=Range(*table["product_share"]),
-            half_width=table["half_width"],
-            sending_share=0.0,
-        )
+        gpu = _gpu_of("by hand", hardware_table()["by_hand"])
     fields = {BY_HAND[each][0]: BY_HAND[each][1](value) for each, value in by_hand.items()}
     return replace(gpu, **fields)
 

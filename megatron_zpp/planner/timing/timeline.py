@@ -48,27 +48,22 @@ class Link:
     """Carries one message at a time; a message may use a gap before those that wait for others."""
 
     def __init__(self) -> None:
-        self._busy: list[tuple[float, float]] = []  # ascending
+        self.busy: list[tuple[float, float]] = []  # when the last ones begin and end, ascending
 
     def free_from(self, ready: float, seconds: float) -> float:
         """Return when a message that is ready can start."""
         start = ready
-        for begin, end in self._busy:
+        for begin, end in self.busy:
             if start + seconds <= begin:
                 return start
             if end > start:  # `max` takes three times as long
                 start = end
         return start
 
-    @property
-    def busy(self) -> list[tuple[float, float]]:
-        """When the last messages begin and end, ascending."""
-        return self._busy
-
     def occupy(self, start: float, seconds: float) -> None:
-        self._busy.append((start, start + seconds))
-        self._busy.sort()
-        del self._busy[:-KEPT]
+        self.busy.append((start, start + seconds))
+        self.busy.sort()
+        del self.busy[:-KEPT]
 
 
 class Streams:

@@ -12,10 +12,11 @@ import pytest
 from benchmarks.cluster import cluster
 from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_report import show, summary
-from benchmarks.cluster.configurations import OURS, axes_of, zero_config
+from benchmarks.cluster.configurations import axes_of, zero_config
 from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps, run_interleaved, warm_up
 from benchmarks.cluster.network.emulation import Counters
 from benchmarks.shared.interleaved import Disagreement
+from benchmarks.shared.zero_json import OURS
 from megatron_zpp.capabilities.experts.messages import copies_across_nodes
 from tests.benchmarks.cluster.namespaces import namespaces_of, needs_namespaces, wait_until
 from tests.benchmarks.started import run_benchmark

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("backports.zstd")
 
 from benchmarks.codes import gradient_codes
-from benchmarks.codes.block_codes import CODES, SCALES, Coded, candidates, zeropp_round_trip
+from benchmarks.codes.block_codes import CODES, SCALES, Coded, candidates, verify, zeropp_round_trip
 from benchmarks.codes.gradient_codes import (
     ZEROPP,
     coded_bits,
@@ -14,9 +14,11 @@ from benchmarks.codes.gradient_codes import (
     is_eligible,
     large_columns,
     with_large_columns,
+    zeropp_codes,
 )
 from benchmarks.convergence import numerics
 from benchmarks.convergence.numerics import DATA, HOPS, code_of, error_statistics, two_hops
+from benchmarks.shared.interleaved import Disagreement
 from zeropp.quant.packing import RowLayout
 
 
@@ -34,15 +36,16 @@ def matrix() -> torch.Tensor:
 def test_the_model_of_the_format_is_the_format(values, bits):
     own = code_of(bits).round_trip(values).values
     assert torch.equal(own, zeropp_round_trip(values, bits))
-    numerics.verify([values])
+    verify({"it": (code_of(bits), bits)}, [values])
+    with pytest.raises(Disagreement, match="it: the ops and the model differ"):
+        verify({"it": (code_of(bits, scale="fp32"), bits)}, [values])
     layout = RowLayout(sizes=(1 << 15,), bits=(bits,), wire=torch.float32)
     assert code_of(bits).bytes_per_element == layout.packed_bytes / (1 << 15)
 
 
 def test_the_models_of_formats_of_gradients_are_the_formats(matrix):
-    codes = {code.name: code for code in candidates()}
-    assert set(ZEROPP) <= set(codes)
-    gradient_codes.verify(codes, [matrix, with_large_columns(matrix)])
+    assert set(ZEROPP) == set(zeropp_codes())
+    verify(zeropp_codes(), [matrix, with_large_columns(matrix)])
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -22,7 +22,7 @@ from benchmarks.convergence.convergence_chart import COLOURS, draw
 from benchmarks.convergence.convergence_rank import SpikedLearningRate
 from benchmarks.convergence.variants import BASELINE, USUAL, VARIANTS, Recipe
 from benchmarks.shared.charts import require_matplotlib
-from benchmarks.shared.rank_launch import RanksFailed
+from benchmarks.shared.rank_processes import RankFailed
 from zeropp.errors import InputError
 
 RECIPE = Recipe(
@@ -59,13 +59,13 @@ def test_differences_are_taken_seed_by_seed():
         "zeropp": {1: result_of(4.4), 2: result_of(7.6, across=3e6)},
     }
     baseline, row = compare(runs)
-    assert baseline.difference == baseline.worst == baseline.bump == 0
-    assert row.final == pytest.approx(6.0) and row.first == pytest.approx(9.0)
-    assert row.difference == pytest.approx(0.025)
-    assert (row.worst, row.worst_seed) == (pytest.approx(0.1), 1)
-    assert row.node_bytes == pytest.approx(2e6)  # across nodes only
-    assert row.of_model == pytest.approx(0.2)  # of 10 MB in 16 bit
-    assert row.error == pytest.approx(0.075)  # half of the distance of two seeds
+    assert baseline["difference"] == baseline["worst"] == baseline["bump"] == 0
+    assert row["final"] == pytest.approx(6.0) and row["first"] == pytest.approx(9.0)
+    assert row["difference"] == pytest.approx(0.025)
+    assert (row["worst"], row["worst_seed"]) == (pytest.approx(0.1), 1)
+    assert row["node_bytes"] == pytest.approx(2e6)  # across nodes only
+    assert row["of_model"] == pytest.approx(0.2)  # of 10 MB in 16 bit
+    assert row["error"] == pytest.approx(0.075)  # half of the distance of two seeds
     assert verdict([baseline, row]).endswith("+2.50% from the baseline's, NOT within 0.5%.")
     assert verdict([baseline]) is None
     for difference in (0.0049, -0.0049, 0.0051, -0.0051):
@@ -79,13 +79,13 @@ def test_a_bump_is_found_where_the_smoothed_loss_is_farthest_above():
     runs = {BASELINE: {1: result_of(5.0, flat)}, "qgz": {1: result_of(5.0, raised)}}
     row = compare(runs)[1]
     assert smoothed(flat[:1]) == [(1, 5.0)] and smoothed([*flat, 25.0])[-1] == (41, 6.0)
-    assert row.bump == pytest.approx(5 / WINDOW / 5.0) and row.bump_at == 30
-    assert row.difference == 0
+    assert row["bump"] == pytest.approx(5 / WINDOW / 5.0) and row["bump_at"] == 30
+    assert row["difference"] == 0
     both = {
         BASELINE: {1: result_of(5.0, flat), 2: result_of(5.0, flat)},
         "qgz": {1: result_of(5.0, raised), 2: result_of(5.0, flat)},
     }
-    assert compare(both)[1].bump == pytest.approx(row.bump / 2)  # a mean over the seeds
+    assert compare(both)[1]["bump"] == pytest.approx(row["bump"] / 2)  # a mean over the seeds
 
 
 def test_the_table_has_every_variant_and_its_numbers():
@@ -152,12 +152,12 @@ def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):
     def train(variant: str, seed: int, recipe: Recipe) -> dict:
         trained.append((variant, seed))
         if len(trained) == 4:
-            raise RanksFailed("cut off")
+            raise RankFailed("cut off")
         order = {"recipe": asdict(recipe), "zero": recipe.zero(variant)}
         return {"variant": variant, "seed": seed, **order, **result_of(5.0)}
 
     monkeypatch.setattr(convergence, "train", train)
-    with pytest.raises(RanksFailed):
+    with pytest.raises(RankFailed):
         train_missing([BASELINE, "qwz"], [1, 2], RECIPE, path)
     assert trained == [(BASELINE, 1), ("qwz", 1), (BASELINE, 2), ("qwz", 2)]
     runs = train_missing([BASELINE, "qwz"], [1, 2], RECIPE, path)
@@ -244,8 +244,8 @@ def test_a_spike_multiplies_the_learning_rate_of_ten_iterations():
 
 def test_ranks_that_fail_say_how_to_continue(monkeypatch):
     def fail(*_: object, **__: object) -> None:
-        raise RanksFailed("no text")
+        raise RankFailed("no text")
 
-    monkeypatch.setattr(convergence, "run_on_ranks", fail)
-    with pytest.raises(RanksFailed, match="qwz, seed 1: no text; .* the same command continues"):
+    monkeypatch.setattr(convergence, "started_ranks", fail)
+    with pytest.raises(RankFailed, match="qwz, seed 1: no text; .* the same command continues"):
         convergence.train("qwz", 1, RECIPE)

@@ -40,7 +40,7 @@ def test_fitted_and_predicted_cells_are_never_in_one_average():
         for value, is_fitted in ((1.0, True), (1.5, False), (1.1, False))
     )
     checked = CheckedSet("n", "c", cells, (("s", 0.4, 0.45),))
-    fitted, predicted = summary_rows([checked])
+    fitted, predicted = summary_rows([as_json(checked)])
     assert fitted[2:6] == ["fitted", "1", "0.0%", "0.0%"]
     assert predicted[2:] == ["predicted", "2", "30.0%", "50.0%", "40%, 45%: missed"]
 
@@ -53,7 +53,7 @@ def test_targets_are_met(checked):
     assert result.targets
     for quantity, at_most, most in result.targets:
         median, largest = median_and_largest(
-            p for p in result.predictions if p.quantity == quantity and not p.is_fitted
+            p.error for p in result.predictions if p.quantity == quantity and not p.is_fitted
         )
         assert median <= at_most and largest <= most, (quantity, median, largest)
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.shared.benchmark import SHAPE, Benchmark, Flag
 from benchmarks.shared.interleaved import Disagreement
-from benchmarks.shared.rank_launch import RanksFailed, run_on_ranks
+from benchmarks.shared.rank_processes import RankFailed, run_on_ranks
 
 SPEC = SimpleNamespace(name="benchmarks.folder.how_fast")
 
@@ -66,7 +66,7 @@ def test_a_dash_prints_nothing_but_the_json_and_a_folder_must_be_possible(
     [
         ("--rounds 0", None, 2, "error: --rounds 0: expected at least 1"),
         ("", Disagreement("a and b differ"), 1, "error: a and b differ"),
-        ("", RanksFailed("the ranks exited"), 1, "error: the ranks exited"),
+        ("", RankFailed("the ranks exited"), 1, "error: the ranks exited"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(monkeypatch, capsys, words, problem, status, message):
@@ -82,10 +82,9 @@ def test_a_benchmark_that_may_not_be_trusted_fails_after_it_has_said_what_it_saw
     assert status == 1 and "3 rounds" in capsys.readouterr().out
 
 
-def test_ranks_end_without_finalizing_python(capfd):
-    """Threads of gloo may hold tensors, and releasing them then ends a rank with SIGABRT."""
-    module = "tests.benchmarks.shared.finalized_rank"
-    assert run_on_ranks(module, 2, []) == [0, 1]
-    with pytest.raises(RanksFailed, match="exited with status 1"):
-        run_on_ranks(module, 2, [], variables={"DISAGREES": "1"})
-    assert capfd.readouterr().err.count("error: a and b differ") == 1
+def test_rank_0_answers_and_what_it_raises_is_raised(capfd):
+    module = "tests.benchmarks.shared.called_rank"
+    assert run_on_ranks(module, 2, 7) == [7, 2]
+    with pytest.raises(Disagreement, match="a and b differ"):
+        run_on_ranks(module, 2, 7, variables={"DISAGREES": "1"})
+    assert not capfd.readouterr().err

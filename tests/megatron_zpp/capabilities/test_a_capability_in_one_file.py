@@ -10,7 +10,6 @@ import pytest
 
 from tests.launched import ROOT, TORCHRUN, launching
 
-NEW = "env"  # a new interpreter: what is forked has all settings already
 SCRIPT = Path(__file__).parent / "run_with_echo.py"
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data "
@@ -33,7 +32,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     with launching(folder) as launch:
         for name, flags in runs.items():
             process, log = launch(
-                [NEW, *TORCHRUN, "--nproc-per-node", "2", str(SCRIPT), *(FLAGS + flags).split()]
+                [*TORCHRUN, "--nproc-per-node", "2", str(SCRIPT), *(FLAGS + flags).split()]
             )
             assert process.wait(timeout=120) == 0, log.read_text()
             texts[name] = log.read_text()
@@ -42,7 +41,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_it_is_in_the_help() -> None:
-    command = [NEW, sys.executable, str(SCRIPT), "--help", "echo"]
+    command = [sys.executable, str(SCRIPT), "--help", "echo"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     text = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
     assert "--echo-bytes" in text

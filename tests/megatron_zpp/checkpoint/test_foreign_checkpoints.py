@@ -11,14 +11,17 @@ from megatron_zpp.interchange.open_model import open_model
 from tests.megatron_zpp.small_net import save_on_four
 from tests.megatron_zpp.train.training_runs import log_of
 from tests.ranks import ranks
-from tests.zeropp.checkpoint.test_checkpoint_formats import FORMATS, megatron_legacy, torchtitan
+from tests.zeropp.checkpoint.test_checkpoint_formats import FORMATS, write_checkpoint
 from zeropp.checkpoint.checkpoint_formats import find_format
 from zeropp.errors import InputError
 
+# Rows of FORMATS without their names.
+MEGATRON, TORCHTITAN = FORMATS[4][1:], FORMATS[10][1:]
 
-@pytest.mark.parametrize(("write_checkpoint", "name"), FORMATS)
-def test_it_says_whose_checkpoint_it_is_and_what_to_do(write_checkpoint, name, tmp_path):
-    path = write_checkpoint(tmp_path)
+
+@pytest.mark.parametrize(("name", "place", "inside", "beside"), FORMATS)
+def test_it_says_whose_checkpoint_it_is_and_what_to_do(name, place, inside, beside, tmp_path):
+    path = write_checkpoint(tmp_path, place, inside, beside)
     before = sorted(tmp_path.rglob("*"))
     for look in (checkpoint.choose, find_checkpoint):
         with pytest.raises(InputError) as caught:
@@ -38,7 +41,7 @@ def load_foreign(folder: Path) -> None:
 
 
 def test_all_ranks_are_told(tmp_path):
-    torchtitan(tmp_path)
+    write_checkpoint(tmp_path, *TORCHTITAN)
     load_foreign(folder=tmp_path)
 
 
@@ -50,7 +53,7 @@ def run_from(folder: Path, flags: str) -> None:
 
 @pytest.mark.parametrize("flags", ["", "--use-checkpoint-args ", "--finetune "])
 def test_a_run_does_not_start_afresh_beside_it(flags, tmp_path):
-    torchtitan(tmp_path)
+    write_checkpoint(tmp_path, *TORCHTITAN)
     run_from(folder=tmp_path, flags=flags)
 
 
@@ -67,7 +70,7 @@ def test_a_damaged_checkpoint_of_ours_stays_a_damaged_one(tmp_path):
 def test_ours_are_loaded_beside_those_of_another_program(tmp_path):
     save_on_four(folder=tmp_path, stage=2, iterations=(20,), keep=None)
     pointer = (tmp_path / "latest_checkpointed_iteration.txt").read_text()
-    megatron_legacy(tmp_path)  # iteration 10
+    write_checkpoint(tmp_path, *MEGATRON)  # iteration 10
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(pointer)
     assert checkpoint.choose(tmp_path).name == "iter_0000020"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
@@ -76,9 +79,9 @@ def test_ours_are_loaded_beside_those_of_another_program(tmp_path):
     assert checkpoint.choose(tmp_path, iteration=20).name == "iter_0000020"
 
 
-@pytest.mark.parametrize(("write_checkpoint", "name"), FORMATS[:-1])
-def test_what_opens_models_says_whose_it_is(write_checkpoint, name, tmp_path):
-    path = write_checkpoint(tmp_path)
+@pytest.mark.parametrize(("name", "place", "inside", "beside"), FORMATS[:-1])
+def test_what_opens_models_says_whose_it_is(name, place, inside, beside, tmp_path):
+    path = write_checkpoint(tmp_path, place, inside, beside)
     for place in (tmp_path, path):
         with pytest.raises(InputError) as caught:
             open_model(place)

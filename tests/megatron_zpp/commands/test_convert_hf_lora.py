@@ -31,7 +31,7 @@ from tests.megatron_zpp.interchange.foreign_models import (
     saved,
     tiny,
 )
-from tests.megatron_zpp.train.lora_checkpoint import save_lora_checkpoint
+from tests.megatron_zpp.train.finetuning import save_lora_checkpoint
 
 # Two fp32 forward passes differ by rounding: 2^-24 of the largest of the sums, a few hundred terms
 # of size 1, in each of a dozen operations one after another.

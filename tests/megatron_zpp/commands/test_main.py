@@ -6,6 +6,11 @@ import zeropp
 from megatron_zpp.commands.__main__ import COMMANDS, main
 from zeropp.ranks.launcher import main as launch
 
+SOME_FLAGS = {
+    "generate": ("--load", "--top-p", "--stop", "--tokenizer-type"),
+    "evaluate": ("--load", "--stride"),
+}
+
 
 @pytest.fixture(autouse=True)
 def process_ends_with_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +30,9 @@ def test_the_help_of_a_command_names_it(name: str, capsys: pytest.CaptureFixture
         assert not ended.value.code
     else:
         assert main([name, "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: megatron-zpp {name} ")
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: megatron-zpp {name} ")
+    assert all(flag in text for flag in SOME_FLAGS.get(name, ()))
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def run_without(
     rooms: tuple[str, ...], folder: Path, lines: list[str]
 ) -> tuple[list[list[str]], str]:
     """Run commands with copies of the packages that lack rooms; return statuses and output."""
-    left_out = shutil.ignore_patterns("__pycache__", *rooms)
+    left_out = shutil.ignore_patterns(*rooms)
     for package in ("zeropp", "megatron_zpp"):
         shutil.copytree(ROOT / package, folder / "rest" / package, ignore=left_out)
     shutil.copy(ROOT / "pretrain_gpt.py", folder / "rest")

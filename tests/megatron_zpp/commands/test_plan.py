@@ -34,7 +34,7 @@ def test_one_command_answers_in_tables_of_100_columns_and_a_picture(answer):
     for words in (
         "2 nodes of 8 a100-80gb, 1 Gbit/s a node", "64 sequences, 4,096 tokens a step",
         "table only", "GiB a GPU", "HFU", "more: --top", "use stage", "flags: --micro-batch-size",
-        "Local steps: nodes exchange", "Use local steps, exchanged every", "arXiv:2503.09799",
+        "Local SGD: each replica", "Use local SGD, exchanged every", "arXiv:2503.09799",
         'JSON: {"zero_optimization"', "left out: oversubscribed",
     ):  # fmt: skip
         assert words in text, words

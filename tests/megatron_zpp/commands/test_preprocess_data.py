@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from tests.full_disk import full_disk
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tools" / "preprocess_data.py"
@@ -210,37 +211,24 @@ def test_killed_it_leaves_no_worker_and_no_dataset(tmp_path, monkeypatch):
     assert documents_of(tmp_path / "x_text_document") == [[97] * 1000 + [EOD]] * 20_000
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on the size of a file stands for the disk: the system refuses a write alike."""
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
     source = lines_of(tmp_path / "a.jsonl", *({"text": "a" * 1000} for _ in range(4000)))
-    limited = subprocess.run(
-        ["bash", "-c", 'ulimit -f 2000; trap "" XFSZ; exec "$@"', "run"]
-        + command("--input", source, "--output-prefix", tmp_path / "x", *BYTES, "--workers", 1),
-        env=environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert limited.returncode == 1
-    message = f"error: cannot write in {tmp_path / 'x.partial'} (File too large): make room or give"
-    assert limited.stderr.strip().split("\n")[-1].startswith(message)
+    with full_disk(2_000_000):
+        message = fail(
+            monkeypatch, capsys, "--input", source, "--output-prefix", tmp_path / "x", *BYTES
+        )
+    expected = (
+        f"error: cannot write in {tmp_path / 'x.partial'} (File too large): make room or give"
+    )
+    assert message.startswith(expected)
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_flags_without_effect_say_so(tmp_path: Path) -> None:
+def test_flags_without_effect_say_so(tmp_path: Path, monkeypatch, caplog) -> None:
     source = lines_of(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b"})
-    process = run(
-        "--input", source, "--output-prefix", tmp_path / "x", *BYTES, "--partitions", 2,
-        "--keep-sequential-samples", "--workers", 1,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    assert "no effect here: --partitions 2, --keep-sequential-samples (text" in process.stderr
+    flags = ("--input", source, "--output-prefix", tmp_path / "x", *BYTES)
+    idle = ("--partitions", 2, "--keep-sequential-samples")
+    assert run_here(monkeypatch, *flags, *idle) == 0
+    said = "no effect here: --partitions 2, --keep-sequential-samples (text"
+    assert said in caplog.text
     assert documents_of(tmp_path / "x_text_document") == [[97], [98]]
-
-
-def test_a_folder_without_permission_is_named(tmp_path: Path, closed) -> None:
-    source = lines_of(tmp_path / "a.jsonl", {"text": "a"})
-    prefix = closed.folder / "x"
-    failed = closed.run(
-        "tools/preprocess_data.py", "--input", str(source), "--output-prefix", str(prefix), *BYTES
-    )
-    assert failed.returncode == 1
-    last_line = failed.stderr.strip().split("\n")[-1]
-    assert last_line.startswith(f"error: cannot write in {prefix}.partial (Permission denied): ")

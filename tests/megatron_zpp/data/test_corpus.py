@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.commands.pretrain import main
 from megatron_zpp.data import corpus as module
 from megatron_zpp.data.corpus import Corpus, load_standard_library
 from megatron_zpp.data.indexed_dataset import IndexedDataset
@@ -18,6 +19,10 @@ from zeropp.errors import InputError
 
 NUM_FILES = 40
 NUM_HELD_OUT = 2  # 5% of them
+TRAINING = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 1 "
+    "--micro-batch-size 1 --eval-iters 0 --num-workers 0 --log-interval 1 --lr 1e-3 "
+)
 VOCAB_SIZE = 335  # somewhat fewer than there is to learn
 
 
@@ -104,7 +109,7 @@ def test_held_out_documents_do_not_shape_the_tokenizer(corpus, tokenizer):
     assert min(sizes[-NUM_HELD_OUT:]) > 1
 
 
-def test_vocab_size_without_data_is_that_of_its_tokenizer(library, tmp_path, monkeypatch):
+def test_vocab_size_without_data_is_that_of_its_tokenizer(library, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
     data, tokens = DataConfig(data_cache_path=str(tmp_path)), TokenizerConfig(vocab_size=300)
     with_text, tokenizer = resolve_data(data, tokens)
@@ -112,6 +117,8 @@ def test_vocab_size_without_data_is_that_of_its_tokenizer(library, tmp_path, mon
     assert resolve_vocab_size(data, tokens) == 300
     with pytest.raises(InputError, match="--vocab-size 256: .* at least 257"):
         resolve_vocab_size(data, TokenizerConfig(vocab_size=256))
+    assert main([*TRAINING.split(), "--vocab-size", "300", "--data-cache-path", str(tmp_path)]) == 0
+    assert "iteration        1/" in capsys.readouterr().out
 
 
 def test_same_files_on_another_machine(corpus: Corpus, tmp_path: Path) -> None:

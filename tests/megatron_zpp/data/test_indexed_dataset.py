@@ -93,6 +93,11 @@ def cut_bin(prefix: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
 
 
+def lengthen_bin(prefix: Path) -> None:
+    with prefix.with_suffix(".bin").open("ab") as file:
+        file.write(bytes(10))
+
+
 def foreign_idx(prefix: Path) -> None:
     write(prefix.with_name("other"), [[[1, 2, 3]], [[4, 5, 6, 7]]])
     prefix.with_name("other.idx").replace(prefix.with_suffix(".idx"))
@@ -124,6 +129,7 @@ def empty_both(prefix: Path) -> None:
 
 DAMAGES = {  # 2 sequences of 3 and 2 tokens of 2 bytes: lengths at 34, pointers at 42, documents 58
     "truncated bin": (cut_bin, r"text\.bin has 8 bytes, but .*text\.idx describes 10"),
+    "longer bin": (lengthen_bin, r"text\.bin has 20 bytes, but .*text\.idx describes 10"),
     "foreign idx": (foreign_idx, r"text\.bin has 10 bytes, but .*text\.idx describes 14"),
     "no idx": (lambda prefix: prefix.with_suffix(".idx").unlink(), r"text\.idx is missing"),
     "no bin": (lambda prefix: prefix.with_suffix(".bin").unlink(), r"text\.bin is missing"),

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture
 from megatron_zpp.data.text_source import resolve_tokenizer
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
@@ -151,7 +151,7 @@ def save_own(
     state = TrainingState(
         iteration=3, consumed_samples=3, consumed_tokens=3, seed=1, world_size=1, stage=0,
         tokenizer=tokenizer.fingerprint, architecture=architecture(model, tokenizer.vocab_size),
-        configuration=run_settings(Config(model=model, tokenizer=tokenizer_config)),
+        configuration=Config(model=model, tokenizer=tokenizer_config).to_dict(),
     )  # fmt: skip
     checkpoint.save(save, gpt, None, state)
     return save, tokenizer

@@ -92,7 +92,7 @@ def test_every_number_with_every_scale() -> None:
         (BLOCKS, None, "gate_up_proj: of MXFP4 weights there are blocks without scales, or"),
         (SCALES, None, "gate_up_proj: of MXFP4 weights there are blocks without scales, or"),
         (SCALES, lambda scales: scales.float(), "are torch.uint8 and torch.float32; expected byt"),
-        (SCALES, lambda scales: scales[:, 1:], r"and scales \[4, 63, 2\]; expected \[experts, out"),
+        (SCALES, lambda scales: scales[:, 1:], r"and scales \[4, 63, 2\]; expected \[matrices, o"),
         (BLOCKS, lambda blocks: blocks[..., :8], r"blocks \[4, 64, 2, 8\] and scales \[4, 64, 2"),
         (SCALES, lambda scales: scales.index_fill(1, torch.tensor([5]), 255), "scales holds 255"),
         (SCALES, lambda scales: scales.index_fill(1, torch.tensor([5]), 254), "weights infinite"),

@@ -7,10 +7,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from megatron_zpp.interchange.tokenizer_files import (
-    SENTENCEPIECE,
-    write_tokenizer,
-)
+from megatron_zpp.interchange.tokenizer_files import SENTENCEPIECE, write_tokenizer
 from megatron_zpp.settings.config import TokenizerConfig
 from megatron_zpp.tokenizer import build_tokenizer, tokenizer_config_of
 from tests.megatron_zpp.tokenizer.vocabularies import TEXTS, train_bpe

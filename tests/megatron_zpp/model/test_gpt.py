@@ -1,4 +1,4 @@
-"""Each layer against its formula; variants of the model train and are causal; what is counted."""
+"""Each layer against its formula; variants of the model train and are causal; weights."""
 
 import math
 from dataclasses import replace
@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from megatron_zpp.model.attention.rotary import base_frequencies, rotary_table, rotate
-from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.mlp import activate
-from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
+from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 
 VARIANTS = {  # what no family of interchange/families/test_table.py has, and one of each kind
@@ -76,13 +75,8 @@ def test_a_residual_cast_to_16_bit_raises() -> None:
         block(torch.zeros(1, 2, 32, dtype=torch.bfloat16))
 
 
-def flops(model: GPT) -> float:
-    """Operations of a step for one token."""
-    return flops_per_token(model.config, RecomputeConfig(), model.vocab_size)
-
-
 def test_gpt2_small_counts() -> None:
-    """GPT-2 124M: the published 124,439,808 weights; operations counted by hand."""
+    """GPT-2 124M: the published 124,439,808 weights."""
     config = ModelConfig(
         num_layers=12,
         hidden_size=768,
@@ -96,13 +90,10 @@ def test_gpt2_small_counts() -> None:
     assert model.num_parameters() == 124_439_808
     assert padded.padded_vocab_size == 50304
     assert padded.num_parameters() == 124_439_808 + (50304 - 50257) * 768
-    # 12 blocks of 12·768² and the output layer 50257·768, then scores and values over 1024 keys
-    products = 12 * 12 * 768 * 768 + 50257 * 768
-    assert flops(model) == 6 * products + 3 * 12 * (2 + 2) * 1024 * 768
 
 
 def test_llama_counts() -> None:
-    """Llama 2 7B's published 6,738,415,616 weights, and operations with grouped queries."""
+    """Llama 2 7B's published 6,738,415,616 weights, and fewer with grouped queries."""
     config = ModelConfig(
         num_layers=32,
         hidden_size=4096,
@@ -122,7 +113,6 @@ def test_llama_counts() -> None:
     assert model.num_parameters() == 6_738_415_616
     fewer = 32 * 2 * 24 * 128 * 4096  # in each block, 24 of 32 keys and of 32 values are gone
     assert grouped.num_parameters() == 6_738_415_616 - fewer
-    assert flops(grouped) == flops(model) - 6 * fewer
 
 
 def tanh_gelu(x: float) -> float:

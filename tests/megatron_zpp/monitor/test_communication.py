@@ -8,7 +8,6 @@ import torch
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.tensorboard import communication_scalars
 from megatron_zpp.parallel.replicas import Replicas
-from megatron_zpp.settings.config import Config
 from zeropp.capabilities.local_sgd.outer_group import PURPOSE as OUTER
 from zeropp.wire.rank_group import AXES, Nodes
 from zeropp.wire.traffic import HOPS, PURPOSES, Traffic
@@ -21,7 +20,7 @@ NEAR = ("gradients", "in_node")
 class TwoNodes:
     """The ranks of a job in which all others sent what this one sent: 2 nodes of 2."""
 
-    num_ranks = num_replicas = 4
+    num_ranks = data_parallel_size = 4
     replicas = Replicas()
     nodes = Nodes(num_ranks=4, ranks_per_node=2)
     activations = Traffic(AXES)
@@ -54,7 +53,7 @@ def step(
 
 def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
     model = sharding()
-    meter = CommunicationMeter(Config(), model, TwoNodes())
+    meter = CommunicationMeter(model, TwoNodes(), 1)
     step(meter, model, 1, weights_forward=MIB, gradients=MIB)
     step(meter, model, 3, gradients=3 * MIB)  # its weights had stayed in the nodes
     taken = meter.take()
@@ -76,7 +75,7 @@ def test_the_mean_over_the_steps_of_an_interval_of_the_ranks_of_a_node():
 
 def test_bits_of_coded_messages_are_those_of_an_interval():
     model = sharding()
-    meter = CommunicationMeter(Config(), model, TwoNodes())
+    meter = CommunicationMeter(model, TwoNodes(), 1)
     for number in range(2):
         meter.begin_step()
         model.traffic.add("gradients", {"across_nodes": 1000})
@@ -91,7 +90,7 @@ def test_bits_of_coded_messages_are_those_of_an_interval():
 
 def test_what_is_sent_between_steps_is_in_no_number():
     model = sharding()
-    meter = CommunicationMeter(Config(), model, TwoNodes())
+    meter = CommunicationMeter(model, TwoNodes(), 1)
     step(meter, model, gradients=MIB)
     model.traffic.add("weights_forward", {"across_nodes": 99 * MIB})  # an evaluation
     step(meter, model, gradients=MIB)
@@ -103,14 +102,14 @@ def test_what_is_sent_between_steps_is_in_no_number():
 @pytest.mark.parametrize(("stage", "num_ranks"), [(0, 4), (3, 1)])
 def test_nothing_is_entered_where_no_collective_of_ours_runs(stage, num_ranks):
     model = sharding(stage, num_ranks)
-    meter = CommunicationMeter(Config(), model, TwoNodes())
+    meter = CommunicationMeter(model, TwoNodes(), 1)
     step(meter, model)
     assert meter.take() is None and meter.summary_rows() == []
 
 
 def test_the_ending_compares_all_steps_with_plain_zero():
     model = sharding()
-    meter = CommunicationMeter(Config(), model, TwoNodes())
+    meter = CommunicationMeter(model, TwoNodes(), 1)
     for _ in range(3):
         step(meter, model, 256, weights_forward=MIB, gradients=512 * MIB)
         meter.take()
@@ -127,12 +126,11 @@ def test_the_ending_compares_all_steps_with_plain_zero():
 
 def test_an_exchange_is_the_mean_over_the_steps_since_the_one_before():
     """What the lines say times their steps is what the ledger has counted."""
-    model, outer = sharding(), Traffic((OUTER,))
-    ranks = TwoNodes()
+    model, outer, ranks = sharding(), Traffic((OUTER,)), TwoNodes()
     ranks.replicas = SimpleNamespace(
         count=1, index=0, ledger=outer, expected=lambda step: {(OUTER, "across_nodes"): MIB}
     )
-    meter = CommunicationMeter(Config(), model, ranks)
+    meter = CommunicationMeter(model, ranks, 1)
     lines = []
     for steps, exchanged in ((2, 0), (2, 0), (2, 3 * MIB), (2, MIB)):  # 2 ranks of a node
         for _ in range(steps):

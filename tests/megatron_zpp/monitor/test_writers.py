@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import sys
 import types
 from collections import Counter
@@ -21,8 +20,6 @@ from megatron_zpp.monitor.metrics import Iteration, Validation, Writer, summariz
 from megatron_zpp.monitor.tensorboard import Axis, Position
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.settings.config import LogConfig
-from tests.megatron_zpp.train.training_runs import log_of
-from tests.ranks import ranks
 from zeropp.errors import InputError
 from zeropp.wire.traffic import HOPS, PURPOSES
 
@@ -58,11 +55,7 @@ EXTRA = {
 
 
 @pytest.fixture(autouse=True)
-def sortable_file_names(monkeypatch):
-    make_file_names_sortable(monkeypatch)
-
-
-def make_file_names_sortable(monkeypatch: pytest.MonkeyPatch) -> None:
+def sortable_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Event files are read in the order of their names: second, host, process, number of the file.
 
     A resumed run is another process in another second; here only the number differs, and 10 sorts
@@ -198,19 +191,29 @@ def test_flags_left_out_write_nothing_of_theirs(tmp_path):
 
 @pytest.mark.parametrize("damage", [lambda all: all[:-3], lambda all: all[:-60] + b"\xff" * 60])
 def test_a_record_that_a_kill_damaged_does_not_hide_the_resumed_run(tmp_path, damage):
-    first = opened(tmp_path)
-    write(first, range(1, 4))
+    """Each step is shown once on each axis, from the checkpoint on with the values of the second.
+
+    The first had gone on behind its last checkpoint, that of step 2.
+    """
+    first = opened(tmp_path, ALL_AXES)
+    write(first, range(1, 5))
+    validate(first, 3, 7.0)
     close(first)
-    (events,) = tmp_path.glob("events*")
-    events.write_bytes(damage(events.read_bytes()))
+    for events in (each for axis in Axis for each in (tmp_path / axis.folder).glob("events*")):
+        events.write_bytes(damage(events.read_bytes()))
     (tmp_path / "metrics.jsonl").open("a").write('{"iterati')
-    again = opened(tmp_path, at=iteration(2))
-    write(again, range(3, 5))
+    again = opened(tmp_path, ALL_AXES, at=iteration(2))
+    write(again, range(3, 6), loss=0.5)
+    validate(again, 4, 1.0)
     close(again)
-    steps = [step for step, _ in curves(tmp_path)["lm-loss-training/lm loss"]]
-    assert steps == [1, 2, 3, 4]
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["iteration"] for line in lines] == steps
+    read = curves(tmp_path)
+    for axis, width in zip(THREE_AXES, (1, BATCH, BATCH * LENGTH), strict=True):
+        points = read["lm-loss-training/lm loss" + axis]
+        assert points == [(width * n, 8.0 / n if n < 3 else 0.5) for n in range(1, 6)]
+        assert read["lm-loss-validation/lm loss validation" + axis] == [(4 * width, 1.0)]
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    steps = [line["iteration"] for line in lines if "lm_loss" in line]
+    assert steps == [1, 2, 3, 4, 5]
 
 
 def test_a_new_run_keeps_the_curves_of_the_earlier_one_beside_its_own(tmp_path):
@@ -316,38 +319,3 @@ def test_wandb_gets_the_same_names(monkeypatch):
         (2, {"0-overview/2 held-out loss": 3.0, "lm-loss-validation/lm loss validation": 3.0}),
         "finished",
     ]  # fmt: skip
-
-
-def lose_last_checkpoint(checkpoints: Path) -> None:
-    """Leave what a process leaves that died before it saved a second time."""
-    shutil.rmtree(checkpoints / "iter_0000008")
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
-
-
-@ranks(1, timeout=120)
-def test_a_training_that_resumes_from_an_earlier_checkpoint_shows_each_step_once(tmp_path):
-    board, checkpoints = tmp_path / "board", tmp_path / "checkpoints"
-    flags = (
-        "--micro-batch-size 2 --global-batch-size 4 --train-iters 8 --save-interval 4 "
-        f"--eval-iters 1 --eval-interval 3 --tensorboard-dir {board} --save {checkpoints} "
-        f"--load {checkpoints} --log-all-axes-to-tensorboard "
-    )
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        make_file_names_sortable(monkeypatch)
-        log_of(flags)
-        before = curves(board)
-        lose_last_checkpoint(checkpoints)
-        log_of(flags + "--seed 7 --eval-interval 7")  # other samples, so that values differ
-        after = curves(board)
-    assert set(after) == set(before)
-    widths = dict(zip(THREE_AXES, (1, 4, 4 * 16), strict=True))
-    for axis, width in widths.items():
-        losses, old_losses = (c["lm-loss-training/lm loss" + axis] for c in (after, before))
-        assert [step for step, _ in losses] == [width * number for number in range(1, 9)]
-        assert losses[:4] == old_losses[:4]
-        assert not set(losses[4:]) & set(old_losses[4:])
-        held_out = after["lm-loss-validation/lm loss validation" + axis]
-        assert [step for step, _ in held_out] == [3 * width, 7 * width, 8 * width]
-    for name, points in after.items():
-        steps = [step for step, _ in points]
-        assert steps == sorted(set(steps)), name

@@ -1,4 +1,7 @@
-"""Rows gathered and terms summed over ranks, forward and backward, against the same on one rank."""
+"""Rows gathered and terms summed over ranks, forward and backward, against the same on one rank.
+
+Layers that ranks split are compared with whole ones in test_axes.py.
+"""
 
 from collections.abc import Callable
 
@@ -6,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.parallel.collectives import (
     gather_columns,
     gather_rows,
@@ -91,3 +96,15 @@ def test_the_gradient_is_moved_back(forward: Callable, backward: Callable):
     (result * weights).sum().backward()
     assert torch.equal(result, forward(x.detach(), group))
     assert torch.equal(x.grad, backward(weights, group))
+
+
+@ranks(SIZE)
+def test_tensor_ranks_drop_other_elements_of_what_they_split():
+    axis = TensorAxis(group=peers(), sequence_parallel=True, mesh=init_device_mesh("cpu", (SIZE,)))
+    torch.manual_seed(3)
+    with axis.own_random_numbers(torch.device("cpu")):
+        own = torch.rand(4).tolist()
+    everywhere = [None] * SIZE
+    dist.all_gather_object(everywhere, (own, torch.rand(4).tolist()))
+    numbers, shared = zip(*everywhere, strict=True)
+    assert len({*map(tuple, numbers)}) == SIZE and shared == (shared[0],) * SIZE != numbers

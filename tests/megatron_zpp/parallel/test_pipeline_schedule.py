@@ -1,6 +1,7 @@
 """The order of passes, complete, without a deadlock and few in flight; the places of ranks."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,12 +82,12 @@ def number(p: int, replica: int, c: int, t: int) -> int:
 
 
 def test_a_rank_knows_its_places_and_who_shares_its_work():
-    nodes = Nodes(num_ranks=P * R * C * T, ranks_per_node=4)
+    config, nodes = SimpleNamespace(parallel=AXES_OF_GRID), Nodes(num_ranks=24, ranks_per_node=4)
     for p, replica, c, t in product(range(P), range(R), range(C), range(T)):
-        ranks = PlannedRanks(parallel=AXES_OF_GRID, nodes=nodes, rank=number(p, replica, c, t))
-        places = ranks.pipeline_place, ranks.replica, ranks.context_place, ranks.tensor_place
-        assert places == (p, replica, c, t)
-        assert (ranks.num_ranks, ranks.num_replicas) == (P * R * C * T, R)
+        ranks = PlannedRanks(config=config, nodes=nodes, rank=number(p, replica, c, t))
+        assert (ranks.pipeline_rank, ranks.data_parallel_rank) == (p, replica)
+        assert (ranks.context_rank, ranks.tensor_rank) == (c, t)
+        assert (ranks.num_ranks, ranks.data_parallel_size) == (P * R * C * T, R)
         assert ranks.pipeline == tuple(number(each, replica, c, t) for each in range(P))
         assert ranks.tensor_group.members == tuple(number(p, replica, c, i) for i in range(T))
         assert ranks.context_group.members == tuple(number(p, replica, i, t) for i in range(C))

@@ -79,7 +79,7 @@ def test_muon_goes_on_from_adamw_and_on_other_ranks(tmp_path: Path) -> None:
     flags += "--exit-interval 1 "
     run(1, f"{flags} --optimizer adam", tmp_path)
     first = run(1, flags, tmp_path)
-    assert "of 8 parameters starts anew: what was saved is another optimizer's" in first
+    assert "of 8 parameters is reset: what was saved is another optimizer's" in first
     assert "optimizer is muon now, adam in the checkpoint: this changes the updates" in first
     changed = "--muon-num-ns-steps 4" + with_json(muon_whole_every=2)
     second = run(2, f"{flags} --zero-stage 3 {changed}", tmp_path)

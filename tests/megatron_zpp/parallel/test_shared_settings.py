@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_zpp.parallel.shared_settings import shared_settings
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
 from tests.megatron_zpp.train.training_runs import TINY
@@ -13,7 +12,7 @@ from tests.zeropp.ranks.test_rendezvous import free_port
 
 
 def differing(flags: str, others: str) -> set[str]:
-    own, other = (shared_settings(parse((TINY + text).split(), 2)) for text in (flags, others))
+    own, other = (parse((TINY + text).split(), 2).shared() for text in (flags, others))
     assert own.keys() == other.keys()
     return {name for name in own if own[name] != other[name]}
 

@@ -38,7 +38,7 @@ def test_on_the_slowest_links_local_steps_are_advised(slow: ClusterPlan) -> None
     assert advised.candidate.interval == 100 and best.candidate.interval == 1
     assert best.time.typical > MUCH_FASTER * advised.time.typical
     text = advice(slow)
-    assert text.startswith("Use local steps, exchanged every 100 steps")
+    assert text.startswith("Use local SGD, exchanged every 100 steps")
     change = loss_change("adam", 100)
     assert f"by published and measured losses {change}" in text and "must not change" in text
     assert change.source.split("\n")[0] in about_alone(slow)
@@ -46,7 +46,7 @@ def test_on_the_slowest_links_local_steps_are_advised(slow: ClusterPlan) -> None
 
 def test_on_usual_links_they_are_listed_and_not_advised(fast: ClusterPlan) -> None:
     assert len(fast.alone) == 3 and fast.advised is fast.best
-    assert "local steps" not in advice(fast)
+    assert "local SGD" not in advice(fast)
     alone = search("--global-batch-size 8", num_nodes=1).run()
     assert alone.alone == () and alone.advised is alone.best
     assert all(row.time.typical < fast.best.time.typical for row in fast.alone)
@@ -76,7 +76,7 @@ def test_a_replica_that_no_node_holds_is_not_offered_and_the_reason_is_said(
     assert plan.fitting and row.time is None and plan.advised is plan.best
     text = about_alone(plan)
     assert "a node must hold a whole replica" in text
-    assert f"needs {row.memory_bytes / GIB:.1f} of" in text and "local steps" not in advice(plan)
+    assert f"needs {row.memory_bytes / GIB:.1f} of" in text and "local SGD" not in advice(plan)
 
 
 def row_of(interval: int, seconds: float) -> SimpleNamespace:
@@ -100,7 +100,7 @@ def test_the_shortest_interval_is_advised_that_is_about_as_fast(
 ) -> None:
     rows = [row_of(*each) for each in zip((10, 30, 100), alone, strict=True)]
     plan = ClusterPlan(
-        cluster=None, config=None, vocab_size=0, rows=(row_of(1, together),), places=(1,),
+        cluster=None, config=None, rows=(row_of(1, together),), places=(1,),
         row_of_flags=None, alone=tuple(rows),
     )  # fmt: skip
     assert plan.advised.candidate.interval == advised

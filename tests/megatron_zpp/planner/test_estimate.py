@@ -6,17 +6,16 @@ from collections import Counter
 import pytest
 
 from benchmarks.memory.dry_run import VOCABULARY
-from megatron_zpp.planner.estimate import (
+from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
+from megatron_zpp.planner.run_forecast import (
     ACTIVATIONS,
     GATHERED,
     GRADIENTS,
     MOMENTS,
     SAVED_COPY,
     WEIGHTS,
-    estimate,
+    RunForecast,
 )
-from megatron_zpp.planner.node_traffic import mean_of_nodes, node_of
-from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, PP2, PP4, SP, TP2, TWO_STAGES
 from zeropp.errors import InputError
@@ -40,7 +39,7 @@ def predict(flags, count=8, per_node=4):
     """The estimate of a small GPT on GPUs that are not there."""
     text = f"{MODEL}--micro-batch-size 1 --global-batch-size 48 {flags}"
     nodes = Nodes.of(range(count), min(count, per_node))
-    return estimate(parse(text.split(), count), VOCABULARY, nodes, is_cpu=False)
+    return RunForecast.of(parse(text.split(), count), VOCABULARY, nodes, is_cpu=False)
 
 
 def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_path):
@@ -129,8 +128,8 @@ def test_a_pipeline_over_nodes_sends_what_all_its_places_do(count, per_node, chu
     nodes = Nodes.of(range(count), per_node)
     total = Counter()
     for place in range(8):
-        total.update(node_of(plan_run(config, VOCABULARY, nodes, is_cpu=False, place=place)))
-    mean = mean_of_nodes(plan_places(config, VOCABULARY, nodes, is_cpu=False))
+        total.update(plan_run(config, VOCABULARY, nodes, is_cpu=False, place=place).sent_by_node())
+    mean = RunForecast(plan_places(config, VOCABULARY, nodes, is_cpu=False)).sent
     assert mean["pipeline", "across_nodes"] > 0
     assert mean == {key: pytest.approx(sent / 8) for key, sent in total.items()}
 

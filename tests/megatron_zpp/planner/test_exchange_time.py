@@ -50,17 +50,9 @@ def walked(interval: int, fragments: int, delay: int, seconds: float, step: floa
 @pytest.mark.parametrize("step", [0.05, 0.3, 1.0])
 @pytest.mark.parametrize(
     ("interval", "fragments", "delay"),
-    [
-        (2, 1, 1),
-        (10, 1, 0),
-        (12, 4, 0),
-        (12, 1, 5),
-        (12, 4, 2),
-        (12, 4, 3),
-        (12, 4, 7),
-        (30, 3, 29),
-    ],
-)
+    [(2, 1, 1), (10, 1, 0), (12, 4, 0), (12, 1, 5), (12, 4, 2), (12, 4, 3), (12, 4, 7),
+     (30, 3, 29)],
+)  # fmt: skip
 def test_what_does_not_end_beside_steps_is_waited_for(interval, fragments, delay, step):
     planned = exchange(interval, fragments, delay)
     waits = planned.seconds(step, PLAIN, quantizing=False)

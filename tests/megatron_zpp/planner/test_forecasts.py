@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.shared.training_setup import largest_of_ranks
-from megatron_zpp.planner.estimate import estimate
-from megatron_zpp.planner.node_traffic import mean_of_nodes
 from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
+from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.train.build import run_facts
 from megatron_zpp.train.inputs import TRAIN
 from tests.megatron_zpp.parallel.flags import (
@@ -129,7 +128,7 @@ def test_tokens_cross_as_foretold_and_all_else_to_the_byte(flags: str, nodes: di
 def test_muon_sends_and_computes_what_is_foretold(flags: str, zero: dict, muon: dict) -> None:
     """In two steps, one of which has whole matrices if every second one does."""
     run, counted = counted_of_steps(MUON + flags + with_json(zero, **OF_2 | muon))
-    foretold = estimate(run.config, run.tokenizer.vocab_size, run.ranks.nodes, is_cpu=True)
+    foretold = RunForecast.of(run.config, run.tokenizer.vocab_size, run.ranks.nodes, is_cpu=True)
     busiest = largest_of_ranks(run.trainer.optimizer.flops(), torch.device("cpu"))
     assert run_facts(run, ()).optimizer_flops == run.trainer.optimizer.flops() > 0
     sent = {hop: counted.sent[OPTIMIZER, hop] / 2 for hop in HOPS}
@@ -160,14 +159,14 @@ def test_the_forecast_of_planned_ranks_is_that_of_the_ranks(flags: str) -> None:
         config, sharding, ranks = run.config, run.trainer.sharding, run.ranks
         sent = Counter(run.trainer.communication.forecast)  # of the rank's node
         vocab_size = run.tokenizer.vocab_size
-    place = ranks.pipeline_place
+    place = ranks.pipeline_rank
     planned_run = plan_run(config, vocab_size, ranks.nodes, is_cpu=True, place=place)
     assert planned_run.num_ranks == 1 or Counter(planned(sharding.plan)) == Counter(
         planned(planned_run.plan)
     )
     everywhere = [None] * 4
     dist.all_gather_object(everywhere, sent)
-    expected = mean_of_nodes(plan_places(config, vocab_size, ranks.nodes, is_cpu=True))
+    expected = RunForecast(plan_places(config, vocab_size, ranks.nodes, is_cpu=True)).sent
     for key, num_bytes in sum(everywhere, Counter()).items():
         assert expected[key] == pytest.approx(num_bytes / 4), key
 

@@ -2,18 +2,18 @@
 
 import json
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_zpp.planner.loads import IN_LAYER, load_of, stage_loads, unit_loads
-from megatron_zpp.planner.node_traffic import gradient_messages, node_of
 from megatron_zpp.planner.parts.planned_run import Places, plan_places
-from megatron_zpp.planner.step_work import StepTime, StepWork
-from megatron_zpp.planner.timing.hardware import find_cluster
+from megatron_zpp.planner.run_forecast import RunForecast, StepTime
+from megatron_zpp.planner.step_work import IN_LAYER, load_of, stage_loads, unit_loads
+from megatron_zpp.planner.timing.hardware import TYPICAL, find_cluster
 from megatron_zpp.planner.timing.links import Load
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, GATHERED, PP2, SP, TP2, TP4, TWO_STAGES
-from zeropp.wire.rank_group import Nodes
+from zeropp.wire.rank_group import EXCHANGE, Nodes, everyone
 from zeropp.wire.traffic import HOPS, PURPOSES
 
 SHAPE = (
@@ -60,9 +60,9 @@ def test_messages_add_up_to_the_forecast(flags: str) -> None:
             first, later, backward, reduction, early = unit_loads(run.plan, unit.parts).values()
             sent += (1, first), (count - 1, later), (count, backward)
             sent += (1, reduction), (count - 1, early)
-        node = node_of(run)
+        node = run.sent_by_node()
         require_sums(sent, {hop: sum(node[each, hop] for each in PURPOSES) for hop in HOPS})
-        sent = [(1, [load_of(each, run.ranks) for each in gradient_messages(run)])]
+        sent = [(1, [load_of(each, run.ranks) for each in run.step_messages()])]
         for stage in run.stages:
             for (where, _), loads in stage_loads(run, stage).items():
                 sent.append((count * (len(stage.layers) if where == IN_LAYER else 1), loads))
@@ -82,7 +82,7 @@ def require_sums(sent: Iterable[tuple[float, Iterable[Load]]], expected: dict[st
 def time_of(flags: str, **described: object) -> StepTime:
     described = {"cluster": "dgx-a100", "num_nodes": 4, "gpus_per_node": 4, **described}
     cluster = find_cluster(**{"link": "25gbit", **described})
-    return StepWork(places(flags), VOCABULARY).time(cluster)
+    return RunForecast(places(flags)).time(cluster)
 
 
 @pytest.mark.parametrize("flags", CASES)
@@ -103,9 +103,9 @@ def test_tensor_ranks_of_a_node_wait_for_it_and_not_for_the_links_between_nodes(
 
 def test_context_ranks_in_different_nodes_send_across_them() -> None:
     in_node, across = CP2, CP2 + TP4  # tensor ranks are fastest in the mesh, and fill a node
-    run, other = places(in_node)[0][0], places(across)[0][0]
-    assert node_of(run)["context", "across_nodes"] == 0 < node_of(run)["context", "in_node"]
-    assert node_of(other)["context", "in_node"] == 0 < node_of(other)["context", "across_nodes"]
+    one, other = (places(flags)[0][0].sent_by_node() for flags in (in_node, across))
+    assert one["context", "across_nodes"] == 0 < one["context", "in_node"]
+    assert other["context", "in_node"] == 0 < other["context", "across_nodes"]
 
 
 def test_a_pipeline_of_more_micro_batches_waits_less() -> None:
@@ -114,3 +114,12 @@ def test_a_pipeline_of_more_micro_batches_waits_less() -> None:
     assert few.bubble / few.computing > 4 * many.bubble / many.computing
     two = time_of(PP2 + TWO_STAGES + "--zero-stage 1")
     assert two.bubble < 0.8 * few.bubble  # the last stage has the output layer too
+
+
+def test_what_capabilities_send_in_a_step_is_waited_for() -> None:
+    cluster = find_cluster(cluster="dgx-a100", num_nodes=4, gpus_per_node=4, link="25gbit")
+    ((run, _),), without = places(""), RunForecast(places("")).typical(cluster)
+    message = everyone(run.ranks.nodes, 0).message(EXCHANGE, 10**6)
+    vars(run)["capabilities"] = (SimpleNamespace(messages=lambda _: [message]),)
+    waiting = load_of(message, run.ranks).seconds(cluster.at(TYPICAL, run.compute_dtype))
+    assert RunForecast([(run, 1)]).typical(cluster) - without == pytest.approx(waiting) and waiting

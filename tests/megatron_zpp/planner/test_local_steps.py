@@ -9,9 +9,7 @@ import torch
 
 from megatron_zpp.commands.pretrain import main
 from megatron_zpp.planner.activations import LiveBytes
-from megatron_zpp.planner.estimate import AGREED, EXCHANGE, OUTER_STATE, estimate
-from megatron_zpp.planner.parts.planned_run import plan_run
-from megatron_zpp.planner.replicas import PlannedReplicas
+from megatron_zpp.planner.run_forecast import AGREED, EXCHANGE, OUTER_STATE, RunForecast
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, EP2, PP2
 from tests.megatron_zpp.train.training_runs import TINY, built_run, shared_folder, with_json
@@ -35,9 +33,8 @@ def test_agreed_weights_and_messages(stage: int, bits: int, tensor: int, tmp_pat
     flags = flags_of(stage, sync_bits=bits, sync_feedback=True if bits == 4 else None)
     flags += f"--tensor-model-parallel-size {tensor} "
     config = parse(f"{TINY} --mock-data {flags}".split(), 4)
-    planned = PlannedReplicas.of(config, Nodes.of(range(4), 2))
-    assert planned.num_replicas == 2
-    memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, replicas=planned)
+    memory = RunForecast.of(config, 56, Nodes.of(range(4), 2), is_cpu=True)
+    assert memory.replicas.num_replicas == 2
     with worlds(2, shared_folder(str(tmp_path))) as outer, built_run(flags, outer) as run:
         local_steps, meter = run.ranks.replicas.steps, run.trainer.communication
         assert memory.sent[OUTER] == pytest.approx(meter.forecast[OUTER], rel=1e-9)
@@ -89,9 +86,8 @@ def require_messages(count: int, per_node: int, flags: str, settings: dict, fold
     size = "--micro-batch-size 1 --global-batch-size 12 --train-iters 2"
     flags = f"{size} {flags} {with_json(more=optimizer, **zeropp)}"
     config = parse(f"{TINY} --mock-data {flags}".split(), count)
-    planned = PlannedReplicas.of(config, Nodes.of(range(count), per_node))
-    foretold = estimate(planned.config, 56, planned.nodes, is_cpu=True, replicas=planned)
-    with worlds(planned.nodes.num_ranks, shared_folder(str(folder))) as outer:
+    foretold = RunForecast.of(config, 56, Nodes.of(range(count), per_node), is_cpu=True)
+    with worlds(foretold.replicas.nodes.num_ranks, shared_folder(str(folder))) as outer:
         with built_run(flags, outer) as run:
             sent = run.trainer.communication.forecast
     assert foretold.sent[OUTER] == pytest.approx(sent[OUTER], rel=1e-12)
@@ -105,10 +101,9 @@ def test_exchanges_beside_steps_have_their_buffers_in_steps(tmp_path: Path) -> N
     for own in ({}, {"sync_delay": 3}, {"sync_delay": 5}):
         flags = flags_of(3, **{"sync_every": 8, "sync_fragments": 4, **own})
         config = parse(f"{TINY} --mock-data {flags}".split(), 4)
-        planned = PlannedReplicas.of(config, Nodes.of(range(4), 2))
-        run = plan_run(planned.config, 56, planned.nodes, is_cpu=True)
+        memory = RunForecast.of(config, 56, Nodes.of(range(4), 2), is_cpu=True)
+        planned, run = memory.replicas, memory.first
         found.append(planned.buffers_beside_steps(run))
-        memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, replicas=planned)
         assert memory.host.get(EXCHANGE, 0) == found[-1]
     whole = planned.buffer_bytes(run)  # a fragment begins every 2 steps
     assert found == [0, whole * 2 // 4, whole * 3 // 4]
@@ -118,9 +113,9 @@ def test_exchanges_beside_steps_have_their_buffers_in_steps(tmp_path: Path) -> N
     ("own", "num_ranks", "lines"),
     [
         ({"sync_every": 4, "sync_store": "10.0.0.1:29400", "sync_nodes": 3}, 4,
-         ["3 that step alone, exchange every 4 steps in 4 bits",
+         ["3 that train independently, synchronized every 4 steps in 4 bits",
           "1 micro-batches of 1 samples of 16 tokens on each of 4 ranks"]),
-        ({}, 6, ["exchange every step, every 4 steps after step 9 in 4 bits",
+        ({}, 6, ["synchronized every step, every 4 steps after step 9 in 4 bits",
                  "2 micro-batches of 1 samples of 16 tokens on each of 2 ranks"]),
     ],
 )  # fmt: skip
@@ -128,7 +123,7 @@ def test_the_dry_run_is_of_one_node_or_launch(own, num_ranks, lines, capsys) -> 
     flags = flags_of(3, **own) + f"--global-batch-size 12 --dry-run --dry-run-ranks {num_ranks}"
     assert main(f"{TINY} --mock-data {flags}".split()) == 0
     text = capsys.readouterr().out
-    assert all(words in text for words in (*lines, "3 that step alone", AGREED, OUTER_STATE))
+    assert all(words in text for words in (*lines, "3 that train", AGREED, OUTER_STATE))
 
 
 @pytest.mark.parametrize(("bits", "nodes"), [(4, 2), (32, 2), (4, 4), (2, 2)])
@@ -151,10 +146,8 @@ def on_4_nodes(bits: int, folder: Path) -> None:
 def require_buffers(bits: int, nodes: int, folder: Path) -> None:
     """Require that an exchange on this thread needs what is foretold, and not a fifth less."""
     flags = flags_of(3, sync_bits=bits, ranks_per_node=1) + WIDE
-    planned = PlannedReplicas.of(
-        parse(f"{TINY} --mock-data {flags}".split(), nodes), Nodes.of(range(nodes), 1)
-    )
-    memory = estimate(planned.config, 56, planned.nodes, is_cpu=True, replicas=planned)
+    config = parse(f"{TINY} --mock-data {flags}".split(), nodes)
+    memory = RunForecast.of(config, 56, Nodes.of(range(nodes), 1), is_cpu=True)
     with worlds(1, folder) as outer, built_run(flags, outer) as run:
         local_steps = run.ranks.replicas.steps
         for weight in local_steps.weights.read():
@@ -166,7 +159,7 @@ def require_buffers(bits: int, nodes: int, folder: Path) -> None:
         unsent = sum(x.nbytes for mean in means for x in mean.unsent if x.any())
     # It sees the weights and the agreed ones, too, and what takes the place of what was unsent.
     measured = live.peak - 2 * memory.host[AGREED] - unsent
-    foretold = planned.buffer_bytes(plan_run(planned.config, 56, planned.nodes, is_cpu=True))
+    foretold = memory.replicas.buffer_bytes(memory.first)
     assert measured <= 1.01 * foretold <= 1.2 * measured, (measured, foretold)  # padding
 
 

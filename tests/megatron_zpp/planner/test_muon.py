@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from megatron_zpp.planner.candidates import given_candidate
+from megatron_zpp.planner.parts.planned_muon import OptimizerRound, seconds_of_rounds
 from megatron_zpp.planner.timing.hardware import Protocol, Rates
 from megatron_zpp.planner.timing.links import exchange
-from megatron_zpp.planner.timing.optimizer_time import OptimizerRound, seconds_of_rounds
 from tests.megatron_zpp.planner.searches import search_for
 from tests.megatron_zpp.train.training_runs import with_json
 

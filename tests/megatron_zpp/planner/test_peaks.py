@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.memory.dry_run import predict_and_measure
-from megatron_zpp.planner.estimate import WEIGHTS, Estimate
+from megatron_zpp.planner.run_forecast import WEIGHTS, RunForecast
 from tests.megatron_zpp.interchange.family_flags import FLAGS
 from tests.megatron_zpp.parallel.flags import (
     CP2,
@@ -168,7 +168,7 @@ def test_the_fullest_moment_is_foretold(
     run_on(flags=flags, settings=settings, folder=tmp_path)
 
 
-def require_peak(flags: str, settings: dict, folder: Path) -> Estimate | None:
+def require_peak(flags: str, settings: dict, folder: Path) -> RunForecast | None:
     """Train with `flags` on these ranks; rank 0 compares their peak with its estimate.
 
     It returns the estimate, the others None. Where ranks gather blocks (or their codes) one after
@@ -182,7 +182,7 @@ def require_peak(flags: str, settings: dict, folder: Path) -> Estimate | None:
     predicted, measured = predict_and_measure(flags)
     if predicted is None:
         return None
-    foretold, plan = predicted.host_bytes, predicted.plan
+    foretold, plan = predicted.host_bytes, predicted.fullest.plan
     by_block = plan.num_ranks > 1 and (plan.stage > 0 or plan.has_codes)
     gathered = block_bytes(predicted) if by_block else 0
     numbers = f"{foretold:,} bytes foretold, {measured:,} measured, {gathered:,} of a block"
@@ -190,9 +190,9 @@ def require_peak(flags: str, settings: dict, folder: Path) -> Estimate | None:
     return predicted
 
 
-def block_bytes(predicted: Estimate) -> int:
+def block_bytes(predicted: RunForecast) -> int:
     """Return the bytes of the weights of the largest unit below the root when they are gathered."""
-    plan = predicted.plan
+    plan = predicted.fullest.plan
     sizes = (
         unit.num_shards * sum(spec.elements for spec in unit.specs)
         for unit in plan.units
@@ -205,7 +205,7 @@ def block_bytes(predicted: Estimate) -> int:
 def test_frozen_weights_become_codes_one_after_the_other(tmp_path: Path) -> None:
     """All of them as numbers would be more than a step takes, where little is computed."""
     predicted = require_peak(f"{LORA}--global-batch-size 2 ", zero(**STORED) | IN_BF16, tmp_path)
-    assert predicted.host[WEIGHTS] < 2 * predicted.run.model.whole.num_parameters()
+    assert predicted.host[WEIGHTS] < 2 * predicted.fullest.model.whole.num_parameters()
 
 
 @ranks(1)

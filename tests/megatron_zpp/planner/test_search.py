@@ -8,17 +8,12 @@ import pytest
 from rich.console import Console
 
 from megatron_zpp.planner.advice import advice, what_would_fit, why_not
-from megatron_zpp.planner.candidates import (
-    LARGEST_MICRO_BATCH,
-    all_settings,
-    candidates_of,
-    given_candidate,
-)
-from megatron_zpp.planner.estimate import ACTIVATIONS, estimate
+from megatron_zpp.planner.candidates import LARGEST_MICRO_BATCH, candidates_of, given_candidate
 from megatron_zpp.planner.plan_table import print_plan
+from megatron_zpp.planner.run_forecast import ACTIVATIONS, RunForecast
 from megatron_zpp.planner.search import ROOM, TIE, ClusterPlan, rank_rows
 from megatron_zpp.planner.timing.hardware import GIB
-from megatron_zpp.settings.scheduled_values import Schedules
+from megatron_zpp.planner.zero_settings import compared_settings
 from tests.megatron_zpp.planner.searches import search_for
 from zeropp.sharding.forecast import node_bytes
 from zeropp.wire.rank_group import Nodes
@@ -29,6 +24,7 @@ FLAGS = (
 )
 FEW_MICRO_BATCHES = "--global-batch-size 16"  # few sizes of them, and thus few rows
 VOCABULARY = 512
+NODES = Nodes.of(range(16), 8)
 
 
 def search(link="25gbit", flags="", **described):
@@ -41,13 +37,12 @@ def slow_plan():
 
 
 def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
-    nodes = Nodes.of(range(16), 8)
     for row in (*slow_plan.rows[::17], slow_plan.row_of_flags):
-        expected = estimate(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
+        expected = RunForecast.of(row.candidate.config, VOCABULARY, NODES, is_cpu=False)
         assert dict(row.memory) == dict(expected.device)
         sent = expected.sent
         if not row.candidate.is_divided:
-            sent = node_bytes(expected.plan, expected.run.num_micro_batches, typical=True)
+            sent = node_bytes(expected.first.plan, expected.first.num_micro_batches, typical=True)
         far = sum(num_bytes for (_, hop), num_bytes in sent.items() if hop == "across_nodes")
         assert row.sent_in_m["across_nodes"] == far / row.num_parameters / 2
     assert {row.candidate.sizes[0] for row in slow_plan.rows} == {1, 2, 4}
@@ -57,16 +52,16 @@ def test_memory_and_bytes_are_those_of_the_estimate_and_the_forecast(slow_plan):
 def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
     searched = search()
     count = 0
-    for settings in all_settings(2, 8):
+    for settings in compared_settings(NODES):
         for candidate in candidates_of(searched.base, settings, 16):
             config, zero = candidate.config, candidate.config.zero
-            assert Schedules.of(config).batch_size.final == 64
+            assert config.schedules.batch_size.final == 64
             assert config.batch.micro_batch_size in (1, 2, 4) and 4 <= LARGEST_MICRO_BATCH
             micro_batches = 64 // 16 // candidate.micro_batch
             assert zero.gradient_accumulation_steps == micro_batches
             assert zero.stage == settings.zero["stage"]
             count += 1
-    assert count == 3 * 3 * len(all_settings(2, 8))
+    assert count == 3 * 3 * len(compared_settings(NODES))
 
 
 def fake(seconds, inexactness, *sizes, has_room=True):
@@ -78,7 +73,7 @@ def fake(seconds, inexactness, *sizes, has_room=True):
 def plan_of(rows):
     ordered, places = rank_rows(rows)
     return ClusterPlan(
-        cluster=None, config=None, vocab_size=0, rows=tuple(ordered), places=tuple(places),
+        cluster=None, config=None, rows=tuple(ordered), places=tuple(places),
         row_of_flags=None,
     )  # fmt: skip
 

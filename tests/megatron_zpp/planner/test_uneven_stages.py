@@ -5,15 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_zpp.planner.activations import ActivationTraces
-from megatron_zpp.planner.candidates import (
-    TIE,
-    all_parallel,
-    given_candidate,
-    why_undivided,
-)
-from megatron_zpp.planner.estimate import estimate_places, estimate_run
+from megatron_zpp.planner.candidates import TIE, all_parallel, given_candidate, why_undivided
 from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
+from megatron_zpp.planner.run_forecast import RunForecast, rank_memory
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.balanced_stages import LayerSeconds, balanced_stages, stage_flags
 from megatron_zpp.planner.timing.hardware import find_cluster
@@ -115,13 +109,9 @@ def test_memory_is_that_of_the_fullest_of_all_ranks(flags):
         sum(len(each.layers) for each in run.stages) for run, count in places for _ in range(count)
     ]
     assert by_place == list(map(len, config.parallel.stages(7)))
-    traces = ActivationTraces()
-    each = [
-        estimate_run(plan_run(config, VOCABULARY, NODES, is_cpu=False, place=place), traces)
-        for place in range(4)
-    ]
-    expected = max(result.device_bytes for result in each)
-    assert estimate_places(places, traces).device_bytes == expected
+    runs = (plan_run(config, VOCABULARY, NODES, is_cpu=False, place=place) for place in range(4))
+    expected = max(sum(rank_memory(run)[0].values()) for run in runs)
+    assert RunForecast(places).device_bytes == expected
 
 
 def test_the_slowest_stage_counts():

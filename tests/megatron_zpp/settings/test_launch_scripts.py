@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.settings.arguments import parse
-from megatron_zpp.settings.scheduled_values import Schedules
 from tests.launched import ROOT
 from tests.megatron_zpp.settings.command_lines import config_of, error_of
 from tests.megatron_zpp.settings.tables import fork_flags, launch_scripts
@@ -104,7 +103,7 @@ def test_shares_of_a_pipeline_differ_by_one_at_most(method, counts):
 def test_a_script_of_megatron_deepspeed_with_its_json(tmp_path, caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
     config = config_of(SCRIPTS["gpt3"].flags, 8, GPT3_JSON, tmp_path)
-    assert Schedules.of(config).length.iterations == 300_000_000_000 // 2048 // 256
+    assert config.schedules.length.iterations == 300_000_000_000 // 2048 // 256
     assert config.precision.initial_loss_scale == 2048 and config.precision.loss_scale_window == 500
     assert config.zero.gradient_accumulation_steps == 8
     assert "by default" not in caplog.text

@@ -8,7 +8,7 @@ value, and what stands beside it.
 import json
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -188,21 +188,6 @@ def test_reasons_name_flags_that_are_live():
         for flag in re.findall(r"--([a-z][\w-]+)", why):
             assert plain(f"--{flag}") in LIVE.keys() | OF_OTHER_PROGRAMS, why
         assert len(why) > 10 and why[-1] != ".", why
-
-
-def test_a_script_for_a_dense_model_may_mention_experts(caplog):
-    """As Megatron-DeepSpeed's do, whose number of experts is 1 by default."""
-    caplog.set_level(logging.INFO, "megatron_zpp")
-    line = (
-        "--num-experts 1 --mlp-type standard --moe-expert-parallel-size 1 --moe-loss-coeff 0.01 "
-        "--moe-train-capacity-factor 1.0 --moe-eval-capacity-factor 1.0 --moe-min-capacity 4 "
-        "--disable-moe-token-dropping --create-moe-param-group"
-    )
-    config, default = parse(line.split(), 1), parse([], 1)
-    assert replace(config, parallel=default.parallel) == default
-    (said,) = [message for message in caplog.messages if message.startswith("no effect here")]
-    assert "--num-experts 1 (the model is dense)" in said
-    assert all(word in said for word in line.split() if word.startswith("--"))
 
 
 def test_every_setting_is_read_somewhere():

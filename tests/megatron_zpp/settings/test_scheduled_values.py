@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_zpp.settings.config import (
     BatchConfig,
-    Config,
-    ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
     TrainingConfig,
@@ -43,14 +41,9 @@ def batch(final: int, ramp: tuple[int, int, int] | None = None) -> GlobalBatchSi
     )
 
 
-def config(sizes: BatchConfig, training: dict, schedule: dict | None = None, **optimizer) -> Config:
-    return Config(
-        model=ModelConfig(seq_length=8),
-        batch=sizes,
-        training=TrainingConfig(**training),
-        schedule=ScheduleConfig(**(schedule or {})),
-        optimizer=OptimizerConfig(**optimizer),
-    )
+def planned(sizes: BatchConfig, training: dict, rate: dict | None = None, **others) -> Schedules:
+    schedule, optimizer = ScheduleConfig(**rate or {}), OptimizerConfig(**others)
+    return Schedules.of(sizes, 8, TrainingConfig(**training), schedule, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +133,7 @@ def test_weight_decay_grows(style, quarter, half):
     ends = {"start_weight_decay": start, "end_weight_decay": 0.5, "weight_decay_incr_style": style}
     if style == "constant":
         ends = {"weight_decay": 0.5}
-    schedules = Schedules.of(config(sizes, {"train_iters": 250}, **ends))
+    schedules = planned(sizes, {"train_iters": 250}, **ends)
     assert [schedules.weight_decay(n) for n in (0, 250)] == [decay(0), decay(250)]
     values = [value for part in schedules.state().values() for value in part.values()]
     assert all(type(value) in (float, str) for value in values)  # plain, for a checkpoint
@@ -214,30 +207,25 @@ def test_tokens_beside_another_length_end_the_run_if_they_are_reached_first():
 def test_lengths_of_the_schedule_become_samples_through_the_ramp():
     sizes = BatchConfig(micro_batch_size=1, global_batch_size=8, rampup_batch_size=(4, 4, 20))
     # 5 iterations of 4, then of 8
-    schedules = Schedules.of(
-        config(sizes, {"train_iters": 10}, {"lr_warmup_iters": 3, "lr_decay_iters": 7})
-    )
+    schedules = planned(sizes, {"train_iters": 10}, {"lr_warmup_iters": 3, "lr_decay_iters": 7})
     assert schedules.length == Length(iterations=10, samples=60)
     assert (schedules.learning_rate.warmup, schedules.learning_rate.decay) == (12, 36)
-    tokens = Schedules.of(
-        config(sizes, {"train_iters": 10}, {"lr_warmup_tokens": 100, "lr_decay_tokens": 300})
-    )
+    tokens = planned(sizes, {"train_iters": 10}, {"lr_warmup_tokens": 100, "lr_decay_tokens": 300})
     assert (tokens.learning_rate.warmup, tokens.learning_rate.decay) == (12.5, 37.5)
     both = {"lr_warmup_samples": 3, "lr_decay_samples": 9, "lr_decay_tokens": 300}
-    counted = Schedules.of(config(sizes, {"train_iters": 10}, both)).learning_rate
+    counted = planned(sizes, {"train_iters": 10}, both).learning_rate
     assert (counted.warmup, counted.decay) == (3, 37.5)  # as in Megatron-DeepSpeed
-    share = Schedules.of(config(sizes, {"train_samples": 50}, {"lr_warmup_fraction": 0.25}))
+    share = planned(sizes, {"train_samples": 50}, {"lr_warmup_fraction": 0.25})
     assert (share.learning_rate.warmup, share.learning_rate.decay) == (12.5, 50)
     wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 9, "lr_warmup_samples": 2}
-    rates = Schedules.of(config(sizes, {"train_samples": 50}, wsd)).learning_rate
+    rates = planned(sizes, {"train_samples": 50}, wsd).learning_rate
     assert (rates.warmup, rates.decay, rates.wsd_decay) == (2, 50, 9)
 
 
 def test_resuming_compares_schedules(caplog):
     caplog.set_level(logging.INFO, "megatron_zpp")
     sizes = BatchConfig(micro_batch_size=1, global_batch_size=4)
-    old = Schedules.of(config(sizes, {"train_iters": 10}))
-    new = Schedules.of(config(sizes, {"train_iters": 20}))
+    old, new = (planned(sizes, {"train_iters": count}) for count in (10, 20))
     plain = ScheduleConfig()
     assert new.resumed(new.state(), plain) == new
     with pytest.raises(InputError, match="decay: 80.0 now, 40.0 in the checkpoint") as caught:

@@ -74,11 +74,6 @@ def test_requests_are_checked_before_they_are_broadcast(tmp_path: Path) -> None:
         alone(tmp_path).stream([*REQUESTS, Request(prompt=(1,) * 65)])
 
 
-def test_without_a_folder() -> None:
-    with pytest.raises(InputError, match="--load is missing"):
-        open_text_model(TextModelConfig(), TokenizerConfig(), Environment(), open_checkpoint)
-
-
 @ranks(4, ranks_per_node=2)
 @pytest.mark.parametrize(
     ("settings", "dtype"),

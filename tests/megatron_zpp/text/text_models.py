@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.training_state import TrainingState, architecture, run_settings
+from megatron_zpp.checkpoint.training_state import TrainingState, architecture
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import Config, TokenizerConfig
@@ -33,7 +33,7 @@ def save_text_model(folder: Path, positions: int = POSITIONS) -> GPT:
         iteration=1, consumed_samples=0, consumed_tokens=0, seed=1, world_size=1, stage=0,
         tokenizer=tokenizer.fingerprint,
         architecture=architecture(shape, tokenizer.vocab_size),
-        configuration=run_settings(Config(model=shape, tokenizer=named)),
+        configuration=Config(model=shape, tokenizer=named).to_dict(),
     )  # fmt: skip
     checkpoint.save(folder, model, None, state)
     return model.eval()

@@ -11,7 +11,7 @@ from megatron_zpp.commands.pretrain import main
 from megatron_zpp.data.text_source import resolve_vocab_size
 from megatron_zpp.interchange.open_model import open_model
 from megatron_zpp.planner.activations import LiveBytes
-from megatron_zpp.planner.estimate import estimate
+from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
 from tests.megatron_zpp.interchange.foreign_models import llama
@@ -78,7 +78,7 @@ def test_a_dry_run_forecasts_the_memory(base, zero, tmp_path):
     config, _ = with_initial_model(parse((TINY + flags).split(), 2), open_model)
     vocab_size = resolve_vocab_size(config.data, config.tokenizer)
     nodes = Nodes(num_ranks=2, ranks_per_node=2)
-    foretold = estimate(config, vocab_size, nodes, is_cpu=True)
+    foretold = RunForecast.of(config, vocab_size, nodes, is_cpu=True)
     with LiveBytes() as live:
         log_of(flags)
     assert foretold.host_bytes == pytest.approx(live.peak, rel=0.1)

@@ -105,7 +105,7 @@ def test_tools_say_whose_weights_they_take_if_a_node_is_missing(left, saved, tmp
         shutil.copytree(saved / "run/node_1" / MIDDLE, tmp_path / "node_1" / MIDDLE)
         let_another_launch_have_saved(tmp_path / "node_1" / MIDDLE)
     CheckpointWeights(checkpoint)
-    assert "of one of 2 nodes that stepped alone, and its weights are taken alone" in caplog.text
+    assert "of one of 2 independent replicas, and its weights are taken alone" in caplog.text
 
 
 def test_more_nodes_go_on_with_the_mean_and_fewer_with_theirs(saved: Path, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_nodes_of_other_ranks_go_on_each_with_its_own(stage, saved, tmp_path):
     (loss,) = map(float, losses(log))
     straight = losses((saved / "log.txt").read_text())
     assert loss == pytest.approx(float(straight[-1]), rel=RELATIVE)
-    assert "outer momentum starts anew" in log
+    assert "outer momentum is reset" in log
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_node_without_a_checkpoint_is_named(saved: Path, tmp_path: Path) -> No
         shutil.rmtree(folder / "run/node_1")
     dist.barrier()
     with worlds(1, folder) as outer:
-        with pytest.raises(InputError, match="node 1 of 2 that step alone has no checkpoint of"):
+        with pytest.raises(InputError, match="replica 1 of 2 has no checkpoint of"):
             log_of(flags, outer=outer)
 
 

@@ -89,7 +89,7 @@ def test_settings_for_messages_between_nodes_are_one_line(tmp_path: Path) -> Non
     batch = "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
     log = run_alone(4, 2, batch + json_flags, tmp_path)
     assert (
-        "nodes step alone, and nothing of a step crosses them: zero_hpz_partition_size, "
+        "replicas train independently, no step crosses nodes: zero_hpz_partition_size, "
         "zeropp.weight_steps without effect; zero_quantized_weights, zero_quantized_gradients only "
         "between the ranks of a node"
     ) in " ".join(log.split())
@@ -128,10 +128,7 @@ def flags_at(stage: int, **zeropp: object) -> str:
 def test_an_exchange_is_counted_once_for_the_steps_before_it(bits, stage, tmp_path):
     zeropp = {"sync_every": 3, "sync_bits": bits}
     flags = flags_at(stage, **zeropp) + "--train-iters 7"
-    with (
-        worlds(2, shared_folder(str(tmp_path))) as outer,
-        built_run(flags, outer) as run,
-    ):
+    with worlds(2, shared_folder(str(tmp_path))) as outer, built_run(flags, outer) as run:
         taken, trained = steps(run, 6), run.trainer.sharding.model.num_parameters()
         rank = dist.get_rank() + 2 * outer.node
     sent, expected = taken.sent[OUTER], taken.expected[OUTER]
@@ -155,7 +152,8 @@ def test_the_table_and_the_end_say_what_nodes_exchange(tmp_path: Path) -> None:
     flags = flags_at(1, **zeropp) + "--train-iters 4 --log-interval 2"
     log = run_alone(4, 2, flags, tmp_path)
     assert re.search(
-        r"nodes +2 that step alone, exchange every step, every 2 steps after step 2 in 4", log
+        r"nodes +2 that train independently, synchronized every step, every 2 steps after step 2",
+        log,
     )
     assert re.search(r"\n +outer +0\.\d+ +0\.00\n", log), log
     assert len(re.findall(r"\| outer: 0\.\d\d", log)) == 2

@@ -4,12 +4,13 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.training_state import TrainingState, run_settings
+from megatron_zpp.checkpoint.training_state import TrainingState
 from megatron_zpp.data.indexed_dataset import write_dataset
 from megatron_zpp.monitor.report.run_record import PLAIN, SENT, read_record
 from megatron_zpp.settings.arguments import parse
@@ -207,14 +208,14 @@ def test_a_checkpoint_of_an_older_version(data, expected, caplog):
     flags = f"--data-path {data} --tokenizer-type HFTokenizer --tokenizer-model x --num-layers 1 "
     flags += "--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
     before, now = (parse((flags + f"--train-iters {n}").split(), 1) for n in (2, 3))
-    configuration = json.loads(json.dumps(run_settings(before)))
+    configuration = json.loads(json.dumps(before.to_dict()))
     del configuration["tokenizer"]["tokenizer_hf_no_include_special_tokens"]
     state = TrainingState(
         iteration=2, consumed_samples=2, consumed_tokens=16, seed=1234, world_size=1, stage=0,
         tokenizer="", configuration=configuration,
     )  # fmt: skip
     caplog.set_level(logging.INFO, "megatron_zpp")
-    _log_other_settings(now, state, ())
+    _log_other_settings(SimpleNamespace(config=now, capabilities=()), state)
     said = ": this changes which samples come next"
     assert [line.removesuffix(said) for line in caplog.messages if said in line] == expected
 

@@ -227,7 +227,7 @@ def test_nodes_that_join_have_what_an_own_formula_says(seed: int, tmp_path: Path
     with elastic_nodes(folder, 0, nodes) as outer, built_run(flags, outer) as run:
         trainer, begun = run.trainer, tensors_of(run)
         joins, local = outer.joins, trainer.ranks.replicas.steps
-        trainer.join(run.metrics.history, run.batches)
+        run.ranks.replicas.join(run)
         if not joins:
             with run.batches.loader(TRAIN, 0) as batches:
                 for _ in range(steps):
@@ -267,5 +267,5 @@ def test_without_moments_nodes_go_on_from_equal_weights(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     run_alone(2, 1, f"{flags} --save {saved} --exit-interval 2", tmp_path)
     log = run_alone(2, 1, f"{flags} --load {saved} --no-load-optim", tmp_path)
-    assert "the nodes go on with the mean of their weights" in log
+    assert "replicas go on with the mean of their weights" in log
     assert len(losses(log)) == ITERATIONS - 2

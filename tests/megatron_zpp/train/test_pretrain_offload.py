@@ -14,16 +14,10 @@ from megatron_zpp.recipe.model import build_model
 from megatron_zpp.recipe.optimizer import build_optimizer
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
-from tests.megatron_zpp.train.training_runs import (
-    TINY,
-    field,
-    log_of,
-    losses,
-    with_json,
-)
+from tests.megatron_zpp.train.training_runs import TINY, field, log_of, losses, with_json
 from tests.ranks import ranks
 from zeropp import InputError
-from zeropp.capabilities.offload import offload
+from zeropp.capabilities.offload import host_masters
 from zeropp.ranks.topology import Environment
 
 FLAGS = "--train-iters 4 --global-batch-size 4 --micro-batch-size 1 --bf16 "
@@ -82,15 +76,15 @@ def test_host_memory_is_checked_before_the_draws_and_weights_count_once(ratio, w
     joined, refused = ranks_of_a_device(1), pytest.raises(InputError, match="GiB of host memory")
     needed = width * GPT(config.model, 50).num_parameters()
     own, fill = capabilities_of(config, joined), lambda _: pytest.fail("weights are filled")
-    with patch.object(offload, "free_bytes", lambda: needed - 1), refused:
+    with patch.object(host_masters, "free_bytes", lambda: needed - 1), refused:
         build_model(config, 50, joined, apex=None, fill=fill, capabilities=own)
-    with patch.object(offload, "free_bytes", lambda: needed):
+    with patch.object(host_masters, "free_bytes", lambda: needed):
         sharding = build_model(config, 50, joined, apex=None, capabilities=own)
     held = sum(each.to_local().nbytes for each in sharding.model.parameters())
-    with patch.object(offload, "free_bytes", lambda: needed - held - 1), refused:
-        build_optimizer(sharding, config, joined.device, None, own)
-    with patch.object(offload, "free_bytes", lambda: needed - held):
-        build_optimizer(sharding, config, joined.device, None, own)
+    with patch.object(host_masters, "free_bytes", lambda: needed - held - 1), refused:
+        build_optimizer(sharding, config.optimizer, joined.device, None, own)
+    with patch.object(host_masters, "free_bytes", lambda: needed - held):
+        build_optimizer(sharding, config.optimizer, joined.device, None, own)
 
 
 @ranks(2, timeout=180)

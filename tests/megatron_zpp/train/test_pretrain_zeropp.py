@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.train.evaluate import evaluate
 from megatron_zpp.train.inputs import VALIDATION
 from megatron_zpp.train.resume import load
 from megatron_zpp.train.run import Run
@@ -166,12 +165,10 @@ def test_weights_loaded_in_place_are_the_ones_that_are_evaluated(tmp_path):
     with built_run(flags) as run:
         untrained = validation_loss(run)  # leaves copies of the untrained weights
         from_folder = replace(run.config.checkpoint, load=str(tmp_path))
-        config = replace(run.config, checkpoint=from_folder)
-        trainer, fingerprint = run.trainer, run.tokenizer.fingerprint
-        source = saved_run(from_folder, run.ranks)
-        load(config, run.ranks, source, trainer, fingerprint)
+        trainer = replace(run.trainer, config=replace(run.config, checkpoint=from_folder))
+        load(replace(run, trainer=trainer), saved_run(from_folder, run.ranks))
         assert validation_loss(run) == fresh != untrained
 
 
 def validation_loss(run: Run) -> float:
-    return evaluate(run.trainer.sharding, run.ranks, run.batches.loader(VALIDATION, 0), 1)
+    return run.trainer.evaluate(run.batches.loader(VALIDATION, 0), 1)

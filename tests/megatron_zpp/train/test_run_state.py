@@ -124,7 +124,7 @@ def values_of(run: Run) -> dict[str, Any]:
     agreed = [each for part in steps.fragments for each in part.agreed]
     errors = [(each.mean.error, *each.mean.unsent) for each in steps.fragments]
     return values | {
-        "agreed weights and buffers": copied([*agreed, *steps.buffers.agreed.values()]),
+        "global weights, buffers": copied([*agreed, *steps.buffers.agreed.values()]),
         "outer momentum": copied([each.momentum for each in steps.fragments]),
         "what rounding lost": copied([part for each in errors for part in each]),
         "exchanges under way": [each.merges_at for each in steps.parts],
@@ -202,11 +202,11 @@ def steps_and_exchange(folder: Path) -> None:
     with worlds(1, folder) as outer, built_run(flags, outer) as run:
         values = take_steps(run, 2)
         of_nodes = outer.gather(values)
-        run.saver.save()
+        run.save()
         run.ranks.replicas.steps.synchronize(2)
         after = values_of(run)
         require("outer step", after, own=values, of_nodes=of_nodes)
-        alike = ("trained weights", "agreed weights and buffers", BUFFERS)
+        alike = ("trained weights", "global weights, buffers", BUFFERS)
         assert all(equal(*outer.gather(after[name])) for name in alike)
         if outer.node == 0:
             (folder / "alone.pickle").write_bytes(pickle.dumps(of_nodes))
@@ -223,7 +223,7 @@ def save_on_two_ranks(folder: Path) -> None:
     flags = FLAGS + with_json({"stage": 2}) + "--expert-model-parallel-size 2 "
     with built_run(f"{flags} --train-iters 9 --save {folder / 'two'}") as run:
         values = take_steps(run, 2)
-        run.saver.save()
+        run.save()
         if dist.get_rank() == 0:
             (folder / "two.pickle").write_bytes(pickle.dumps([values]))
 
@@ -254,7 +254,7 @@ def join(folder: Path) -> None:
         fresh, joins, trainer = values_of(run), outer.joins, run.trainer
         assert trainer.schedules.learning_rate.max_lr == (1e-4 if joins else 1e-2)
         wait_for_joiners(outer, 1)
-        trainer.join(run.metrics.history, run.batches)
+        run.ranks.replicas.join(run)
         if not joins:
             take_steps(run, 1)
             trainer.ranks.replicas.steps.synchronize(3)
@@ -271,7 +271,7 @@ def join(folder: Path) -> None:
         own.with_suffix(f".end.{outer.number}").write_bytes(pickle.dumps(end))
         assert trainer.ranks.replicas.steps.sum(lambda place, size: [1.0]) == [2.0]
         of_first = pickle.loads(own.with_suffix(".end.0").read_bytes())
-        names = ("trained weights", BUFFERS, "agreed weights and buffers", "counters", "schedules")
+        names = ("trained weights", BUFFERS, "global weights, buffers", "counters", "schedules")
         names += ("order of samples",)
         assert all(equal(end[name], of_first[name]) for name in names)
 

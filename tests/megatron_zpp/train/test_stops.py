@@ -40,10 +40,10 @@ EXPERTS = (
 )
 
 
-def with_steps_of_codes(is_coded: bool) -> str:
-    """The example of two nodes with steps of codes, as the text of a JSON."""
+def coded_steps() -> str:
+    """The example of two nodes with coded incremental updates, as the text of a JSON."""
     settings = json.loads(TWO_NODES.read_text())
-    settings["zeropp"] |= {"weight_steps": True, "code_messages": is_coded}
+    settings["zeropp"] |= {"weight_steps": True, "code_messages": True}
     return json.dumps(settings, separators=(",", ":"))
 
 
@@ -57,10 +57,10 @@ RUNS = {
     "pipeline": (
         4, f"{LENGTH} {PP2} {TP2} {SP} --num-layers 4 --bf16 --log-num-zeros-in-grad ", 2,
     ),
-    "ZeRO++": (4, f"{ZEROPP} {TWO_NODES} --untie-embeddings-and-output-weights ", 2),
     "ZeRO++, bf16": (4, f"{ZEROPP} {TWO_NODES} --bf16" + EVALUATED + RECOMPUTED, 2),
-    "steps of codes": (4, ZEROPP + with_steps_of_codes(False) + EVALUATED, 3),
-    "coded steps": (4, ZEROPP + with_steps_of_codes(True) + EVALUATED, 3),
+    "coded steps": (
+        4, f"{ZEROPP} {coded_steps()} --untie-embeddings-and-output-weights {EVALUATED}", 3,
+    ),
     "experts": (4, EXPERTS, 2),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -206,7 +207,7 @@ def _job(
 ) -> Iterator[tuple[Config, Ranks, Console, Stopping]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     source = "" if "--data-path" in flags else "--mock-data "
-    others = outer.size if isinstance(outer, OuterGroup) else 1  # of one launch
+    others = 1 if outer is None or isinstance(outer, ElasticGroup) else outer.size  # of one launch
     config = parse((TINY + source + flags).split(), world * others)
     if device != "cpu":
         pick_device(Environment.read())  # ranks share the GPUs
@@ -215,11 +216,11 @@ def _job(
     size = config.parallel.context_parallel_size
     replicas = Replicas()
     if outer is not None:
-        replicas = LocalSGD(outer) if isinstance(outer, OuterGroup) else ElasticLocalSGD(outer)
+        replicas = ElasticLocalSGD(outer) if isinstance(outer, ElasticGroup) else LocalSGD(outer)
     joined = kind(
         environment=place, device=torch.device(device), mesh=mesh, store=None, context_size=size,
         ranks_per_node=config.zero.zeropp.ranks_per_node, replicas=replicas,
     )  # fmt: skip
-    config = with_own_folders(config, joined)
+    config = replace(config, checkpoint=with_own_folders(config.checkpoint, joined))
     with Console(rank, printed, interactive=False) as console, Stopping(config.training) as stop:
         yield config, joined, console, stop

@@ -141,6 +141,7 @@ def test_of_two_that_take_a_lock_over_one_has_it(tmp_path, dead, soon_stale):
             taken = list(threads.map(lambda lock, seen: lock.take_over(seen), locks, [stale] * 2))
         assert sum(taken) == 1
         assert [lock.is_held() for lock in locks] == taken
+        assert not locks[0].take_over(stale)  # it is not that lock any more
         (tmp_path / ".lock").unlink()
 
 

@@ -69,17 +69,18 @@ class Line(nn.Module):
 
 
 class Named(nn.Module):
-    """The small model with a second name for its embedding, a 0-d parameter, and a buffer."""
+    """The small model with a second name for a weight, a 0-d, an empty parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model, self.gain = small.small_model(), nn.Parameter(torch.ones(()))
+        self.rows = nn.Parameter(torch.zeros(0, 4))
         self.head = nn.Module()
         self.head.weight = self.model.embedding.weight
         self.register_buffer("scale", torch.ones(3))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(tokens) * self.gain
+        return self.model(tokens) * self.gain + self.rows.sum()
 
 
 def seeded(kind: Callable[[], nn.Module]) -> nn.Module:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import zeropp
 from tests.ranks import ranks
+from tests.zeropp.deepspeed.families import Named
 from tests.zeropp.deepspeed.small_engine import (
     adamw,
     config_of,
@@ -33,17 +34,6 @@ NAMED = {
 }
 
 
-class Scaled(nn.Module):
-    """The small model with a 0-d parameter, which is not sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.scale = small_model(), nn.Parameter(torch.ones(()))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(tokens) * self.scale
-
-
 @pytest.mark.parametrize("kind", NAMED)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @ranks(2)
@@ -51,10 +41,10 @@ def test_an_optimizer_of_torch_by_its_name(stage, kind):
     params = NAMED[kind]
     losses, _, _ = run_without_engine(
         optimizer_of=lambda model: getattr(torch.optim, kind)(model.parameters(), **params),
-        model=Scaled(),
+        model=Named(),
     )
     optimizer = {"type": kind.lower(), "params": params}
-    engine = engine_of(Scaled(), stage=stage, optimizer=optimizer)
+    engine = engine_of(Named(), stage=stage, optimizer=optimizer)
     assert type(engine.optimizer) is getattr(torch.optim, kind)
     assert run(engine) == pytest.approx(losses, rel=SAME)
     assert engine.optimizer_name() == kind.lower()
@@ -240,12 +230,13 @@ def test_unsupported_arguments():
 
 @ranks(2)
 def test_an_optimizer_that_has_stepped_is_refused():
-    model = small_model()
-    optimizer = adamw(model.parameters())
-    loss_of(model, tokens_of(0)).backward()
-    optimizer.step()
-    with pytest.raises(InputError, match="has state already"):
-        zeropp.initialize(model=model, optimizer=optimizer, config=UNNAMED)
+    for config in (UNNAMED | {"zero_optimization": OFFLOAD}, UNNAMED):
+        model = small_model()
+        optimizer = adamw(model.parameters())
+        loss_of(model, tokens_of(0)).backward()
+        optimizer.step()
+        with pytest.raises(InputError, match="AdamW given to zeropp.initialize has state already"):
+            zeropp.initialize(model=model, optimizer=optimizer, config=config)
     with pytest.raises(InputError, match="is sharded already"):
         zeropp.initialize(model=model, config=config_of())
 

@@ -271,20 +271,6 @@ def test_models_that_differ_between_ranks_are_named():
         deepspeed.initialize(model=model, config={"train_batch_size": 2})
 
 
-def test_each_parameter_has_a_state_of_its_own():
-    """Two parameters that take turns in one group are updated alike."""
-    first, second = (nn.Parameter(torch.linspace(-1, 1, 128)) for _ in range(2))
-    optimizer = DeepSpeedCPUAdam([first])
-    for step in range(4):
-        for parameter in (first, second):
-            optimizer.param_groups[0]["params"] = [parameter]
-            parameter.grad = torch.linspace(step, 1, 128)
-            optimizer.step()
-            assert optimizer.state[parameter]["step"] == step + 1
-    assert torch.equal(first, second)
-    assert torch.equal(optimizer.state[first]["exp_avg"], optimizer.state[second]["exp_avg"])
-
-
 def test_modules_are_marked_by_class_name_and_ending():
     model = small_model()
     blocks = [*model.blocks]

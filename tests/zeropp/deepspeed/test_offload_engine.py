@@ -117,13 +117,25 @@ def test_an_engine_that_nobody_holds_is_freed(zero, place):
     assert [type(reference()).__name__ for reference in references] == ["NoneType"] * 4
 
 
-@pytest.mark.parametrize("clear", ["engine", "optimizer"])
+@pytest.mark.parametrize("zero", [{"stage": 2}, {"stage": 2} | ON_HOST, {"stage": 3} | ON_HOST])
 @ranks(2)
-def test_gradients_may_be_discarded(clear):
-    def losses(zero: dict) -> list[float]:
-        engine = engine_of({"stage": 3} | zero)
-        engine.backward(loss_of(engine, tokens_of(9)))
-        (engine if clear == "engine" else engine.optimizer).zero_grad()
-        return run(engine)
+def test_gradients_may_be_discarded(zero):
+    """By the engine, by its optimizer, and those of a pass that failed."""
 
-    assert losses(ON_HOST) == losses({})
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    engine = engine_of(zero)
+    losses = run(engine, 1)
+    handle = engine.module.blocks[1].norm.register_full_backward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(loss_of(engine, tokens_of(9)))
+    handle.remove()
+    with pytest.raises(InputError):
+        engine.step()
+    engine.zero_grad()
+    for number, discarding in enumerate((engine, engine.optimizer), 1):
+        engine.backward(loss_of(engine, tokens_of(9)))
+        discarding.zero_grad()
+        losses += run(engine, 1, number)
+    assert losses == run(engine_of(zero), 3)

@@ -58,29 +58,6 @@ def run_directly(engine: zeropp.Engine, steps: int = 4) -> list[float]:
 
 
 @ranks(2)
-def test_a_gradient_is_divided_once_by_the_number_of_micro_batches():
-    """A loss that is made of another output, and a loss of two outputs."""
-
-    def losses(of: str, *, directly: bool) -> list[float]:
-        torch.manual_seed(5)
-        engine = engine_of(WithLoss(), micro_batches=2)
-        values = []
-        for step in range(3):
-            for tokens in micro_batches(step, 2):
-                output = (engine.module if directly else engine)(tokens)
-                loss = output["loss"]
-                if of == "both":
-                    loss = loss + 0.1 * output["logits"].square().mean()
-                loss.backward() if directly else engine.backward(loss)
-                engine.step()
-                values.append(loss.item())
-        return values
-
-    for of in ("loss", "both"):
-        assert losses(of, directly=True) == losses(of, directly=False)
-
-
-@ranks(2)
 def test_the_log_names_no_loss_that_it_does_not_know():
     engine = engine_of(steps_per_print=1)
     with logged() as lines:

@@ -77,7 +77,7 @@ def train(
 
 def main(folder: Path) -> None:
     results = {}
-    for accumulation in (1, 2, 4):
+    for accumulation in (1, 4):
         for name, config in (("plain", None), ("stage 2", ZERO2), ("stage 3", ZERO3)):
             trainer, losses = train(folder, config, accumulation)
             updates = STEPS if config is None else trainer.deepspeed.global_steps

@@ -12,7 +12,7 @@ from transformers.distributed import DistributedConfig
 from tests.zeropp.integrations.transformers_run import losses as losses_of
 from zeropp.integrations.transformers import ZeroppCallback
 
-VOCAB_SIZE, STEPS, MICRO_BATCHES = 64, 4, 2
+VOCAB_SIZE, STEPS, MICRO_BATCHES = 64, 2, 2
 
 
 def save_model(folder: Path) -> None:

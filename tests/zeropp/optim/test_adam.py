@@ -269,19 +269,6 @@ def model_after_steps(kind: type, steps: int) -> tuple[nn.Module, torch.optim.Op
     return model, optimizer
 
 
-def test_a_step_of_a_sharded_model():
-    """Unscaled and clipped by `optimizer_step`, as with torch's AdamW."""
-    models = [small_model(), small_model()]
-    for model, kind in zip(models, (FusedAdam, torch.optim.AdamW), strict=True):
-        sharding = shard(model, None, ZeroConfig())
-        optimizer = kind(model.parameters(), lr=LR)
-        for step in range(3):
-            loss_of(model, tokens_of(step)).backward()
-            assert not optimizer_step(optimizer, sharding, clip_grad=0.25).skipped
-    for parameter, expected in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=0, atol=LR * 1e-3)
-
-
 def test_a_loss_that_is_not_finite_skips_a_step_of_a_sharded_model():
     model = small_model()
     sharding = shard(model, None, ZeroConfig())

@@ -19,8 +19,8 @@ from tests.zeropp.optim.test_offload import (
 from tests.zeropp.prescribed_gradients import ALL_THREE
 from tests.zeropp.small_model import loss_of, tokens_of
 from zeropp import optimizer_step
-from zeropp.capabilities.offload.offload import HOST, Offload
-from zeropp.capabilities.offload.offloaded import DelayedAdam
+from zeropp.capabilities.offload.host_masters import HOST, Offload
+from zeropp.capabilities.offload.offloaded_adam import DelayedAdam
 
 pytestmark = MARKS
 LATE_CYCLES = 5_000_000  # some milliseconds: longer than a reduction of the small model

@@ -10,8 +10,8 @@ from torch import Tensor
 from tests.zeropp.small_model import small_model
 from zeropp import ZeroConfig, shard
 from zeropp import fsdp_adapter as fsdp
-from zeropp.capabilities.offload.offload import HOST, Offload
-from zeropp.capabilities.offload.offloaded import OffloadedAdam
+from zeropp.capabilities.offload.host_masters import HOST, Offload
+from zeropp.capabilities.offload.offloaded_adam import OffloadedAdam
 
 GPU = torch.device("cuda", 0)
 

@@ -83,8 +83,12 @@ def test_threads_and_the_number_of_frames_change_no_byte(monkeypatch):
     assert torch.equal(*messages)
 
 
-def test_a_receiver_refuses_kinds_that_it_cannot_read():
+def test_a_receiver_refuses_what_it_cannot_read():
     held = random_bytes(ROW, 0)
+    damaged = encode(held)
+    damaged[0] ^= 1
+    with pytest.raises(CodedError, match="damaged header"):
+        decode(damaged, held.clone())
     with pytest.raises(CodedError, match="kind 1"):
         decode(encode(held, held=held), held.clone())
     with pytest.raises(CodedError, match="kind 2"):

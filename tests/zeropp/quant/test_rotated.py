@@ -262,16 +262,3 @@ def test_ties_between_two_codes_go_to_the_even_one_and_of_two_bits_up(
     first = codes(packed, *layout.segments, 8)[:7]
     assert first == [code + LOWEST[bits] if bits < 4 else code & 15 for code in expected]
     assert torch.equal(packed, reference.quantize(rows, layout, 1))
-
-
-@pytest.mark.parametrize(("bits", "each"), [(2, 2.125), (3, 3.25), (ROTATED_4, 4.125)])
-def test_bits_of_an_element_of_a_long_segment(bits, each):
-    assert layout_of(SIZE << 10, bits).packed_bytes * 8 == each * (SIZE << 10)
-
-
-@pytest.mark.parametrize(("bits", "multiple"), [(2, 32), (3, 64), (ROTATED_4, 32)])
-def test_a_segment_that_cannot_be_rotated_is_refused(bits, multiple):
-    width = CODE_BITS[bits]
-    message = f"{multiple + 1} elements of {width} bits, rotated: give a multiple of {multiple}"
-    with pytest.raises(ValueError, match=message):
-        layout_of(multiple + 1, bits)

@@ -94,21 +94,6 @@ def test_ranks_with_different_numbers_of_groups_find_each_other():
     train(shard(small_model(), data_mesh(), zero_config(ALL_THREE, 2)))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@ranks(4)
-def test_models_on_two_halves_of_the_ranks_train_apart(stage):
-    """Each half computes what it would compute if there were no other one."""
-    number = dist.get_rank() // 2
-    alone = small_model()
-    loss_of(alone, tokens_of(number)).backward()
-    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
-    gradients = train(
-        shard(small_model(), meshes[number], zero_config({"stage": stage}, 4)), step=number
-    )
-    for gradient, weight in zip(gradients, alone.parameters(), strict=True):
-        torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-6)
-
-
 @ranks(2)
 def test_groups_of_an_earlier_default_group_are_never_met():
     first = shared_group("weights", [0, 1], [0, 1])

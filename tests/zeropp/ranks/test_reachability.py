@@ -35,7 +35,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from zeropp.errors import NetworkError
 from zeropp.ranks.reachability import require_reachable
-from zeropp.ranks.rendezvous import open_store
+from zeropp.ranks.process_group import open_store
 from zeropp.ranks.topology import Environment
 
 environment, errors = Environment.read(), {{}}

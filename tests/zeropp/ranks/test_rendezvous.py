@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from zeropp.errors import NetworkError
-from zeropp.ranks import rendezvous
-from zeropp.ranks.rendezvous import attempt_store, open_store
+from zeropp.ranks import process_group as rendezvous
+from zeropp.ranks.process_group import attempt_store, open_store
 from zeropp.ranks.topology import Environment
 
 LIMIT = timedelta(seconds=20)

@@ -192,6 +192,8 @@ def test_settings_of_a_disabled_feature_are_reported_to_have_no_effect() -> None
     )
     on = {ZERO + "stage": 3, ZERO + "zero_quantized_weights": True, "zeropp.weight_bits": 4}
     assert ZeroConfig.from_json(nested(on)).notices() == ()
+    once = nested({ZERO + "stage": 1, "zeropp.reduce_gradients_once": True})
+    assert "stages 0 and 1 do so anyway" in " ".join(ZeroConfig.from_json(once).notices())
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ class _Summed(torch.autograd.Function):
 class Experts(nn.Module):
     """MLPs of which each token passes through some; a rank with a mesh has some of them."""
 
-    def __init__(self, num_experts: int, mesh: DeviceMesh | None, *, whole: bool) -> None:
+    def __init__(self, num_experts: int, mesh: DeviceMesh | None) -> None:
         super().__init__()
-        self.num_experts, self.mesh, self.whole = num_experts, mesh, whole
+        self.num_experts, self.mesh = num_experts, mesh
         self.up = self._split(torch.randn(num_experts * FFN_SIZE, HIDDEN_SIZE) * 0.2)
         self.down = self._split(torch.randn(num_experts * HIDDEN_SIZE, FFN_SIZE) * 0.2)
 
@@ -77,7 +77,7 @@ class Experts(nn.Module):
         return total
 
     def _split(self, whole: torch.Tensor) -> nn.Parameter:
-        if self.mesh is None or self.whole:
+        if self.mesh is None:
             return nn.Parameter(whole)
         part = whole.chunk(self.mesh.size(1))[self.mesh.get_local_rank(1)].clone()
         axis = self.mesh[self.mesh.mesh_dim_names[1]]
@@ -85,11 +85,11 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, num_experts: int, mesh: DeviceMesh | None, *, whole: bool) -> None:
+    def __init__(self, num_experts: int, mesh: DeviceMesh | None) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN_SIZE)
         self.router = nn.Linear(HIDDEN_SIZE, num_experts, bias=False)
-        self.experts = Experts(num_experts, mesh, whole=whole)
+        self.experts = Experts(num_experts, mesh)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.norm(x).flatten(0, 1)
@@ -101,23 +101,15 @@ class Block(nn.Module):
 
 class ExpertModel(nn.Module):
     """Predicts the next of tokens [B, S]; `mesh` is the experts', with the ranks of one on its
-    first axis. A seed gives the same weights on all ranks. With `whole`,
-    experts are not split yet."""
+    first axis. A seed gives the same weights on all ranks."""
 
     def __init__(
-        self,
-        num_experts: int,
-        mesh: DeviceMesh | None = None,
-        num_blocks: int = 2,
-        *,
-        whole: bool = False,
+        self, num_experts: int, mesh: DeviceMesh | None = None, num_blocks: int = 2
     ) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.embedding = nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE)
-        self.blocks = nn.ModuleList(
-            [Block(num_experts, mesh, whole=whole) for _ in range(num_blocks)]
-        )
+        self.blocks = nn.ModuleList([Block(num_experts, mesh) for _ in range(num_blocks)])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens[:, :-1])

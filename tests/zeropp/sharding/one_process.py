@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from tests.zeropp.sharding.near import NEAR, largest, rounding_of
 from tests.zeropp.sharding.random_models import Batch, RandomModel
 
 
@@ -59,6 +60,14 @@ class OneProcess:
         """Drop the gradients."""
         self.model.zero_grad()
         self.terms.clear()
+
+    def near(self, name: str) -> float:
+        """How near a weight's gradient must be: terms that cancel leave their errors."""
+        terms = float(torch.as_tensor(self.terms.get(name, 0.0)).max())
+        near = NEAR * max(largest(self.weights[name].grad), terms)
+        if self.dtype == torch.float32:
+            return near
+        return near + self.most_roundings() * rounding_of(terms, self.dtype, self.world)
 
     def most_roundings(self) -> int:
         """Of an element of a gradient: when it is sent, between hops, and when uses are added."""

@@ -56,11 +56,10 @@ def train(
     return losses + [whole(weight).double().sum().item() for weight in model.parameters()]
 
 
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
 @ranks(4)
-def test_with_all_of_zeropp_it_sends_less_and_learns_the_same(policy):
-    expected = train(sharded(mp_policy=policy), micro_batches=2)
-    model = sharded(mp_policy=policy)
+def test_with_all_of_zeropp_it_sends_less_and_learns_the_same():
+    expected = train(sharded(), micro_batches=2)
+    model = sharded()
     attached = zeropp.attach(model, ZEROPP)
     assert train(model, micro_batches=2) == pytest.approx(expected, rel=0.05, abs=0.3)
     sent, formula = attached.traffic.take(), attached.expected_traffic(2)
@@ -77,19 +76,6 @@ def test_with_all_of_zeropp_it_sends_less_and_learns_the_same(policy):
 
 
 @ranks(4)
-def test_coding_messages_changes_no_digit():
-    runs = []
-    for coded in (False, True):
-        steps = {"ranks_per_node": 2, "weight_steps": True, "code_messages": coded}
-        model = sharded()
-        attached = zeropp.attach(model, ZEROPP | {"zeropp": steps})
-        runs.append(train(model, steps=4, micro_batches=2))
-        counted = attached.traffic.take_coded()
-        assert (min(counted) > 0) is coded
-    assert runs[0] == runs[1]
-
-
-@ranks(4)
 def test_detached_it_is_what_it_was():
     model = sharded()
     zeropp.attach(model, ZEROPP).detach()
@@ -99,13 +85,14 @@ def test_detached_it_is_what_it_was():
     sent = attached.traffic.sent
     attached.detach()
     loss_of(model, tokens_of(1)).backward()
-    assert attached.traffic.sent == sent and attached.copies.nbytes == 0
+    assert attached.traffic.sent == sent and attached.kept.nbytes == 0
 
 
 @ranks(2)
 def test_more_ranks_per_node_than_ranks_are_one_node():
     attached = zeropp.attach(sharded(), ZEROPP | {"zeropp": {"ranks_per_node": 16}})
-    assert attached.describe()[0] == ("nodes", "1 of 2 ranks") and attached.copies is None
+    assert attached.describe()[0] == ("nodes", "1 of 2 ranks")
+    assert not attached.plan.axis.weights.keeps
 
 
 @ranks(2)

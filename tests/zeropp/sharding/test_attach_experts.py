@@ -1,11 +1,8 @@
 """Experts that are sharded over other ranks than the rest of their blocks, attached."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import zeropp
@@ -26,7 +23,7 @@ from zeropp.optim.step_or_skip import local_part
 PLAIN = {"zero_optimization": {"stage": 3}, "zeropp": {"ranks_per_node": 2}}
 ZEROPP = {"zero_optimization": ALL_THREE, "zeropp": {"ranks_per_node": 2}}
 STEPPED = ZEROPP | {"zeropp": {"ranks_per_node": 2, "weight_steps": True, "code_messages": True}}
-STEPS = 3
+STEPS = 2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason=NO_GROUPS)
@@ -47,7 +44,7 @@ def train(model: FSDPModule, *, micro_batches: int = 2, once: bool = True, steps
     return losses, [whole(weight).double().sum().item() for weight in model.parameters()]
 
 
-def last_loss(model: FSDPModule, steps: int = 5) -> float:
+def last_loss(model: FSDPModule, steps: int = 3) -> float:
     """The mean over all ranks in the last of some steps."""
     losses = torch.tensor(train(model, steps=steps)[0][-2:])
     dist.all_reduce(losses)
@@ -61,13 +58,14 @@ def test_with_all_of_zeropp_it_learns_the_same_and_sends_less(layout: str) -> No
     model = sharded_experts(layout, mp_policy=BF16)
     attached = zeropp.attach(model, STEPPED)
     assert last_loss(model) == pytest.approx(expected, rel=3e-3)
+    assert min(attached.traffic.take_coded()) > 0
     across = sum(n for (_, hop), n in attached.traffic.take().items() if hop == "across_nodes")
     plain = attached.plain_traffic(2).items()
-    total = torch.tensor([across, 5 * sum(n for (_, hop), n in plain if hop == "across_nodes")])
+    total = torch.tensor([across, 3 * sum(n for (_, hop), n in plain if hop == "across_nodes")])
     dist.all_reduce(total)
     assert 3 * total[0] < total[1]
     model(tokens_of(0, dist.get_rank()))
-    assert all(map(attached.copies.is_current, attached._planned.values()))
+    assert all(map(attached.kept.has_current_copy, attached._planned.values()))
 
 
 @pytest.mark.parametrize("layout", ["torchtitan", "transformers"])
@@ -89,28 +87,3 @@ def test_detached_it_is_what_it_was(layout: str) -> None:
     assert before == [*map(fsdp.collectives_of, fsdp.named_units(model).values())]
     assert train(model) == train(sharded_experts(layout))
     assert not any(attached.traffic.take()["gradients", hop] for hop in ("in_node", "across_nodes"))
-
-
-@ranks(4)
-def test_a_resumed_run_has_the_same_losses() -> None:
-    for layout in ("torchtitan", "transformers"):
-        runs = []
-        for _ in range(2):
-            model = sharded_experts(layout)
-            zeropp.attach(model, ZEROPP)
-            runs.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
-        for number in range(2):
-            step(*runs[0], number)
-        weights, moments = copy.deepcopy(get_state_dict(*runs[0]))
-        expected = [step(*runs[0], number) for number in range(2, 4)]
-        step(*runs[1], 9)  # keeps copies of weights that are replaced
-        set_state_dict(*runs[1], model_state_dict=weights, optim_state_dict=moments)
-        assert [step(*runs[1], number) for number in range(2, 4)] == expected
-
-
-def step(model: FSDPModule, optimizer: torch.optim.Optimizer, number: int) -> float:
-    loss = model(tokens_of(number, dist.get_rank()))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import logged
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
+from tests.zeropp.sharding.expert_model import ExpertModel, expert_mesh
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, Sharding, shard
 from zeropp.wire.rank_group import Nodes
@@ -113,18 +115,6 @@ def test_units_that_overlap():
     ):
         with pytest.raises(InputError, match=re.escape(message)):
             shard(model, data_mesh(), zero_config({"stage": 3}), units=units)
-
-
-@ranks(2)
-def test_a_unit_may_be_inside_a_later_one():
-    alone, model = small_model(), small_model()
-    loss_of(alone, tokens_of(0)).backward()
-    units = [model.blocks[1].up, model.blocks[1]]
-    sharding = shard(model, data_mesh(), zero_config({"stage": 3}), units=units)
-    with sharding.micro_step(last=True):
-        loss_of(model, tokens_of(0)).backward()
-    for weight, plain in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(weight.grad.full_tensor(), plain.grad)
 
 
 @ranks(2)
@@ -238,7 +228,8 @@ def test_the_description_of_a_copy_larger_than_a_node():
     with logged() as of_two_nodes:
         halves = shard(small_model(), data_mesh(), zero_config(ALL_THREE | TUTORIAL, 2))
     assert halves.plan.units[-1].axis.weights.inner == 2 and len(of_two_nodes) == 1
-    assert one_node.roots[0].copies is None and "INT8 among 4" in described(one_node)["weights"]
+    assert not one_node.plan.axis.weights.keeps
+    assert "INT8 among 4" in described(one_node)["weights"]
     assert len(lines) == 1 and "using the 4 ranks of one node; a copy sharded" in lines[0]
 
 
@@ -248,3 +239,20 @@ def test_a_parameter_that_is_not_contiguous():
     weight = model.blocks[1].up.weight
     model.blocks[1].up.weight = nn.Parameter(weight.detach().t().contiguous().t())
     refused("blocks.1.up.weight lies in memory with strides [1, 19]", {"stage": 2}, 2, model)
+
+
+@ranks(4)
+def test_experts_that_do_not_fit_are_refused() -> None:
+    mesh, data = expert_mesh(2), data_mesh()
+    split = ExpertModel(8, mesh)
+    odd = ExpertModel(8)
+    odd.experts[1].up = nn.Parameter(torch.zeros(9, 16))
+    crossed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "expert_data"))
+    for model, modules, settings, text in (
+        (odd, dict.fromkeys(odd.experts, mesh), {"stage": 3}, "shape .9, 16., and 2 ranks"),
+        (split, {split.blocks[0]: mesh}, {"stage": 3}, "is not inside a unit"),
+        (split, dict.fromkeys(split.experts, data), {"stage": 3}, "a mesh of 1 axes"),
+        (split, dict.fromkeys(split.experts, crossed), {"stage": 3}, "is not split over"),
+    ):
+        with pytest.raises(InputError, match=text):
+            shard(model, data, zero_config(settings, ranks_per_node=2), experts=modules)

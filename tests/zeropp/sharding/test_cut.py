@@ -17,8 +17,7 @@ from tests.zeropp.lora_model import (
 )
 from tests.zeropp.small_model import HIDDEN_SIZE, SmallModel, small_model
 from zeropp import InputError
-from zeropp.sharding.cut import trained_subunits
-from zeropp.sharding.places import places_of
+from zeropp.sharding.cut import places_of, trained_subunits
 from zeropp.wire.quantized_shard import is_quantized
 
 STEPS = 2
@@ -78,7 +77,30 @@ def with_attention() -> SmallModel:
     return model
 
 
-MODELS = {"dicts": with_dicts, "biases": with_trained_biases, "attention": with_attention}
+class Experts(nn.Module):
+    """Layers with adapters, of which a pass takes the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(x)
+
+
+def with_experts() -> SmallModel:
+    model = small_model()
+    for index in range(len(model.blocks)):
+        model.blocks[index] = Experts()
+    return add_adapters(model)
+
+
+MODELS = {
+    "dicts": with_dicts,
+    "biases": with_trained_biases,
+    "attention": with_attention,
+    "experts": with_experts,
+}
 
 
 @pytest.mark.parametrize(
@@ -88,8 +110,9 @@ MODELS = {"dicts": with_dicts, "biases": with_trained_biases, "attention": with_
         ("biases", {}),
         ("attention", {}),
         ("attention", {"zero_hpz_partition_size": 2}),
+        ("experts", {}),
     ],
-    ids=["dicts", "biases", "attention", "attention-hpZ"],
+    ids=["dicts", "biases", "attention", "attention-hpZ", "experts"],
 )
 @ranks(4, ranks_per_node=2)
 def test_training_is_that_of_the_rounded_weights(kind, more):
@@ -135,34 +158,6 @@ def test_a_trained_weight_shared_with_its_unit_stays_in_the_unit():
     assert trained == {"norm.bias", "down.bias"}
     block = small_model().blocks[0]
     assert trained_subunits(block, places_of(block)) == {}
-
-
-class Experts(nn.Module):
-    """Layers with adapters, of which a pass takes the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = (
-            nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE),
-            nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(x)
-
-
-def with_experts() -> SmallModel:
-    model = small_model()
-    for index in range(len(model.blocks)):
-        model.blocks[index] = Experts()
-    return add_adapters(model)
-
-
-@ranks(2)
-def test_a_unit_whose_first_module_does_not_run():
-    expected = expected_losses(with_quantized_weights(with_experts(), 2), STEPS, 2, 2)
-    engine, *_ = zeropp.initialize(model=with_experts(), config=CONFIG)
-    assert engine_losses(engine, STEPS) == pytest.approx(expected, rel=1e-5)
 
 
 def two_of_which_one_is_active(model: nn.Module) -> peft.PeftModel:

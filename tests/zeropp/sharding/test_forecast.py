@@ -1,5 +1,7 @@
 """The forecast of the traffic: for shapes that can be counted by hand, and beside the calls."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +67,13 @@ def test_plain_zero_3_is_three_rings_in_16_bit(num_micro_batches):
     sent = node_bytes(plain, num_micro_batches)
     assert bytes_across_nodes(sent) == link
     assert sum(sent.values()) == 2 * link  # the other of a node's two links stays inside
+
+
+def test_gradients_that_are_reduced_once_do_not_grow_with_the_micro_batches():
+    each_time = plan_of(Nodes(num_ranks=8, ranks_per_node=2), 2, bits=(8, 8), keeps=True)
+    one, two = (rank_bytes(replace(each_time, reduces_once=True), count) for count in (1, 2))
+    for key in (("gradients", hop) for hop in ("in_node", "across_nodes")):
+        assert 0 < one[key] == two[key] == rank_bytes(each_time, 2)[key] / 2
 
 
 def test_a_node_is_the_mean_of_all_nodes_where_hops_straddle_them():

@@ -8,76 +8,16 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
-from tests.zeropp.sharded_training import freeze, shard_on_nodes
+from tests.zeropp.sharded_training import shard_on_nodes
 from tests.zeropp.small_model import SmallModel, loss_of, small_model, tokens_of
 from zeropp import InputError, Sharding, optimizer_step, shard
 from zeropp.deepspeed.zero import GatheredParameters
-
-STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, ALL_THREE]
 
 
 def look(sharding: Sharding) -> None:
     """A pass without backward."""
     with torch.no_grad():
         loss_of(sharding.model, tokens_of(5))
-
-
-def trained(sharding: Sharding, optimizer: torch.optim.Optimizer, *, looks: bool) -> list[float]:
-    losses = []
-    for number in range(2):
-        with sharding.micro_step(last=True):
-            loss = loss_of(sharding.model, tokens_of(number).chunk(4)[dist.get_rank()])
-            loss.backward()
-        losses.append(loss.item())
-        if looks:
-            look(sharding)
-        optimizer_step(optimizer, sharding)
-    return losses
-
-
-@pytest.mark.parametrize("zero", STAGES, ids=str)
-@ranks(4)
-def test_an_optimizer_made_after_a_pass_trains_all_weights(zero):
-    def losses(*, looks: bool) -> list[float]:
-        sharding = shard_on_nodes(zero)
-        if looks:
-            look(sharding)
-        optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
-        return trained(sharding, optimizer, looks=looks)
-
-    assert losses(looks=True) == losses(looks=False)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@ranks(4)
-def test_weights_frozen_after_a_pass_stay_frozen(stage):
-    sharding = shard_on_nodes({"stage": stage})
-    optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
-    look(sharding)
-    freeze(sharding.model.embedding)
-    trained(sharding, optimizer, looks=True)
-    weight = sharding.model.embedding.weight
-    assert torch.equal(weight.full_tensor(), small_model().embedding.weight)
-    assert not weight.requires_grad
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@ranks(4)
-def test_what_is_written_after_a_pass_is_computed_with(stage):
-    sharding, plain = shard_on_nodes({"stage": stage}), small_model()
-    look(sharding)
-    weights = [sharding.model.embedding.weight, sharding.model.blocks[0].up.weight]
-    with GatheredParameters(weights[0], modifier_rank=0):
-        if dist.get_rank() == 0:
-            nn.init.constant_(sharding.model.embedding.weight, 0.25)
-    look(sharding)
-    with torch.no_grad():
-        weights[1].fill_(0.5)
-        sharding.weights_changed()
-        plain.embedding.weight.fill_(0.25)
-        plain.blocks[0].up.weight.fill_(0.5)
-        expected = loss_of(plain, tokens_of(5))
-        assert loss_of(sharding.model, tokens_of(5)) == expected
 
 
 class SelfTaught(SmallModel):
@@ -152,7 +92,9 @@ def test_a_model_holds_shards_after_it_generated(stage):
         assert all(isinstance(parameter, DTensor) for parameter in sharding.model.parameters())
     assert torch.equal(tokens, Wrapper().generate(tokens_of(0)))
     optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
-    trained(sharding, optimizer, looks=False)
+    with sharding.micro_step(last=True):
+        loss_of(sharding.model, tokens_of(0)).backward()
+    optimizer_step(optimizer, sharding)
     assert not torch.equal(
         sharding.model.inner.embedding.weight.full_tensor(), small_model().embedding.weight
     )
@@ -186,3 +128,63 @@ def test_taking_gathered_weights_for_parameters_is_an_error(stage):
         optimizer.step()
     with pytest.raises(InputError, match="before the forward pass"):
         optimizer_step(optimizer, sharding)
+
+
+class OutOfMemory(RuntimeError):
+    pass
+
+
+def fail_once(*_: object) -> None:
+    raise OutOfMemory
+
+
+def micro_batch(sharding: Sharding, index: int, *, last: bool) -> torch.Tensor:
+    tokens = tokens_of(index).chunk(4)[dist.get_rank()]
+    with sharding.micro_step(last=last):
+        loss = loss_of(sharding.model, tokens)
+        loss.backward()
+    return loss
+
+
+def gradients(sharding: Sharding) -> list[torch.Tensor]:
+    return [parameter.grad.to_local() for parameter in sharding.model.parameters()]
+
+
+def undisturbed(zero: dict) -> list[torch.Tensor]:
+    sharding = shard(small_model(), data_mesh(), zero_config(zero, 2))
+    for index in range(2):
+        micro_batch(sharding, index, last=index == 1)
+    return gradients(sharding)
+
+
+def require_equal(sharding: Sharding, expected: list[torch.Tensor]) -> None:
+    for gradient, other in zip(gradients(sharding), expected, strict=True):
+        assert torch.equal(gradient, other) and torch.isfinite(other).all()
+
+
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 3}, ALL_THREE], ids=str)
+@ranks(4)
+def test_passes_that_failed_are_said_and_repeated(zero: dict):
+    sharding = shard(small_model(), data_mesh(), zero_config(zero, 2))
+    micro_batch(sharding, 0, last=False)
+    handle = sharding.model.blocks[1].up.register_forward_pre_hook(fail_once)
+    with pytest.raises(OutOfMemory):
+        micro_batch(sharding, 1, last=True)
+    handle.remove()
+    micro_batch(sharding, 1, last=True)
+    require_equal(sharding, undisturbed(zero))
+    sharding.discard_gradients()
+    micro_batch(sharding, 0, last=False)
+    handle = sharding.model.blocks[1].norm.register_full_backward_hook(fail_once)
+    with pytest.raises(OutOfMemory):
+        micro_batch(sharding, 1, last=True)
+    handle.remove()
+    with pytest.raises(InputError, match="gradients of this step are incomplete"):
+        micro_batch(sharding, 1, last=True)
+    optimizer = torch.optim.SGD(sharding.model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="gradients of this step are incomplete"):
+        optimizer_step(optimizer, sharding)
+    sharding.discard_gradients()
+    for index in range(2):
+        micro_batch(sharding, index, last=index == 1)
+    require_equal(sharding, undisturbed(zero))

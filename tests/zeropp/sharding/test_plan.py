@@ -11,8 +11,7 @@ from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharding.random_models import RandomModel
 from zeropp import InputError, shard
 from zeropp import fsdp_adapter as fsdp
-from zeropp.sharding.cut import plan_units
-from zeropp.sharding.places import outermost_blocks, places_of
+from zeropp.sharding.cut import outermost_blocks, places_of, plan_units
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.wire.rank_group import Nodes
 

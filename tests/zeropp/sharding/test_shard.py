@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import ranks
-from tests.zeropp.small_model import Block, SmallModel, loss_of, small_model, tokens_of
+from tests.zeropp.small_model import Block, SmallModel, small_model, tokens_of
 from zeropp import Sharding, ZeroConfig, shard
+from zeropp.sharding.cut import outermost_blocks
 from zeropp.sharding.forecast import node_bytes
-from zeropp.sharding.places import outermost_blocks
 
 # Each of 3 AdamW steps may enlarge a rounding difference of 2^-24 by the depth of the sums
 # (< 64 terms in rank order), so losses agree to 3 * 64 * 2^-24 = 1.1e-5; 1e-5 is the promise.
@@ -26,34 +26,6 @@ def sharded(
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     config = ZeroConfig.from_json({"zero_optimization": {"stage": stage}, **settings})
     return shard(model or small_model(num_blocks), mesh, config)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks(2)
-def test_bf16_gradients_are_averaged_in_fp32(stage):
-    sharding = sharded(stage, bf16={"enabled": True})
-    mine = tokens_of(0).chunk(2)[dist.get_rank()]
-    with sharding.micro_step(last=True):
-        loss_of(sharding.model, mine).backward()
-    alone_16_bit = [loss_gradients(tokens) for tokens in tokens_of(0).chunk(2)]
-    for parameter, first, second in zip(sharding.model.parameters(), *alone_16_bit, strict=True):
-        mean = (first.float() + second.float()) / 2
-        torch.testing.assert_close(parameter.grad.full_tensor(), mean, rtol=0, atol=0)
-
-
-def loss_gradients(tokens: torch.Tensor) -> list[torch.Tensor]:
-    """The bf16 gradients of an unsharded bf16 copy of the model."""
-    model = small_model().bfloat16()
-    loss_of(model, tokens).backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-@ranks(2)
-def test_communication_data_type_widens_the_wire():
-    narrow = sharded(2, bf16={"enabled": True})
-    wide = sharded(2, bf16={"enabled": True}, communication_data_type="fp32")
-    assert narrow.plan.units[0].wire_dtype == torch.bfloat16
-    assert wide.plan.units[0].wire_dtype == torch.float32
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

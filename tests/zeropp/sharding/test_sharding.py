@@ -61,6 +61,8 @@ def test_passes_in_turn_train_as_one_model(stage: int, once: bool) -> None:
             (output.square().mean() / MICRO_BATCHES).backward()
             parts[0].begin_micro_step(last=is_last)
             middles[index].backward(received[index].grad)
+            has_means = [each.grad is not None for each in model.parameters()]
+            assert not once or all(has_means) == any(has_means) == is_last
         optimizer_step(optimizer, joined, clip_grad=0.01)
     assert joined.traffic.take() == {
         key: STEPS * sent for key, sent in joined.expected_traffic(MICRO_BATCHES).items()

@@ -214,7 +214,7 @@ def test_they_train_as_in_one_process(stage, tmp_path):
 class Stack(nn.Module):
     """Blocks that are called, or not."""
 
-    def __init__(self, *, calls: bool) -> None:
+    def __init__(self, *, calls: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.calls, self.layers = calls, nn.ModuleList(Block() for _ in range(3))
@@ -322,34 +322,34 @@ def near(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
     assert difference <= NEAR, f"{where}: {difference}"
 
 
-class Scored(Net):
-    """Computes by a method of its own, and has one that computes without weights."""
-
-    def score(self, x: torch.Tensor) -> torch.Tensor:
-        return Net.forward(self, x)
-
-    def penalty(self, loss: torch.Tensor) -> torch.Tensor:
-        assert not any(isinstance(each, DTensor) for each in self.stem.parameters())
-        return loss / 2
-
-
+@pytest.mark.parametrize("kind", [Net, Stack])
 @pytest.mark.parametrize("stage", [0, 3])
 @ranks(2)
-def test_a_method_of_the_model_trains_it_as_its_forward(stage):
-    settings = dict(stage=stage, micro_batches=2, optimizer=SGD)
+def test_a_method_of_the_model_trains_it_as_its_forward(stage, kind):
+    class Scored(kind):
+        def score(self, x: torch.Tensor) -> torch.Tensor:
+            return kind.forward(self, x)
+
+        def penalty(self, loss: torch.Tensor) -> torch.Tensor:
+            assert not any(isinstance(each, DTensor) for each in self.parameters())
+            return loss / 2
+
     losses, weights = [], []
     for calls in (True, False):
         torch.manual_seed(1)
-        engine = engine_of(Scored(), **settings)
+        engine = engine_of(Scored(), stage=stage, micro_batches=2, optimizer=SGD)
         found = []
         xs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-        for _ in range(4):
-            with torch.no_grad():
-                found.append((engine if calls else engine.score)(xs).item())
+        for number in range(4):
             loss = engine(xs) if calls else engine.module.score(xs)
-            engine.backward(engine.penalty(loss) * 2)
+            penalty = engine.penalty(loss) * 2
+            if kind is Stack and number == 3:
+                engine.backward(penalty, retain_graph=True)
+            engine.backward(penalty)
             engine.step()
             found.append(loss.item())
+            with torch.no_grad():
+                found.append((engine if calls else engine.score)(xs).item())
         losses.append(found)
         weights.append(gathered_parameters(engine.module))
     assert losses[0] == losses[1] and losses[0][0] > losses[0][-1]

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from zeropp.quant.packing import RAW
 from zeropp.wire.collectives import weight_layout
 
 ALL = BOTH | {"zero_quantized_gradients": True}
-CALLS = (*3 * ("step",), "accumulate", "skip", "evaluate", "load", "changed", "freeze", "fail")
+CALLS = (*3 * ("step",), "accumulate", "skip", "evaluate", "load", "write", "freeze", "fail")
 CALLS += ("save", "go back", "resume")
 PRECISIONS = ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}})
 # Of random calls; 2 in the suite, more where RANDOM_SEQUENCES is set.
@@ -45,8 +46,8 @@ def adamw(sharding: Sharding, lr: float = 1e-3) -> torch.optim.Optimizer:
 
 def rows_of(sharding: Sharding) -> list[torch.Tensor | None]:
     """The copies of all units, up to date or not; ranks of one place in their nodes share them."""
-    copies = sharding.roots[0].copies
-    both = ((copies.get(unit), copies.get_outdated(unit)) for unit in sharding.units)
+    kept = sharding.roots[0].kept
+    both = ((kept.copy_of(unit), kept.get_outdated(unit)) for unit in sharding.units)
     return [current if outdated is None else outdated for current, outdated in both]
 
 
@@ -92,7 +93,7 @@ def test_copies_take_the_memory_of_copies_without_steps():
         step(sharding, adamw(sharding), 0)
         step(sharding, adamw(sharding), 1)
         evaluate(sharding)
-        held.append(sharding.roots[0].copies.nbytes)
+        held.append(sharding.roots[0].kept.nbytes)
     assert held[0] == held[1] > 0
 
 
@@ -154,6 +155,24 @@ def test_evaluations_change_no_training():
     assert runs[0] == runs[1]
 
 
+@ranks(4)
+def test_weights_written_without_notice_are_sent_whole_as_after_a_notice():
+    """Before an evaluation, and before a step."""
+
+    def losses(*, is_told: bool) -> Iterator[float]:
+        sharding = shard_with_steps()
+        optimizer = adamw(sharding, 1e-2)
+        for number in range(3):
+            step(sharding, optimizer, number)
+            loss_of(sharding.model, tokens_of(number)).backward()
+            write_in_place(sharding, is_told=is_told)
+            if number:
+                optimizer.step()
+            yield evaluate(sharding)
+
+    assert [*losses(is_told=True)] == [*losses(is_told=False)]
+
+
 @pytest.mark.parametrize("seed", range(SEQUENCES))
 @ranks(4, timeout=180)
 def test_random_calls_leave_equal_copies(seed):
@@ -179,16 +198,13 @@ def test_random_calls_leave_equal_copies(seed):
             sharding = resumed(sharding, generator)
             optimizers = [adamw(sharding), adamw(sharding, 1e-2)]
             blocks, saved = list(sharding.model.blocks), {}
-        elif call == "evaluate":
+        elif call in ("write", "evaluate"):
+            if call == "write":
+                write_in_place(sharding, is_told=generator.random() < 0.5)
             evaluate(sharding)
             require_close_to_the_weights(sharding)
         elif call == "load":
             load_random_weights(sharding, number)
-        elif call == "changed":
-            with torch.no_grad():
-                for weight in sharding.model.parameters():
-                    weight.to_local().mul_(0.9)
-            sharding.weights_changed()
         elif call == "freeze":
             frozen = generator.random() < 0.5
             for parameter in generator.choice(blocks).parameters():
@@ -199,6 +215,14 @@ def test_random_calls_leave_equal_copies(seed):
     evaluate(sharding)
     require_equal_copies(sharding)
     require_close_to_the_weights(sharding)
+
+
+def write_in_place(sharding: Sharding, *, is_told: bool) -> None:
+    with torch.no_grad():
+        for weight in sharding.model.parameters():
+            weight.to_local().mul_(0.9)
+    if is_told:
+        sharding.weights_changed()
 
 
 def saved_state(sharding: Sharding) -> dict[str, torch.Tensor]:
@@ -279,7 +303,7 @@ def test_copies_that_differ_are_found_and_sent_again():
 @ranks(2)
 def test_one_node_keeps_no_copy_and_sends_no_steps():
     sharding = shard_on_nodes(BOTH, zeropp={"weight_steps": True})
-    assert sharding.roots[0].copies is None
+    assert not sharding.plan.axis.weights.keeps
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,12 @@ def test_who_writes_in_place_waits_for_all_who_read(run_on):
 
 
 def test_copies_that_are_brought_up_to_date_wait_for_the_gathers_that_read_them(run_on):
-    copies, unit = UpdatedCopies(Zeropp()), torch.nn.Linear(1, 1)
+    copies = UpdatedCopies(unit := torch.nn.Linear(1, 1), None, Zeropp())
     gathers, other = Stream(), Stream()
     run_on(gathers)
-    copies._trained.add(unit)  # as `note_use` does for a unit of FSDP2's
-    copies.keep(unit, OnDevice(), copies.version)
-    copies.get(unit)
+    copies._trained.add(unit)  # as its use does for a unit of FSDP2's
+    copies.keep_copy(unit, OnDevice(), copies._version)
+    copies.copy_of(unit)
     gathers.queued.add("sent in the node")
     copies.note_read(unit)
     copies.note_step()

@@ -169,16 +169,6 @@ def test_without_quantization_gradients_are_plain_fsdp2_s(stage, count, settings
         )
 
 
-@pytest.mark.parametrize("zero", [{"stage": 3}, ALL_THREE, {"stage": 1}])
-@ranks(4)
-def test_no_parameter_is_left_out(zero):
-    flat = [shape for unit in ODD for shape in unit]
-    ones = [torch.full(shape, 0.5 + dist.get_rank()) for shape in flat]
-    for gradient, shape in zip(averaged(ODD, ones, zero_config(zero, 2)), flat, strict=True):
-        assert gradient is not None, shape
-        assert torch.equal(gradient.full_tensor(), torch.full(shape, 2.0)), shape
-
-
 @pytest.mark.parametrize("bits", [4, 3])
 @pytest.mark.parametrize("zero", [{"stage": 3}, ALL_THREE])
 @ranks(4)
@@ -197,6 +187,51 @@ def test_rows_without_a_gradient_stay_exactly_zero(zero, bits):
         assert (whole[untouched] == 0).all() and (whole[[3, 17, 44]] != 0).any(1).all()
         (nothing,) = averaged([[shape]], [torch.zeros(shape)], config)
         assert (nothing.full_tensor() == 0).all()
+
+
+WORLD, CHUNK = 4, 5
+WIRES = {wire: {"communication_data_type": wire} for wire in ("fp32", "bf16", "fp16")}
+HOPS = [(nodes_of, 3, WIRES[wire]) for nodes_of in (1, 4) for wire in WIRES]
+HOPS += [(4, stage, {"bf16": {"enabled": True}}) for stage in (1, 2, 3)]
+TWO_HOPS = [(2, 3, WIRES["fp32"]), (2, 3, WIRES["bf16"])]
+
+
+def sent_by(rank: int) -> torch.Tensor:
+    """(WORLD, CHUNK) fp32 with exponents far apart."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(WORLD * CHUNK, generator=generator)
+    values *= 10.0 ** torch.randint(-6, 6, values.shape, generator=generator)
+    return values.view(WORLD, CHUNK)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "stage", "settings"), [*HOPS, *TWO_HOPS])
+@ranks(WORLD)
+def test_a_hop_sums_exactly_but_for_one_rounding_of_each_term(ranks_per_node, stage, settings):
+    """Of two hops, the first one's sums are the terms of the second."""
+    config = zero_config({"stage": stage}, ranks_per_node, **settings)
+    (mean,) = averaged([[(WORLD, CHUNK)]], [sent_by(dist.get_rank())], config)
+    dtype = getattr(torch, config.wire_format)
+    terms = [sent_by(r)[dist.get_rank()].to(dtype).float() for r in range(WORLD)]
+    if ranks_per_node == 2:
+        terms = [(terms[n] + terms[n + 1]).to(dtype).float() for n in (0, 2)]
+    expected = terms[0]
+    for term in terms[1:]:
+        expected = expected + term
+    assert torch.equal(mean.to_local()[0] * WORLD, expected)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+@ranks(WORLD)
+def test_overflow_on_one_rank_is_seen_by_the_owner(ranks_per_node, bad, quantized):
+    values = torch.ones(WORLD, CHUNK)
+    if dist.get_rank() == 1:
+        values[2] = bad
+    zero = {"stage": 3, "zero_quantized_gradients": quantized}
+    config = zero_config(zero, ranks_per_node, communication_data_type="bf16")
+    (mean,) = averaged([[(WORLD, CHUNK)]], [values], config)
+    assert torch.isfinite(mean.to_local()).all() == (dist.get_rank() != 2)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def one_pass(sharding: Sharding, seed: int, absent: Sequence[int], *, last: bool
 
 
 def check(weight: nn.Parameter, expected: torch.Tensor, worst: float) -> None:
+    assert type(weight.grad._local_tensor) is torch.Tensor  # of no reduction that is under way
     actual = weight.grad.full_tensor().float()
     error = (actual - expected).norm() / expected.norm()
     assert error <= worst, (tuple(expected.shape), error.item())
@@ -128,18 +129,24 @@ def test_parameters_of_other_types_get_the_same_mean(zero, dtype):
         check(weight, mean_of([1, 2], index), worst_of(zero, index) + rounding)
 
 
-@pytest.mark.parametrize("zero", [{"stage": 3}, ALL_THREE], ids=str)
+@pytest.mark.parametrize(
+    ("zero", "per_node"), [({"stage": 3}, 2), ({"stage": 3}, 4), (ALL_THREE, 2)]
+)
 @ranks(4)
-def test_hooks_that_read_a_gradient_when_it_is_accumulated(zero):
+def test_hooks_that_read_a_gradient_when_it_is_accumulated_and_an_earlier_one(zero, per_node):
     """An optimizer may step each parameter when its gradient has been accumulated."""
-    sharding = shard_prescribed(SHAPES, zero_config(zero, 2))
-    weights, gradients = list(sharding.model.parameters()), {}
+    sharding = shard_prescribed(SHAPES, zero_config(zero, per_node))
+    weights, gradients, earlier = list(sharding.model.parameters()), {}, []
+    sharding.model.units[0].register_full_backward_hook(
+        lambda *_: earlier.append(weights[-1].grad.to_local().clone())
+    )
     for index, weight in enumerate(weights):
         weight.register_post_accumulate_grad_hook(
             lambda weight, index=index: gradients.update({index: weight.grad.to_local().clone()})
         )
     one_pass(sharding, 5, ())
     assert set(gradients) == set(range(len(FLAT)))
+    assert len(earlier) == 1 and torch.equal(earlier[0], weights[-1].grad.to_local())
     for index, weight in enumerate(weights):
         assert torch.equal(gradients[index], weight.grad.to_local())
         check(weight, mean_of([5], index), worst_of(zero, index))

@@ -1,5 +1,7 @@
 """hpZ's secondary copies: packed, of any size, reused until the weights change, exact."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -39,10 +41,10 @@ def test_weights_cross_the_nodes_once_per_step():
 def test_evaluation_keeps_no_copy_where_that_is_set():
     sharding = shard_on_nodes(BOTH)
     evaluate(sharding)
-    assert sharding.roots[0].copies.nbytes > 0
+    assert sharding.roots[0].kept.nbytes > 0
     fresh = shard_on_nodes(BOTH, zeropp={"secondary_in_evaluation": False})
     evaluate(fresh)
-    assert fresh.roots[0].copies.nbytes == 0
+    assert fresh.roots[0].kept.nbytes == 0
     optimizer = torch.optim.SGD(fresh.model.parameters(), lr=0.1)
     fresh.traffic.take()
     step(fresh, optimizer, 0, micro_batches=2)
@@ -64,10 +66,10 @@ def test_the_copy_is_packed_and_half_of_16_bit():
     model.forward = lambda x: model.blocks[1](model.blocks[0](x))
     sharding = shard_on_nodes(BOTH, model, bf16={"enabled": True})
     sharding.model(torch.randn(2, 512)).sum().backward()
-    assert sharding.roots[0].copies.nbytes == sum(packed_rows(sharding))
+    assert sharding.roots[0].kept.nbytes == sum(packed_rows(sharding))
     elements = sum(part.elements for unit in sharding.plan.units for part in unit.specs)
     sixteen_bit = 2 * 2 * elements  # of both nodes
-    assert sharding.roots[0].copies.nbytes / sixteen_bit == pytest.approx(0.5, abs=0.01)
+    assert sharding.roots[0].kept.nbytes / sixteen_bit == pytest.approx(0.5, abs=0.01)
 
 
 @ranks(4)
@@ -78,7 +80,7 @@ def test_copies_of_frozen_units_survive_steps():
     optimizer = torch.optim.AdamW(sharding.model.parameters(), lr=1e-2, fused=True)
     whole = packed_rows(sharding)
     step(sharding, optimizer, 0)
-    assert sharding.roots[0].copies.nbytes == whole[1]
+    assert sharding.roots[0].kept.nbytes == whole[1]
     once = sharding.traffic.take()["weights_forward", "across_nodes"]
     step(sharding, optimizer, 1)
     again = sharding.traffic.take()["weights_forward", "across_nodes"]
@@ -99,6 +101,28 @@ def test_a_frozen_model_crosses_the_nodes_once():
     assert sharding.traffic.take()[across] == 0
     load_random_weights(sharding, 3)
     assert evaluate(sharding) != first
+
+
+@ranks(4)
+def test_nothing_is_compared_where_nothing_would_be_reused():
+    sharding = shard_on_nodes(BOTH, small_model())
+    optimizer, compared = torch.optim.SGD(sharding.model.parameters(), lr=0.5), []
+    comparison = sharding.roots[0].kept._of_any_rank
+    sharding.roots[0].kept._of_any_rank = lambda flags: compared.append(flags) or comparison(flags)
+    for number in range(3):
+        step(sharding, optimizer, number)
+    assert not compared
+    step(sharding, optimizer, 4, micro_batches=3)
+    assert compared == 2 * [[False] * 3]  # as the second and third reuse copies of three units
+
+
+@ranks(4)
+def test_a_part_of_a_sharded_model_can_be_copied():
+    """As PEFT copies modules that it saves; the copy does not hold the rest of the model."""
+    sharding = shard_on_nodes(BOTH)
+    evaluate(sharding), evaluate(sharding)  # ranks have compared what was written
+    copied = copy.deepcopy(sharding.model.blocks[0].norm)
+    assert torch.equal(copied.weight.full_tensor(), torch.ones(12))
 
 
 @pytest.mark.parametrize(("sizes", "ranks_per_node"), [((1, 3, 6), 2), ((16, 2), 3), ((2,), 1)])

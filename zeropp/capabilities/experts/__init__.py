@@ -1,4 +1,4 @@
-"""Experts that ranks split: the way of tokens to them and back, and DeepSpeed's keys for it."""
+"""Expert parallelism: dispatch of tokens to experts, combine, and DeepSpeed's keys for it."""
 
 from zeropp.exports import exports
 

@@ -1,7 +1,7 @@
-"""The way of tokens to the experts that other ranks have, and back.
+"""Expert parallelism's two exchanges: dispatch to the ranks of the experts, and combine.
 
-A rank sends each expert's rows to the rank that has the expert (`dispatch`), and gets back what the
-experts made of them (`combine`), in its own order. How many rows go where is known only when the
+A rank sends each expert's rows to the rank that has the expert (`dispatch`), and gets the experts'
+outputs back (`combine`), in its own order. How many rows go where is known only when the
 router has decided, so the numbers cross first; the host waits for them once in a layer.
 
     rows of a rank, by expert  ->  rows of all ranks, by rank  ->  by own expert  ->  back
@@ -58,7 +58,7 @@ def dispatch(rows: Tensor, counts: Tensor, group: RankGroup) -> Dispatched:
 
 @torch.compiler.disable
 def combine(rows: Tensor, dispatched: Dispatched, group: RankGroup) -> Tensor:
-    """Return [T, H], in the order of what was dispatched, of what experts made of it [M, H]."""
+    """Send the experts' outputs [M, H] back; return them [T, H] in dispatch order."""
     by_rank = _Permuted.apply(rows, dispatched.order.argsort())
     return _Exchanged.apply(by_rank, dispatched.received, dispatched.sent, group)
 

@@ -10,43 +10,52 @@ as they start from the same bytes and are changed by the same messages. To make 
 import logging
 from collections import Counter
 from collections.abc import Generator, Iterable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.coded_message import decode, encode
 from zeropp.quant.ops import requantize
 from zeropp.settings.sections import Zeropp
+from zeropp.wire.coded_collectives import OuterGather
+from zeropp.wire.cross_stream import CrossStreamTensor
 from zeropp.wire.in_flight import Hops
-from zeropp.wire.secondary_copies import OuterGather, OwnRow, SecondaryCopies
+from zeropp.wire.kept_weights import KeptWeights
 
 log = logging.getLogger("zeropp")
 
 
-class UpdatedCopies(SecondaryCopies):
-    """Secondary copies that are brought up to date where an optimizer may have stepped weights.
+class OwnRow(NamedTuple):
+    """This rank's row of a unit's copy, as a checkpoint holds it."""
+
+    row: Tensor  # uint8 (P,)
+    is_outdated: bool  # whether weights have been stepped since
+
+
+class UpdatedCopies(KeptWeights):
+    """Kept weights whose copies are brought up to date where an optimizer may have stepped weights.
 
     Coded ones are compared after every `weight_step_check_interval` updates of a unit, or never.
     """
 
     updates: ClassVar[bool] = True
 
-    def __init__(self, settings: Zeropp) -> None:
-        super().__init__(settings)
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, settings: Zeropp) -> None:
+        super().__init__(model, group, settings)
         self._check_interval = settings.weight_step_check_interval
         self._num_updates: Counter[fsdp.Unit] = Counter()  # the same on all ranks
         self._outdated: set[fsdp.Unit] = set()
         self._loaded: dict[fsdp.Unit, OwnRow] = {}
 
-    def has(self, unit: fsdp.Unit) -> bool:
+    def has_copy(self, unit: fsdp.Unit) -> bool:
         """Whether rows of the unit are kept, maybe out of date, or from a checkpoint."""
-        return super().has(unit) or unit in self._loaded
+        return super().has_copy(unit) or unit in self._loaded
 
-    def is_current(self, unit: fsdp.Unit) -> bool:
-        return super().is_current(unit) and unit not in self._outdated
+    def has_current_copy(self, unit: fsdp.Unit) -> bool:
+        return super().has_current_copy(unit) and unit not in self._outdated
 
     def get_outdated(self, unit: fsdp.Unit) -> Tensor | None:
         """Return the unit's rows from before the last steps of optimizers; None if there are none.
@@ -56,35 +65,35 @@ class UpdatedCopies(SecondaryCopies):
         """
         return self._rows[unit].for_writing() if unit in self._outdated else None
 
-    def keep(self, unit: fsdp.Unit, rows: Tensor, version: int) -> None:
+    def keep_copy(self, unit: fsdp.Unit, rows: Tensor, version: int) -> None:
         """Keep `rows`, gathered or brought up to date at `version`.
 
         If the weights have changed since, they are not kept, or are out of date again.
         """
-        if not self.has(unit):
-            super().keep(unit, rows, version)
+        if not self.has_copy(unit):
+            super().keep_copy(unit, rows, version)
             return
-        self._store(unit, rows)
+        self._rows[unit] = CrossStreamTensor(rows)
         self._loaded.pop(unit, None)
-        if version == self.version:
+        if version == self._version:
             self._outdated.discard(unit)
         else:
             self._outdated.add(unit)
 
-    def drop(self) -> None:
-        super().drop()
+    def drop_copies(self) -> None:
+        super().drop_copies()
         self._outdated.clear()
         self._loaded.clear()
 
-    def drop_of(self, unit: fsdp.Unit) -> None:
-        super().drop_of(unit)
+    def drop_copy_of(self, unit: fsdp.Unit) -> None:
+        super().drop_copy_of(unit)
         self._loaded.pop(unit, None)
         self._outdated.discard(unit)
 
     def note_step(self, units: Iterable[fsdp.Unit] | None = None) -> None:
         """Note that an optimizer may have stepped these units, or any: their next gathers bring
         their copies up to date."""
-        self.version += 1
+        self._version += 1
         for unit in {*self._rows, *self._loaded} if units is None else units:
             if unit in self._loaded:
                 self._loaded[unit] = self._loaded[unit]._replace(is_outdated=True)
@@ -98,9 +107,9 @@ class UpdatedCopies(SecondaryCopies):
         row = self._rows[unit].on_current_stream()[place]
         return OwnRow(row, is_outdated=unit in self._outdated)
 
-    def restore(self, unit: fsdp.Unit, own: OwnRow) -> None:
+    def restore(self, unit: fsdp.Unit, row: Tensor, *, is_outdated: bool) -> None:
         """Let the unit's next gather begin with what `own_row` returned when it was saved."""
-        self._loaded[unit] = own
+        self._loaded[unit] = OwnRow(row, is_outdated)
 
     def _gathered(self, hop: OuterGather) -> Generator[dist.Work | None, None, Tensor]:
         rows = self.get_outdated(hop.unit)

@@ -6,11 +6,11 @@ from zeropp.capabilities.local_sgd.elastic_steps import ElasticSteps as ElasticS
 from zeropp.capabilities.local_sgd.entry import Saved as Saved
 from zeropp.capabilities.local_sgd.fragment import HOST as HOST
 from zeropp.capabilities.local_sgd.fragment import places_in as places_in
-from zeropp.capabilities.local_sgd.held_model import OfSharding as OfSharding
 from zeropp.capabilities.local_sgd.local_steps import LocalSteps as LocalSteps
 from zeropp.capabilities.local_sgd.outer_group import PURPOSE as PURPOSE
 from zeropp.capabilities.local_sgd.outer_group import OuterGroup as OuterGroup
 from zeropp.capabilities.local_sgd.outer_group import join_outer_group as join_outer_group
 from zeropp.capabilities.local_sgd.outer_mean import OuterMean as OuterMean
 from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule as SyncSchedule
+from zeropp.capabilities.local_sgd.trained_weights import OfSharding as OfSharding
 from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights as TrainedWeights

@@ -1,4 +1,4 @@
-"""Local steps under any trainer: what an optimizer calls before and after each of its steps."""
+"""Local SGD under any trainer: hooks that run before and after each step of its optimizer."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zeropp.capabilities.local_sgd.fragment import OUTER
-from zeropp.capabilities.local_sgd.held_model import OfModule
 from zeropp.capabilities.local_sgd.local_steps import LocalSteps
 from zeropp.capabilities.local_sgd.outer_group import OuterGroup
-from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
+from zeropp.capabilities.local_sgd.trained_weights import OfModule, TrainedWeights
 from zeropp.errors import InputError, first_few
 from zeropp.optim.step_or_skip import own_gradients
 from zeropp.ranks.groups import store_of, time_limit
@@ -36,19 +35,19 @@ def local_steps(
     config: ZeroConfig | Mapping | str | Path,
     mesh: DeviceMesh | None = None,
 ) -> "NodeSteps":
-    """Let nodes train by themselves, and exchange how far they came every so many steps.
+    """Train each replica independently and synchronize every `sync_every` steps (DiLoCo).
 
     All ranks call it before the first step; the trainer then calls `optimizer.step()` as before.
-    Each node has a whole model, whose weights are the same on all nodes at the beginning, and reads
-    samples of its own. Nodes exchange over gloo, beside the default process group.
+    Each node holds a replica, whose weights are the same on all nodes at the beginning, and reads
+    its own samples. Outer steps use gloo, beside the default process group.
 
     Args:
         model: This node's model: sharded over the node's ranks by `fully_shard` or `zeropp.shard`,
             the same on all of them, or on one rank.
         optimizer: That of the model's parameters, whose steps are counted. Parameters that are
-            unfrozen, or added to both, later are exchanged from then on.
+            unfrozen, or added to both, later are synchronized from then on.
         config: A `ZeroConfig`, or DeepSpeed's JSON as a file, a text or a mapping. Only
-            `zeropp.sync_every` and the other keys of local steps have an effect.
+            `zeropp.sync_every` and the other keys of local SGD have an effect.
         mesh: Its first axis is that of the nodes, and its second one, if it has one, that of the
             ranks of a node, as of HSDP. None: each rank is a node.
 
@@ -89,10 +88,10 @@ def local_steps(
 
 @dataclass
 class NodeSteps:
-    """The steps of this node, `count` of them up to now, beside those of other nodes.
+    """The steps of this replica, `count` of them up to now.
 
-    Nodes have different weights and optimizer states, so that each saves its own, and its
-    `state_dict` with them. Other nodes wait where one is behind.
+    Replicas have different weights and optimizer states, so each saves its own, together with this
+    `state_dict`. An outer step waits for the slowest replica.
     """
 
     local: LocalSteps
@@ -135,9 +134,9 @@ class NodeSteps:
         self.local.before_update(self.averaged)
 
     def sync(self) -> None:
-        """Let all nodes have the same weights, as at the end of training; all ranks call it.
+        """Give all replicas the same weights, as at the end of training; all ranks call it.
 
-        Nodes must have taken the same number of steps.
+        Replicas must have taken the same number of steps.
         """
         self.local.synchronize(self.count)
 
@@ -172,7 +171,7 @@ class NodeSteps:
                     f"load_state_dict of {CALLER} on node {node}: the state is of another node or "
                     "model, of other trained parameters, or of another zeropp.sync_bits or "
                     f"sync_feedback: {first_few(found)}. Give each node its own, of the same step; "
-                    "without one the outer momentum starts anew"
+                    "without one the outer momentum is reset"
                 )
         self.count, self.averaged = state["count"], 0
         self.local.load(state)
@@ -263,7 +262,7 @@ def _require_within_node(model: nn.Module, nodes: dist.ProcessGroup) -> None:
 
 def _connect(nodes: dist.ProcessGroup) -> OuterGroup:
     """Connect with the other nodes, apart from all that other calls have connected."""
-    store = store_of(nodes, "local steps")
+    store = store_of(nodes, "local SGD")
     call = store.add(f"calls of {nodes.rank()}", 1)
     limit = time_limit(dist.group.WORLD) or NO_LIMIT
     return OuterGroup(dist.PrefixStore(str(call), store), nodes.rank(), nodes.size(), limit)

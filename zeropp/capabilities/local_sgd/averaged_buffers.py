@@ -11,19 +11,19 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from zeropp.capabilities.local_sgd.held_model import HeldModel
 from zeropp.capabilities.local_sgd.outer_group import OuterGroup
-from zeropp.optim.step_or_skip import local_part
+from zeropp.capabilities.local_sgd.trained_weights import HeldModel
+from zeropp.fsdp_adapter import local_part
 
-OUTER = "outer."  # what names of local steps in checkpoints begin with
+OUTER = "outer."  # prefix of the names of local SGD's state in checkpoints
 
 
 @dataclass(kw_only=True, eq=False)
 class AveragedBuffers:
     """The buffers of this rank, exchanged with the fragment `number`; methods are as `Fragment`'s.
 
-    `agreed` are those after the last exchange, by name: means of floats, formed in fp64, and of
-    others those of the first node.
+    `agreed` are those after the last outer step, by name: means of floats, formed in fp64; of other
+    types, those of the first replica.
     """
 
     model: HeldModel
@@ -38,7 +38,7 @@ class AveragedBuffers:
 
     @property
     def beginning(self) -> dict[str, int]:
-        """Checksums by name of the agreed buffers."""
+        """Checksums by name of the global buffers."""
         parts = zip(self.agreed, self._bytes(), strict=True)
         return {name: crc32(part.numpy()) for name, part in parts}
 
@@ -47,7 +47,7 @@ class AveragedBuffers:
         return torch.cat([*self._bytes(), torch.empty(0, dtype=torch.uint8)])
 
     def take(self, messages: Sequence[Tensor]) -> None:
-        """Let the agreed buffers be the means of those in the messages of several nodes."""
+        """Set the global buffers to the means of those in the messages of several replicas."""
         sizes = [each.nbytes for each in self.agreed.values()]
         rows = zip(*(message.split(sizes) for message in messages if sizes), strict=True)
         for agreed, row in zip(self.agreed.values(), rows, strict=True):

@@ -1,6 +1,6 @@
-"""The ranks with one place in nodes that come and go: an `OuterGroup` of those who take part.
+"""The ranks of one index in all replicas of an elastic run: an `OuterGroup` of the present members.
 
-round n:  who takes part  ->  connections, if others than before  ->  work  ->  for all or none
+round n:  quorum  ->  new connections if membership has changed  ->  work  ->  commit, or repeat
 """
 
 import uuid
@@ -12,12 +12,12 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from zeropp.capabilities.local_sgd.entry import Entering, Entry, Saved
-from zeropp.capabilities.local_sgd.member import Members, ReplicaPulse, liveness
 from zeropp.capabilities.local_sgd.outer_group import PURPOSE, OuterError, OuterGroup
-from zeropp.capabilities.local_sgd.rounds import Rounds
+from zeropp.capabilities.local_sgd.rounds import Members, ReplicaPulse, Rounds, liveness
 from zeropp.capabilities.local_sgd.sync_store import open_sync_store, reported_store
 from zeropp.errors import InputError
 from zeropp.ranks.coordination import broadcast_object
+from zeropp.ranks.groups import set_backend_time_limit
 from zeropp.ranks.topology import Environment
 from zeropp.wire.traffic import Traffic
 
@@ -31,10 +31,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticOptions:
-    """Where nodes meet, and with how many a run begins.
+    """Where replicas find each other, and with how many a run begins.
 
-    settings: what must be alike on all of them, texts by their names; `advice` is for those who
-    have others. saved_by: what the checkpoint of the node with a number is of.
+    settings: what must be equal on all of them, texts by their names; `advice` is added to the
+    error if it is not. saved_by: identifies the checkpoint from which replica `number` resumes.
     """
 
     address: str
@@ -47,10 +47,10 @@ class ElasticOptions:
 def join_elastic_group(
     options: ElasticOptions, environment: Environment, timeout: timedelta
 ) -> "ElasticGroup":
-    """Let this world begin a run with the other nodes, or wait to join them.
+    """Enter a run as an initial member, or as a replica that will join it.
 
-    All ranks call it. Raises InputError on all of them for other settings than the others have,
-    NetworkError if there is no store or the other nodes do not come.
+    All ranks of the replica call it. Raises InputError on all of them if settings differ from those
+    of the others, NetworkError if there is no store or too few replicas enter.
     """
     limit = timeout.total_seconds()
     entry = pulse = None
@@ -91,20 +91,11 @@ def _enter(options: ElasticOptions, store: dist.Store, name: str, limit: float) 
     ).enter()
 
 
-@dataclass(frozen=True)
-class Round:
-    """Nodes that exchange something; `group` are their ranks of this one's place."""
+class ElasticGroup(OuterGroup):
+    """An `OuterGroup` whose members may change: those of the last committed round.
 
-    members: Members
-    group: OuterGroup
-
-
-class ElasticGroup:
-    """This rank's connections to the nodes that take part.
-
-    `planned`: with how many nodes a run begins. `iteration`: of this node's checkpoint that it goes
-    on from; 0 without one. `launch`: as in `OuterGroup`. All ranks of all members call `hold` in
-    the same order.
+    iteration: of the checkpoint from which this replica resumes; 0 without one. All ranks of all
+    members call `hold` in the same order.
     """
 
     def __init__(
@@ -118,54 +109,37 @@ class ElasticGroup:
         launch: str = "",
     ) -> None:
         self.rounds, self.planned, self.iteration = rounds, planned, iteration
-        self.launch = launch
+        self.number, self.launch = rounds.own.number, launch  # its index may change
         self.traffic = Traffic((PURPOSE,))
-        self.members = rounds.members  # of the last round that all have done
-        self._store, self._timeout, self._pulse = store, timeout, pulse
-        self._round: Round | None = None  # whose connections hold
-        self._broken: list[OuterGroup] = []  # gloo would wait for their messages to delete them
-
-    @property
-    def number(self) -> int:
-        """What names this node's folders; its place may change, and this stays."""
-        return self.rounds.own.number
+        self.members, index = rounds.members, rounds.members.place(rounds.own.name)
+        self.node, self.size = 1, 2  # until it has joined, as the second of two
+        if index is not None:
+            self.node, self.size = index, len(self.members.nodes)
+        self._watch, self._store, self._timeout, self._pulse = rounds.wait, store, timeout, pulse
+        self._names: tuple[str, ...] | None = None  # of the members whose connections hold
+        self._broken: list[tuple] = []  # gloo would wait for their messages to delete them
 
     @property
     def joins(self) -> bool:
-        """Whether this node has yet to get the others' weights."""
-        return self.place is None
-
-    @property
-    def place(self) -> int | None:
-        """The place of this node among those who take part."""
-        return self.members.place(self.rounds.own.name)
-
-    @property
-    def node(self) -> int:
-        """As in `OuterGroup`; a node that has yet to join is like the second of two."""
-        return 1 if self.place is None else self.place
-
-    @property
-    def size(self) -> int:
-        """As in `OuterGroup`."""
-        return 2 if self.place is None else len(self.members.nodes)
+        """Whether this replica has yet to get the others' weights."""
+        return self.members.place(self.rounds.own.name) is None
 
     def join(self) -> None:
-        """Wait until this node may take part in a round, which the caller then holds.
+        """Wait until this replica is admitted to a round, which the caller then holds.
 
-        All its ranks call it when they are ready to. Raises NobodyLeftError.
+        All its ranks call it when they are ready. Raises NobodyLeftError.
         """
         with reported_store():
             if self.rounds.rank == 0:
                 self.rounds.announce()
             self.rounds.wait_for_admission()
 
-    def hold(self, work: Callable[[Round], Result], *, admits: bool = False) -> Result:
-        """Return the result of `work` with all who take part, when all of them have theirs.
+    def hold(self, work: Callable[[Members], Result], *, admits: bool = False) -> Result:
+        """Run `work` with all members; return its result once all of them have theirs.
 
-        It is repeated with those who are left if one ends, and so must change nothing. With
-        `admits`, other nodes may join. Raises ExcludedError; OuterError if it fails again and again
-        with all nodes alive.
+        If a member ends, `work` is repeated with the remaining ones, so it must change nothing.
+        With `admits`, replicas may join. Raises ExcludedError; OuterError if it fails repeatedly
+        while all members are alive.
         """
         failures, last = 0, self.members
         while True:
@@ -173,7 +147,8 @@ class ElasticGroup:
             with reported_store():
                 members = self.rounds.arrive(admits=admits)
             try:
-                result = work(self._connected(members))
+                self._connect_to(members)
+                result = work(members)
             except OuterError as reason:
                 error = reason
             with reported_store():
@@ -188,33 +163,26 @@ class ElasticGroup:
                 raise error or OuterError(f"an exchange of {members} has failed {failures} times")
 
     def close(self) -> None:
-        """Say that this node leaves."""
+        """Say that this replica leaves."""
         if self._pulse is not None:
             self._pulse.close()
 
-    def _connected(self, members: Members) -> Round:
-        known = self._round
-        if known is None or known.members.names != members.names:
-            self._disconnect()
-            number, place = self.rounds.number, members.place(self.rounds.own.name)
-            store = dist.PrefixStore(f"connections/{number}/{self.rounds.rank}", self._store)
-            try:
-                group = OuterGroup(
-                    store,
-                    place,
-                    len(members.nodes),
-                    CONNECT_LIMIT,
-                    traffic=self.traffic,
-                    watch=self.rounds.wait,
-                )
-            except RuntimeError as error:
-                raise OuterError(f"cannot connect to {members}: {error}") from error
-            group.set_time_limit(self._timeout)
-            known = Round(members, group)
-        self._round = Round(members, known.group)
-        return self._round
+    def _connect_to(self, members: Members) -> None:
+        if self._names == members.names:
+            return
+        self._disconnect()
+        number, place = self.rounds.number, members.place(self.rounds.own.name)
+        store = dist.PrefixStore(f"connections/{number}/{self.rounds.rank}", self._store)
+        try:
+            self._connect(store, place, len(members.nodes), CONNECT_LIMIT)
+        except RuntimeError as error:
+            raise OuterError(f"cannot connect to {members}: {error}") from error
+        self._names = members.names
+        for group in (self._messages, self._numbers):
+            set_backend_time_limit(group, self._timeout)
 
     def _disconnect(self) -> None:
-        old, self._round = self._round, None
-        groups = self._broken if old is None else [*self._broken, old.group]
-        self._broken = [group for group in groups if not group.is_idle]
+        if self._names is not None and self._last is not None:
+            self._broken.append((self._last, self._messages, self._numbers))
+        self._names = None
+        self._broken = [each for each in self._broken if not each[0].is_completed()]

@@ -1,13 +1,13 @@
-"""How a node comes to the others: it takes a number, and begins with them or is to join them.
+"""How a replica enters a run: it takes a number, and is an initial member or will join.
 
-    epoch                        counts how often all nodes had ended; the keys below are of one
-    <epoch>/settings             what all nodes have alike, as the first one has said it
-    <epoch>/number/<number>      the node that has a number
-    <epoch>/candidate/<i>        the nodes that came, and what their checkpoints are of
+    epoch                        counts how often all replicas had ended; the keys below are of one
+    <epoch>/settings             the settings of all replicas, written by the first one
+    <epoch>/number/<number>      the replica that has a number
+    <epoch>/candidate/<i>        the replicas present, and which checkpoints they have
     <epoch>/refused              why they cannot begin
-    <epoch>/members/0            those who begin: of the ones there, those whose are the furthest
+    <epoch>/members/0            the initial members: those present with the newest checkpoint
 
-Called by one rank of each node.
+Called by one rank of each replica.
 """
 
 import json
@@ -19,8 +19,13 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from zeropp.capabilities.local_sgd.member import Member, Members
-from zeropp.capabilities.local_sgd.rounds import close_rounds, names_with_weights, pauses
+from zeropp.capabilities.local_sgd.rounds import (
+    Member,
+    Members,
+    close_rounds,
+    names_with_weights,
+    pauses,
+)
 from zeropp.errors import InputError, NetworkError, first_lines
 from zeropp.ranks.pulse import Liveness
 
@@ -29,9 +34,9 @@ MOST_SAVED = 64  # numbers that are looked at
 
 
 class Saved(NamedTuple):
-    """What a node's checkpoint is of: an iteration, 0 without one, and the launch that saved it.
+    """Identifies a replica's checkpoint: its iteration (0: none) and the launch that saved it.
 
-    place: that of the node among the others when it was saved.
+    place: the replica's index when it was saved.
     """
 
     iteration: int = 0
@@ -41,10 +46,10 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """How a node has come: as `own` of `members`, those who began, or to join them.
+    """The result of entering: `own` is one of the initial `members`, or will join them.
 
-    iteration: of its own checkpoint that it goes on from; 0 without one. launch: what all nodes of
-    an epoch call it, and those of no other one.
+    iteration: of the checkpoint from which it resumes; 0 without one. launch: identifies the epoch
+    on all its replicas.
     """
 
     epoch: int
@@ -60,11 +65,11 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Entering:
-    """A node that comes, under a `name` of its own.
+    """A replica that enters, under a unique `name`.
 
-    num_nodes: with how many nodes a run begins. settings: what must be alike on all nodes, texts by
-    their names. saved_by: what the checkpoint of a number is of. limit: seconds, in which the
-    other nodes come.
+    num_nodes: with how many replicas a run begins. settings: what must be equal on all of them,
+    texts by their names. saved_by: identifies the checkpoint of replica `number`. limit: seconds
+    to wait for the others.
     """
 
     store: dist.Store
@@ -77,10 +82,10 @@ class Entering:
     limit: float
 
     def enter(self) -> Entry:
-        """Return when the run has begun, with or without this node.
+        """Return when the run has begun, with or without this replica.
 
         Raises InputError for other settings than those of the others, and for checkpoints that no
-        launch has saved together; NetworkError if the others do not come.
+        launch has saved together; NetworkError if too few replicas enter.
         """
         began, members = time.monotonic(), None
         while members is None:
@@ -96,7 +101,7 @@ class Entering:
         return Entry(epoch=epoch, own=own, members=members, iteration=iteration, launch=launch)
 
     def _epoch(self) -> int:
-        """Return the present epoch; begin one if all nodes of the one before have ended."""
+        """Return the present epoch; begin one if all replicas of the one before have ended."""
         number = self.store.compare_set("epoch", "", "0")
         while True:
             store = dist.PrefixStore(number.decode(), self.store)
@@ -116,7 +121,7 @@ class Entering:
         raise AssertionError
 
     def _require_same(self, store: dist.Store) -> str:
-        """Return the name of the first node, which has the same settings."""
+        """Return the name of the first replica, which has the same settings."""
         own = json.dumps([self.name, dict(self.settings)])
         name_of_first, first = json.loads(store.compare_set("settings", "", own))
         differing = [
@@ -130,7 +135,7 @@ class Entering:
         return name_of_first
 
     def _take_number(self, store: dist.Store) -> int:
-        """Return the lowest number that no living node has, or that of its newest checkpoint."""
+        """Return the number of the newest checkpoint that no living replica has, or the lowest."""
         saved = sorted(range(MOST_SAVED), key=lambda number: -self.saved_by(number).iteration)
         for number in chain(saved, count(MOST_SAVED)):
             key = f"number/{number}"
@@ -142,7 +147,7 @@ class Entering:
         raise AssertionError
 
     def _begin(self, store: dist.Store, epoch: int, began: float) -> Members | None:
-        """Return who begins, when that is decided; None if others have begun another epoch."""
+        """Return the initial members once they are decided; None if another epoch has begun."""
         for _ in pauses():
             if store.check(["members/0"]):
                 break
@@ -161,9 +166,9 @@ class Entering:
         return Members.of_text(store.get("members/0"))
 
     def _propose(self, store: dist.Store, here: Sequence[tuple[Member, Saved]]) -> None:
-        """Let those begin whose checkpoints are the furthest, in the places that they had.
+        """Propose the replicas with the newest checkpoint, in the order that they had.
 
-        Nobody begins if several launches have saved these, as they are of different weights.
+        Nobody begins if several launches have saved these, as their weights differ.
         """
         furthest = max(saved.iteration for _, saved in here)
         members = [
@@ -193,7 +198,7 @@ def _announce(store: dist.Store, own: Member, saved: Saved) -> Saved:
 
 
 def _names_in(store: dist.Store) -> Sequence[str]:
-    """Return who has the weights in an epoch or, before it has begun, who has come."""
+    """Return the replicas with weights in an epoch or, before it has begun, those present."""
     names = names_with_weights(store)
     if names:
         return names
@@ -202,7 +207,7 @@ def _names_in(store: dist.Store) -> Sequence[str]:
 
 
 def _candidates(store: dist.Store) -> Iterator[tuple[Member, Saved]]:
-    """Yield the nodes that came, with what their checkpoints are of."""
+    """Yield the replicas present, with the checkpoints that they have."""
     for place in count():
         if not store.check([f"candidate/{place}"]):
             return

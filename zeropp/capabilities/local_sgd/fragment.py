@@ -1,7 +1,7 @@
-"""A part of the weights that nodes exchange together, while training may go on.
+"""A fragment of the weights that is synchronized at once, while training may go on.
 
 Sources: DiLoCo (Douillard et al. 2023, arXiv:2311.08105), algorithm 1; Streaming DiLoCo (Douillard
-et al. 2025, arXiv:2501.18512), algorithm 2, for fragments, the delay and the mixing.
+et al. 2025, arXiv:2501.18512), algorithm 2, for fragments, the delay and the merge weight.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from zeropp.capabilities.local_sgd.averaged_buffers import OUTER
-from zeropp.capabilities.local_sgd.held_model import HeldModel
 from zeropp.capabilities.local_sgd.outer_group import OuterGroup
 from zeropp.capabilities.local_sgd.outer_mean import OuterMean
-from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
+from zeropp.capabilities.local_sgd.trained_weights import HeldModel, TrainedWeights
 from zeropp.errors import InputError
 
 HOST = torch.device("cpu")
@@ -29,11 +28,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class OuterOptions:
-    """How nodes meet: the bits of a number that is sent, and SGD with Nesterov's momentum.
+    """The outer optimizer: bits per element of the pseudo-gradient, and SGD with Nesterov momentum.
 
-    feedback: nodes add to their next differences what they lost by rounding (default: with two
-    bits). on_host: the agreed weights are in the host's memory. mixing: the share of a node's own
-    weights where it has taken steps during an exchange.
+    feedback: error feedback (default: with two bits). on_host: the global parameters are in the
+    host's memory. mixing: the merge weight, the share of a replica's own weights if it has taken
+    steps during the exchange.
     """
 
     bits: int = 4
@@ -44,11 +43,11 @@ class OuterOptions:
     mixing: float = 0.5
 
     def mean(self, sizes: Sequence[int], group: OuterGroup, device: torch.device) -> OuterMean:
-        """Return what forms means of tensors of these sizes (elements) over nodes."""
+        """Return the mean over replicas of tensors of these sizes (elements)."""
         return OuterMean(sizes, group, self.bits, device, feeds=self.feedback)
 
     def nesterov(self, momentum: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the momentum and the step after a mean difference."""
+        """Return the momentum and the outer step after a mean pseudo-gradient."""
         momentum = self.momentum * momentum + mean
         return momentum, self.lr * (mean + self.momentum * momentum)
 
@@ -56,8 +55,8 @@ class OuterOptions:
 def fragments_of(model: HeldModel, count: int) -> list[frozenset[str]]:
     """Cut a model into `count` fragments, in its order and of about equal sizes; some may be empty.
 
-    Returns the names of each one's parameters. Ranks that have parameters of one name, as tied
-    weights at both ends of a pipeline, have them in the same fragment.
+    Returns the names of each one's parameters. Ranks that hold a parameter of one name, as tied
+    embeddings, have it in the same fragment.
     """
     sizes = map(Tensor.numel, model.trained.values())
     places = dict(zip(model.trained, places_in(sizes, count), strict=True))
@@ -77,7 +76,7 @@ def places_in(sizes: Iterable[int], count: int) -> list[int]:
 
 
 def require_finite(tensors: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-    """Raise InputError unless tensors are finite; it is of another node if `own` ones are."""
+    """Raise InputError unless tensors are finite; another replica is to blame if `own` are."""
     are_finite = [all(bool(part.isfinite().all()) for part in each) for each in (tensors, own)]
     if not are_finite[0]:
         raise InputError(
@@ -88,11 +87,11 @@ def require_finite(tensors: Sequence[Tensor], own: Sequence[Tensor]) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class Fragment:
-    """Parameters that are exchanged together, the fragment `number` of the model.
+    """Parameters that are synchronized together, the fragment `number` of the model.
 
-    `agreed` are their weights after the last exchange, the same on all nodes; `momentum` is that of
-    the elements that this node owns. What the exchange that runs returns becomes a part of the
-    weights after the step `merges_at`; 0: none runs.
+    `agreed` are the global parameters, the same on all replicas; `momentum` is the outer momentum
+    of the elements that this replica owns. The result of the exchange under way is merged after
+    step `merges_at`; 0: none is under way.
     """
 
     number: int
@@ -115,34 +114,34 @@ class Fragment:
 
     @cached_property
     def beginning(self) -> dict[str, int]:
-        """Checksums by name, in any order of summing, of the agreed weights of the first use."""
+        """Checksums by name, in any order of summing, of the global parameters at first use."""
         parts = (each.view(torch.int32).split(SUMMED) for each in self.agreed)
         sums = (sum(part.sum(dtype=torch.int64) for part in each) for each in parts)
         return dict(zip(self._names, map(int, sums), strict=True))
 
     def average_gradients(self) -> None:
-        """Average the gradients over nodes; one that a node lacks counts as zeros."""
+        """Average the gradients over replicas; one that a replica lacks counts as zeros."""
         gradients, own = self.weights.gradients(), self.weights.have_gradients()
         self.mean.content = self._content(0)
         averaged = self._start(lambda: self.mean.run(gradients)).result()
         self.weights.write_gradients(averaged, list(map(bool, self.group.sum(*own))))
 
     def agree(self) -> None:
-        """Take the weights, which are the same on all nodes, for the agreed ones."""
+        """Make the weights, which are the same on all replicas, the global parameters."""
         for agreed, each in zip(self.agreed, self.weights.read(), strict=True):
             agreed.copy_(each)
 
     def restart(self) -> None:
-        """Go on from the weights as they are, which are the same on all nodes."""
+        """Go on from the weights as they are, which are the same on all replicas."""
         self.agree()
         self.momentum.zero_()
         self.mean.forget()
 
     @torch.no_grad()
     def start(self, merges_at: int) -> None:
-        """Begin to exchange how far the nodes came; the result is due after the step `merges_at`.
+        """Start to average pseudo-gradients; the result is due after the step `merges_at`.
 
-        What ran before must have been merged.
+        The exchange before must have been merged.
         """
         differences = self.differences()
         self.mean.content = self._content(merges_at)
@@ -150,13 +149,13 @@ class Fragment:
         self.merges_at = merges_at
 
     def differences(self) -> list[Tensor]:
-        """Return the agreed weights less this node's."""
+        """Return the pseudo-gradients: global parameters less this replica's."""
         pairs = zip(self.agreed, self.weights.read(), strict=True)
         return [agreed.to(own.device) - own for agreed, own in pairs]
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Wait for the exchange that runs, and update the agreed weights."""
+        """Wait for the exchange under way, and update the global parameters."""
         if self.running is not None:
             updates, self.running = self.running.result(), None
             require_finite(updates, self.weights.read())
@@ -165,7 +164,7 @@ class Fragment:
 
     @torch.no_grad()
     def merge(self, mixing: float) -> None:
-        """Wait for the exchange, and let the weights be mixing x own + (1 - mixing) x agreed."""
+        """Wait for the exchange, and set weights to mixing x own + (1 - mixing) x global."""
         self.receive()
         self._mix(mixing, self.weights.names)
         self.merges_at = 0
@@ -173,7 +172,7 @@ class Fragment:
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds of it, by name and sharded as the weights are.
 
-        Waits for the exchange that runs, whose result is a part of the agreed weights then.
+        Waits for the exchange under way, whose result is then part of the global parameters.
         """
         self.receive()
         parts = {
@@ -192,7 +191,7 @@ class Fragment:
         return tensors | {f"{OUTER}{name}.merges_at": merges_at.clone() for name in self._names}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` has returned, read from a checkpoint of as many nodes.
+        """Go on from what `state` has returned, read from a checkpoint of as many replicas.
 
         If the weights were in other fragments, those with an exchange get its result at once.
         """
@@ -230,7 +229,7 @@ class Fragment:
 
     @torch.no_grad()
     def _mix(self, mixing: float, names: set[str] | frozenset[str]) -> None:
-        """Let the weights of these names be mixing x own + (1 - mixing) x agreed."""
+        """Set the weights of these names to mixing x own + (1 - mixing) x global."""
         values = []
         for name, agreed, own in zip(self._names, self.agreed, self.weights.read(), strict=True):
             share = mixing if name in names else 1.0

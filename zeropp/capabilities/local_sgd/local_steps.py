@@ -1,10 +1,10 @@
-"""Nodes that step alone: each trains a replica, and all meet every so-many steps.
+"""Local SGD: each replica trains independently, and an outer step follows every `sync_every` steps.
 
-    step, step, ... alone  ->  agreed weights - own weights  ->  mean over nodes  ->  Nesterov
-                           ->  new agreed weights, with which all nodes go on
+    n inner steps  ->  pseudo-gradient: global parameters - own  ->  mean over replicas
+                   ->  Nesterov  ->  new global parameters, with which all replicas go on
 
-With fragments the weights take turns, and with a delay nodes step on during an exchange, so that no
-moment need be one at which all weights of all nodes are equal; agreed weights always are.
+With fragments the weights take turns, and with a delay replicas train on during an exchange, so
+there may be no moment at which all replicas have equal weights; the global parameters always are.
 
 Sources: Local SGD (Stich 2019); those of `fragment.py`.
 """
@@ -28,9 +28,9 @@ ALIKE, ALONE = f"{OUTER}alike", f"{OUTER}alone"
 
 @dataclass(kw_only=True)
 class LocalSteps:
-    """What a node does beside its own steps, which are numbered from 1.
+    """What a replica does beside its inner steps, which are numbered from 1.
 
-    `is_alike`: all nodes have the same weights; with `has_stepped_alone` not the same moments.
+    `is_alike`: all replicas have the same weights; their moments differ with `has_stepped_alone`.
     """
 
     weights: TrainedWeights
@@ -46,7 +46,7 @@ class LocalSteps:
         self._cut()
 
     def _cut(self) -> None:
-        """Begin to exchange the weights and the buffers that the model has."""
+        """Divide the model's weights and buffers into fragments."""
         self.fragments = [
             Fragment(
                 number=number,
@@ -65,7 +65,7 @@ class LocalSteps:
 
     @property
     def parts(self) -> list[Fragment | AveragedBuffers]:
-        """What this rank exchanges."""
+        """What this rank synchronizes."""
         return [*self.fragments, self.buffers]
 
     @classmethod
@@ -88,23 +88,23 @@ class LocalSteps:
         )
 
     def before_update(self, step: int) -> None:
-        """Average the gradients of a step, and buffers, over nodes where they do not step alone.
+        """Average gradients and buffers over replicas in a step that all take together.
 
-        Raises InputError if they have done so before.
+        Raises InputError if they have trained independently before.
         """
         if self.schedule.averages_gradients(step):
             if self.has_stepped_alone:  # in a run that goes on with other intervals
                 raise InputError(
                     f"zeropp.sync_every = 1 in step {step} averages gradients, but the nodes have "
-                    "stepped alone before it, and their optimizers have other moments: set an "
+                    "trained independently before it, and their optimizers' moments differ: set an "
                     "interval above 1, or go on without the optimizer's state"
                 )
             self._average_gradients()
 
     def after_update(self, step: int, *, is_last: bool = False) -> None:
-        """Exchange how far the nodes came, as far as that is due after a step.
+        """Take the outer steps that are due after a step.
 
-        After the last one, all that runs ends, and all weights are exchanged without a delay.
+        After the last one, exchanges under way end, and all weights are synchronized at once.
         """
         schedule = self.schedule
         if schedule.averages_gradients(step):
@@ -121,22 +121,22 @@ class LocalSteps:
         self._exchange(due, step, 0 if is_last else schedule.delay)
 
     def synchronize(self, step: int) -> None:
-        """Let all nodes have the same weights after a step, if they have not."""
+        """Give all replicas the same weights after a step, if they have not."""
         if not self.is_alike:
             self._exchange(range(self.schedule.fragments), step, 0)
 
     def sum(self, values_of: Callable[[int, int], Sequence[float]]) -> list[float]:
-        """Return sums over all nodes, which call it, of `values_of(place, number of nodes)`."""
+        """Return the sums over all replicas, which call it, of `values_of(index, count)`."""
         return self.group.sum(*values_of(self.group.node, self.group.size))
 
     def meets(self, step: int) -> bool:
-        """Whether all nodes are at the same place after a step."""
+        """Whether all replicas are at the same step after it, as they wait for each other."""
         return self.schedule.meets(step)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds of this node, by name and sharded as the weights are.
+        """Return what a checkpoint holds of this replica, by name, sharded as the weights are.
 
-        Waits for exchanges that run. A run that goes on from here computes the same digits.
+        Waits for exchanges under way. A run resumed from here computes the same digits.
         """
         state = {
             ALIKE: torch.tensor(self.is_alike),
@@ -147,15 +147,15 @@ class LocalSteps:
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` has returned, read from a checkpoint of as many nodes."""
+        """Go on from what `state` has returned, read from a checkpoint of as many replicas."""
         for each in self.parts:
             each.load(state)
         self.is_alike, self.has_stepped_alone = bool(state[ALIKE]), bool(state[ALONE])
 
     def exchange_also(self, weights: TrainedWeights) -> None:
-        """Exchange these weights from now on, of which some may be new; others keep their state.
+        """Synchronize these weights from now on; some may be new, the others keep their state.
 
-        Waits for exchanges that run. All nodes call it between the same exchanges.
+        Waits for exchanges under way. All replicas call it between the same outer steps.
         """
         known, state = self.weights.named, self.state()
         new = (name for name, each in weights.named.items() if known.get(name) is not each)
@@ -166,20 +166,20 @@ class LocalSteps:
         self.load(self.state() | kept)
 
     def end_delay(self) -> None:
-        """Merge now what would be merged after a later step, as where steps are counted anew."""
+        """Merge now what would be merged after a later step, as when the iteration is reset."""
         for each in self.parts:
             if each.merges_at:
                 each.merge(self.options.mixing)
 
     def restart(self) -> None:
-        """Go on from the weights as they are, which are the same on all nodes, without moments."""
+        """Reset the outer optimizer; the weights are the same on all replicas."""
         self.buffers.agree()
         for each in self.fragments:
             each.restart()
         self.is_alike, self.has_stepped_alone = True, False
 
     def restart_from_agreed(self) -> None:
-        """Go on from the weights that all nodes have agreed on."""
+        """Go on from the global parameters."""
         for each in self.parts:
             each.merge(0.0)
         self.restart()
@@ -196,7 +196,7 @@ class LocalSteps:
         self.buffers.average()
 
     def _exchange(self, due: Sequence[int], step: int, delay: int) -> None:
-        """Merge the exchanges that end after a step, and begin those of the fragments `due`.
+        """Merge the exchanges that end after a step, and start those of the fragments `due`.
 
         On this rank, some of these may have no weights.
         """

@@ -1,7 +1,7 @@
-"""The ranks with one place in nodes that step alone, each of which is a torch world of its own.
+"""The ranks of one index in all replicas, each of which is its own process group world.
 
-Nothing of the default process group is used, so that a node may end while others go on. Messages
-are on the host, by gloo.
+The default process group is not used, so that a replica may end while others go on. Messages are
+on the host, sent by gloo.
 """
 
 import pickle
@@ -17,34 +17,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.capabilities.local_sgd.member import Members
 from zeropp.capabilities.local_sgd.rounds import NodeLostError
 from zeropp.errors import InputError
-from zeropp.ranks.groups import set_backend_time_limit
 from zeropp.ranks.topology import Environment
 from zeropp.ranks.waits import WaitError
 from zeropp.wire.traffic import Traffic
 
 PURPOSE = "outer"  # in the ledger
 Result = TypeVar("Result")
-Watch = Callable[[Callable[[], bool]], None]
 
 
 class OuterError(WaitError):
-    """An exchange with the other nodes failed."""
+    """An exchange with the other replicas failed."""
 
 
 def join_outer_group(
     store: dist.Store, environment: Environment, world: Environment, timeout: timedelta
 ) -> "OuterGroup":
-    """Connect this rank with those of its place in the other worlds that all ranks are cut into.
+    """Connect this rank with those of its index in the other replicas.
 
-    Raises InputError with only one world.
+    Raises InputError if there is only one replica.
     """
     size = environment.world_size // world.world_size
     if size == 1:
         raise InputError(
-            f"zeropp.sync_every lets nodes step alone, and there is only one, of "
+            f"zeropp.sync_every trains replicas independently, and there is only one, of "
             f"{world.world_size} ranks: start several (zeropp.ranks_per_node can cut a machine "
             "into nodes), or leave it out"
         )
@@ -55,65 +52,40 @@ def join_outer_group(
 
 
 class OuterGroup:
-    """This rank's group; `node` is the number of its node, of `size` nodes.
+    """This rank's group; `node` is the index of its replica, of `size` replicas.
 
-    All members call the same methods in the same order, with `start` apart from the others: what it
-    starts runs on a thread, over connections of its own. `watch` waits until what it is given
-    returns True, and raises NodeLostError where that may never be.
+    number: names this replica's folders. planned: how many replicas the global batch is for.
+    launch: identifies the replicas that were started together.
+
+    All members call the same methods in the same order. What `start` starts runs on a thread, over
+    connections of its own.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        node: int,
-        size: int,
-        timeout: timedelta,
-        *,
-        traffic: Traffic | None = None,
-        watch: Watch | None = None,
-    ) -> None:
-        self.node, self.size = node, size
-        self.members: Members | None = None  # where nodes come and go, `ElasticGroup` has them
-        self.launch = ""  # what all nodes that were started together call it, and no others
-        self.traffic = Traffic((PURPOSE,)) if traffic is None else traffic
-        self._watch = watch
+    _watch: Callable[[Callable[[], bool]], None] | None = None  # waits; raises NodeLostError
 
+    def __init__(self, store: dist.Store, node: int, size: int, timeout: timedelta) -> None:
+        self.number, self.planned, self.launch = node, size, ""
+        self.traffic = Traffic((PURPOSE,))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
+        self._connect(store, node, size, timeout)
+
+    def _connect(self, store: dist.Store, node: int, size: int, timeout: timedelta) -> None:
         def connected(name: str) -> dist.ProcessGroupGloo:
             return dist.ProcessGroupGloo(dist.PrefixStore(name, store), node, size, timeout)
 
         self._messages, self._numbers = connected("messages"), connected("numbers")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
+        self.node, self.size = node, size
         self._last: dist.Work | None = None
-
-    @property
-    def number(self) -> int:
-        """What names this node's folders."""
-        return self.node
-
-    @property
-    def planned(self) -> int:
-        """How many nodes the global batch is for."""
-        return self.size
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no message is in flight: gloo deletes a group only then."""
-        return self._last is None or self._last.is_completed()
-
-    def set_time_limit(self, limit: timedelta) -> None:
-        """Let a message take this long."""
-        for group in (self._messages, self._numbers):
-            set_backend_time_limit(group, limit)
 
     def start(self, work: Callable[[], Result]) -> Future[Result]:
         """Run `work`, which may call `exchange`, on the thread, after what was started before."""
         return self._thread.submit(work)
 
     def exchange(self, messages: Sequence[Tensor], content: int = 0) -> list[Tensor]:
-        """Send `messages[i]`, uint8 of any length, to node i; return what each node sent to this.
+        """Send `messages[i]`, uint8 of any length, to replica i; return what each one sent.
 
-        That for this node itself is returned as it is. To be called in `start`. Raises InputError
-        if another node has another `content`, a number that tells what messages are of.
+        The own message is returned as it is. To be called in `start`. Raises InputError if another
+        replica has another `content`, a number that identifies what messages contain.
         """
         if self.size == 1:
             return list(messages)
@@ -138,7 +110,7 @@ class OuterGroup:
         return parts
 
     def gather(self, value: Result) -> list[Result]:
-        """Return the values of this place in all nodes, in their order. Values are pickled."""
+        """Return the values of all replicas, in their order. Values are pickled."""
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._gathered(torch.tensor([len(own)]))
         room = max(each.item() for each in sizes)
@@ -147,13 +119,13 @@ class OuterGroup:
         return [pickle.loads(part[: size.item()].numpy().tobytes()) for part, size in parts]
 
     def sum(self, *values: float) -> list[float]:
-        """Return each value summed over nodes in fp64, the same to the bit on all of them."""
+        """Return each value summed over replicas in fp64, the same to the bit on all of them."""
         return (
             torch.stack(self._gathered(torch.tensor(values, dtype=torch.float64))).sum(0).tolist()
         )
 
     def close(self) -> None:
-        """End the thread, after what was started, when all members have come here."""
+        """End the thread, after what was started, when all members have called it."""
         self._thread.shutdown()
         with suppress(OuterError):  # another one has ended already
             self.sum(0.0)
@@ -179,6 +151,6 @@ class OuterGroup:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
             raise OuterError(
-                f"node {self.node} has lost another of the {self.size} nodes that step alone, "
+                f"node {self.node} has lost another of the {self.size} replicas, "
                 f"whose log says why: {reason}"
             ) from error

@@ -1,8 +1,8 @@
-"""The mean of tensors over nodes, in few bits: each part has a node, its owner, that sums it.
+"""The quantized mean of tensors over replicas: each part is reduced by one replica, its owner.
 
-    tensors, in N parts each  ->  quantized, to their owners  ->  means  ->  quantized, to all nodes
+    tensors, in N parts each  ->  quantized, to their owners  ->  means  ->  quantized, to all
 
-All nodes, the owners too, go on with the values that were sent, so that they stay alike to the bit.
+All replicas, the owners too, use the values that were sent, so they stay equal to the bit.
 What the second rounding loses is added to the next means, and with two bits, or where that is asked
 for, what the first one loses to the next tensors (error feedback). Parts of a tensor are quantized
 by themselves, and their owners do not depend on its place among others: equal tensors, as tied
@@ -75,9 +75,10 @@ class OuterMean:
         feeds: bool | None = None,
     ) -> None:
         self.group, self.sizes, self._bits = group, tuple(sizes), bits
+        self.node, self.num_nodes = group.node, group.size  # others may join the group later
         self.content = 0  # what nodes have alike in an exchange, as in `OuterGroup.exchange`
         self.feeds = bits <= FEEDBACK if feeds is None else feeds
-        self.error = torch.zeros(self._codecs[group.node].elements, device=device)
+        self.error = torch.zeros(self._codecs[self.node].elements, device=device)
         self.unsent = [self.error.new_zeros(each.elements) for each in self._codecs if self.feeds]
 
     def forget(self) -> None:
@@ -104,7 +105,7 @@ class OuterMean:
     @property
     def message_bytes(self) -> int:
         """What this node sends to form and to return one mean, before it is coded."""
-        node, num_others = self.group.node, self.group.size - 1
+        node, num_others = self.node, self.num_nodes - 1
         to_owners = sum(
             each.packed_bytes for owner, each in enumerate(self._codecs) if owner != node
         )
@@ -121,39 +122,39 @@ class OuterMean:
         `update` maps means of the elements that this node owns, `own`, to as many values.
         num_terms: of how many nodes it is the mean, the others having zeros; by default of all.
         """
-        wanted = update(self.sum(tensors) / (num_terms or self.group.size)) + self.error
-        node = self.group.node
+        wanted = update(self.sum(tensors) / (num_terms or self.num_nodes)) + self.error
+        node = self.node
         message = self._message(wanted, node)
-        arrived = self.group.exchange([message] * self.group.size, self.content)
+        arrived = self.group.exchange([message] * self.num_nodes, self.content)
         values = [self._row(each, owner, owner) for owner, each in enumerate(arrived)]
         self.error = self._lost(wanted - values[node], node)
         return self.joined(values)
 
     def sum(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sums over nodes of the elements of tensors that this node owns."""
-        node, own = self.group.node, self.own(tensors)
-        messages = [self._to_owner(tensors, owner) for owner in range(self.group.size)]
+        node, own = self.node, self.own(tensors)
+        messages = [self._to_owner(tensors, owner) for owner in range(self.num_nodes)]
         total = torch.zeros_like(own)
         for sender, message in enumerate(self.group.exchange(messages, self.content)):
             total += own if sender == node else self._row(message, node, sender)
         return self._with_empty_padding(total, node)
 
-    def copy_for(self, group: OuterGroup) -> "OuterMean":
-        """Return one that goes on from here, with other connections to the same nodes."""
+    def copy(self) -> "OuterMean":
+        """Return one that goes on from here."""
         other = copy.copy(self)
-        other.group, other.unsent = group, list(self.unsent)
+        other.unsent = list(self.unsent)
         return other
 
     def take_unsent(self, old: "OuterMean") -> None:
         """Go on with what the same node has not sent, of the elements that others own now."""
         if self.feeds:
-            kept, owners = old.joined(old.unsent), range(self.group.size)
+            kept, owners = old.joined(old.unsent), range(self.num_nodes)
             self.unsent = [self.own(kept, owner) for owner in owners]
-            self.unsent[self.group.node].zero_()
+            self.unsent[self.node].zero_()
 
     def own(self, tensors: Sequence[Tensor], owner: int | None = None) -> Tensor:
         """Return the elements of tensors that a node owns, by default this one, with padding."""
-        owner = self.group.node if owner is None else owner
+        owner = self.node if owner is None else owner
         row = self.error.new_zeros(self._codecs[owner].elements)
         spaces = row.split(self._padded_sizes[owner])
         for tensor, space, (first, end) in zip(tensors, spaces, self._parts[owner], strict=True):
@@ -163,7 +164,7 @@ class OuterMean:
     def spread(self, own: Tensor) -> list[Tensor]:
         """Return tensors of which this node's elements are `own`, and all others zero."""
         rows = [
-            own if owner == self.group.node else own.new_zeros(each.elements)
+            own if owner == self.node else own.new_zeros(each.elements)
             for owner, each in enumerate(self._codecs)
         ]
         return self.joined(rows)
@@ -171,7 +172,7 @@ class OuterMean:
     @cached_property
     def _parts(self) -> list[list[tuple[int, int]]]:
         """Which elements of each tensor each node owns: from the first to before the second."""
-        nodes, parts = self.group.size, []
+        nodes, parts = self.num_nodes, []
         for owner in range(nodes):
             of_owner = []
             for size in self.sizes:
@@ -190,14 +191,14 @@ class OuterMean:
 
     def _to_owner(self, tensors: Sequence[Tensor], owner: int) -> Tensor:
         """Return the message to a node about what it owns; an empty one for this node itself."""
-        if owner == self.group.node:
+        if owner == self.node:
             return torch.empty(0, dtype=torch.uint8)
         row = self.own(tensors, owner)
         if not self.feeds:
             return self._message(row, owner)
         row += self.unsent[owner]
         message = self._message(row, owner)
-        row -= self._row(message, owner, self.group.node)
+        row -= self._row(message, owner, self.node)
         self.unsent[owner] = self._lost(row, owner)
         return message
 

@@ -1,81 +1,172 @@
-"""What nodes do together, in rounds: each begins with who takes part, and ends for all alike.
+"""Quorum and commit of an elastic run, in rounds: each has its members and one outcome for all.
 
-Both are decided by a key of the store that only the first one who writes it sets. A round is given
-up if a member dies in it, and repeated with those who are left: nobody may keep anything of it.
+Both are keys of the store, set by compare-and-set: the first writer decides. A round is given up if
+a member dies in it, and repeated with the remaining members: nobody may keep anything of it.
 
-    here/<round>/<node>/<rank>   this rank has come to the round
-    members/<round>              who takes part: those who have come, and others have ended; nobody
-                                 where all were taken for dead, and a new epoch has begun
-    admitted/<node>              the first round of a node that joins
-    voted/<round>/<node>/<rank>  this rank has what the round is for
-    outcome/<round>              DONE once all ranks have it, or GIVEN_UP
-    joins/<i>                    the nodes that want to join, in the order in which they came
+    here/<round>/<node>/<rank>   this rank has arrived at the round
+    members/<round>              the quorum: all that have arrived, when the others have ended;
+                                 empty if all were taken for dead and a new epoch has begun
+    admitted/<node>              the first round of a replica that joins
+    voted/<round>/<node>/<rank>  this rank has its result of the round
+    outcome/<round>              DONE once all ranks have voted, or GIVEN_UP
+    joins/<i>                    the replicas that ask to join, in order
     latest                       a round that has begun, perhaps not the last one
 
-Every rank of every node reads these keys for itself, and so comes to the same answers.
+Every rank of every replica reads these keys for itself, and so comes to the same answers.
 """
 
+import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
-from zeropp.capabilities.local_sgd.member import Member, Members
 from zeropp.errors import NetworkError
+from zeropp.ranks.pulse import LEFT, Liveness, Pulse
 
 DONE, GIVEN_UP = b"done", b"given up"
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
 
 
 class NodeLostError(RuntimeError):
-    """A node that takes part has ended, or another one has given the round up."""
+    """A member has ended, or another one has given the round up."""
 
 
 class ExcludedError(NetworkError):
-    """The other nodes have gone on without this one, as they took it for dead."""
+    """The other replicas have gone on without this one, as they took it for dead."""
 
 
 class NobodyLeftError(NetworkError):
-    """All nodes that have the weights have ended, and this one waited to get them."""
+    """All replicas that have the weights have ended, and this one waited to get them."""
 
 
-class Lives(Protocol):
-    """Who lives: `zeropp.ranks.pulse.Liveness`."""
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A replica: each launch has a unique `name`; `number` may be that of one that has ended.
 
-    def is_alive(self, name: str) -> bool: ...
+    is_fresh: it has no weights yet, and will get those of a member.
+    """
+
+    name: str
+    number: int
+    is_fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Members:
+    """Replicas in the order in which they joined, which gives their indices."""
+
+    nodes: tuple[Member, ...]
+
+    @classmethod
+    def of_text(cls, text: str | bytes) -> "Members":
+        """Read what `text` has returned."""
+        return cls(tuple(Member(**each) for each in json.loads(text)))
+
+    @property
+    def text(self) -> str:
+        """As text for the store."""
+        return json.dumps([asdict(each) for each in self.nodes])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self.nodes)
+
+    @property
+    def settled(self) -> "Members":
+        """The same replicas, all with weights."""
+        return Members(tuple(replace(each, is_fresh=False) for each in self.nodes))
+
+    @property
+    def with_weights(self) -> tuple[int, ...]:
+        """The indices of replicas that have weights."""
+        return tuple(place for place, each in enumerate(self.nodes) if not each.is_fresh)
+
+    def place(self, name: str) -> int | None:
+        """Return the index of a replica; None if it is no member."""
+        return self.names.index(name) if name in self.names else None
+
+    def without(self, names: Iterable[str]) -> "Members":
+        """Return the others than these."""
+        gone = set(names)
+        return Members(tuple(each for each in self.nodes if each.name not in gone))
+
+    def __str__(self) -> str:
+        numbers = [str(each.number) for each in self.nodes]
+        return f"node{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+
+
+class ReplicaPulse:
+    """The heartbeat of the replica `name` until `close`, which says that it has left."""
+
+    def __init__(self, store: dist.Store, name: str) -> None:
+        self._store, self._name, self._count = store.clone(), name, 0
+        self._store.set(_key(name), "0")
+        self._pulse = Pulse(self._beat)
+
+    def close(self) -> None:
+        """Let the others go on without this replica at once."""
+        self._pulse.close()
+        with suppress(RuntimeError):  # nobody is left who would read it
+            self._store.set(_key(self._name), LEFT)
+
+    def _beat(self) -> None:
+        self._count += 1
+        with suppress(RuntimeError):  # the main thread meets the lost store, and says so
+            self._store.set(_key(self._name), str(self._count))
+
+
+def liveness(store: dist.Store) -> Liveness:
+    """Return which replicas live, by their heartbeats in a store."""
+
+    def read(name: str) -> str:
+        return store.get(_key(name)).decode() if store.check([_key(name)]) else ""
+
+    return Liveness(read)
+
+
+def _key(name: str) -> str:
+    return f"pulse/{name}"
 
 
 class Rounds:
-    """The rounds of a rank, one of `num_ranks` of the node `own`.
+    """The rounds of a rank, one of `num_ranks` of the replica `own`.
 
-    `limit`: seconds that the others wait for a node that lives and does not come. All ranks of all
-    nodes call the same methods in the same order.
+    `limit`: seconds to wait for a replica that lives and does not arrive. All ranks of all replicas
+    call the same methods in the same order.
     """
 
     def __init__(
-        self, store: dist.Store, own: Member, rank: int, num_ranks: int, lives: Lives, limit: float
+        self,
+        store: dist.Store,
+        own: Member,
+        rank: int,
+        num_ranks: int,
+        lives: Liveness,
+        limit: float,
     ) -> None:
         self.own, self.rank = own, rank
-        self.number = 1  # round 0 is that in which nodes begin
+        self.number = 1  # round 0 decides the initial members
         self.members = Members(())  # of the last round
         self._store, self._lives, self._limit = store, lives, limit
         self._ranks = range(num_ranks)
-        self._num_looked_at = 0  # of the nodes that want to join
+        self._num_looked_at = 0  # requests to join that have been read
         self._waiting: list[Member] = []
 
     def begin(self, members: Members) -> None:
-        """Take part from round 1 on, with these nodes."""
+        """Take part from round 1 on, with these members."""
         self.members = members
 
     def announce(self) -> None:
-        """Ask to join, when all ranks of this node are ready to; one of them calls it."""
+        """Ask to join, when all ranks of this replica are ready; one of them calls it."""
         text, number = Members((self.own,)).text, 0
         while self._store.compare_set(f"joins/{number}", "", text).decode() != text:
             number += 1
 
     def wait_for_admission(self) -> None:
-        """Return when the others have let this node join, in the round that follows.
+        """Return when the others have admitted this replica to the round that follows.
 
         Raises NobodyLeftError.
         """
@@ -91,9 +182,9 @@ class Rounds:
         self.members = self._read_members()
 
     def arrive(self, *, admits: bool) -> Members:
-        """Come to the next round; return who takes part in it.
+        """Arrive at the next round; return its members.
 
-        `admits`: others may join in it. Raises ExcludedError.
+        `admits`: replicas may join in it. Raises ExcludedError.
         """
         if self.own.is_fresh and self.members == self._decided():
             return self.members  # it was admitted to this round
@@ -140,7 +231,7 @@ class Rounds:
             elif self._lost() or time.monotonic() - began > self._limit:
                 self._first(key, GIVEN_UP)
         is_done = self._store.get(key) == DONE
-        for kind in ("here", "voted"):  # what only those read who are still in an earlier round
+        for kind in ("here", "voted"):  # only ranks in an earlier round read these
             self._delete(kind, self.number - 1)
         self.number += 1
         if is_done:
@@ -181,7 +272,7 @@ class Rounds:
         self._first(f"members/{self.number}", Members((*present.nodes, *joining)).text.encode())
 
     def _joining(self, present: Members) -> Iterator[Member]:
-        """Yield the nodes that want to join, and live."""
+        """Yield the replicas that ask to join, and live."""
         while self._store.check([f"joins/{self._num_looked_at}"]):
             text = self._store.get(f"joins/{self._num_looked_at}")
             self._waiting += Members.of_text(text).nodes
@@ -217,7 +308,7 @@ class Rounds:
 
 
 def names_with_weights(store: dist.Store) -> list[str]:
-    """Return who has the weights after the last round that has begun; nobody before the first."""
+    """Return the replicas with weights after the last begun round; none before the first."""
     number = _last_round(store)
     if not store.check([f"members/{number}"]):
         return []
@@ -229,9 +320,9 @@ def names_with_weights(store: dist.Store) -> list[str]:
 
 
 def close_rounds(store: dist.Store) -> bool:
-    """Let nobody take part in what follows the last round; return False if it has begun already.
+    """Close the round after the last one; return False if it has begun already.
 
-    Members who come to it then were taken for dead, and end.
+    Members that arrive at it afterwards were taken for dead, and end.
     """
     nobody = Members(()).text
     key = f"members/{_last_round(store) + 1}"
@@ -247,7 +338,7 @@ def _last_round(store: dist.Store) -> int:
 
 
 def pauses() -> Iterator[None]:
-    """Yield, with longer and longer pauses, for one who looks at the store again and again."""
+    """Yield with exponential backoff, for polling the store."""
     pause = FIRST_PAUSE
     while True:
         yield

@@ -1,4 +1,4 @@
-"""Every how many steps nodes exchange how far they came: one number, or one for each phase."""
+"""The intervals between outer steps: one number, or one for each phase."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from zeropp.settings.json_keys import Phases
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """When nodes exchange. Steps are numbered from 1.
+    """When fragments are synchronized. Steps are numbered from 1.
 
-    The weights are in so many `fragments`, of which an interval of H steps exchanges one after
-    another, every H / fragments steps. An exchange ends `delay` steps after it began.
+    In an interval of H steps the `fragments` of the weights take turns, one every H / fragments
+    steps. An exchange ends `delay` steps after it began.
     """
 
     phases: Phases
@@ -38,7 +38,7 @@ class SyncSchedule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all nodes take every step together, as one data axis."""
+        """Whether all replicas take every step together, as one data axis."""
         return self.phases == ((0, 1),)
 
     @property
@@ -51,7 +51,7 @@ class SyncSchedule:
         return self.phases[self._phase(step)][1]
 
     def averages_gradients(self, step: int) -> bool:
-        """Whether nodes average the gradients of a step, so that they stay alike."""
+        """Whether replicas average the gradients of a step, so that they stay equal."""
         return self.interval(step) == 1
 
     def is_due(self, step: int, fragment: int) -> bool:
@@ -66,7 +66,7 @@ class SyncSchedule:
         return (step - start - offset) % interval == 0 or step in self._starts
 
     def meets(self, step: int) -> bool:
-        """Whether nodes are at the same place after a step, as they have waited for each other.
+        """Whether replicas are at the same step after it, as they have waited for each other.
 
         That is once in an interval, at the end of the last fragment's exchange.
         """

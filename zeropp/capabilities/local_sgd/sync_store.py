@@ -1,4 +1,4 @@
-"""The store in which nodes meet that come and go: it is kept by a process that is no rank."""
+"""The store of an elastic run, kept by a process that is no rank."""
 
 import signal
 import socket
@@ -65,7 +65,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def keep_store(port: int, say: Callable[[str], None]) -> None:
-    """Let nodes meet at a port of this machine until SIGINT or SIGTERM.
+    """Keep a store for replicas at a port of this machine until SIGINT or SIGTERM.
 
     Raises NetworkError if the port is in use. With port 0, a free one is chosen and said.
     """

@@ -60,7 +60,7 @@ class Exchange:
         return wait
 
     def messages(self, rounds: Iterable[Round], share: float = 1) -> Iterator[Message]:
-        """Yield what this rank sends to move blocks to their owners and back, in so many steps."""
+        """Yield what this rank sends to move blocks to their owners and back; share: per step."""
         own, members = self.group.index, range(self.group.size)
         for blocks in rounds if self.group.size > 1 else ():
             for sizes in (

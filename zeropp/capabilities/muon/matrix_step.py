@@ -18,8 +18,8 @@ from zeropp.capabilities.muon.exchange import Exchange, Tensors, joined
 from zeropp.capabilities.muon.newton_schulz import MatrixSplit, flops, orthogonalize, scale
 from zeropp.capabilities.muon.settings import BLOCKWISE, NODE, WHOLE
 from zeropp.capabilities.muon.sharded_matrix import axis_of, matrix_of, require_rows, split_of
+from zeropp.fsdp_adapter import local_part
 from zeropp.optim.sharded_optimizer import OPTIMIZER
-from zeropp.optim.step_or_skip import local_part
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.rank_group import Message, RankGroup
 from zeropp.wire.traffic import Traffic

@@ -105,7 +105,7 @@ class MuonGroups(FusedAdam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load a state, which may be torch.optim.Muon's.
 
-        Momentum starts anew where an optimizer of another kind saved its own. Raises InputError
+        Momentum is reset where an optimizer of another kind saved its own. Raises InputError
         for groups that Muon cannot take.
         """
         groups = as_saved(state["param_groups"], getattr(self, "param_groups", ()))
@@ -115,8 +115,7 @@ class MuonGroups(FusedAdam):
         anew = [parameter for parameter, entries in self.state.items() if not entries]
         if anew:
             log.info(
-                "Muon: momentum of %d parameters starts anew: what was saved is another "
-                "optimizer's",
+                "Muon: momentum of %d parameters is reset: what was saved is another optimizer's",
                 len(anew),
             )
 

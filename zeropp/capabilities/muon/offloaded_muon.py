@@ -10,9 +10,9 @@ from zeropp.capabilities.muon.blocks import Matrix
 from zeropp.capabilities.muon.groups import listed, muon_options
 from zeropp.capabilities.muon.matrix_step import MatrixStep, MuonOptions
 from zeropp.capabilities.muon.muon import MuonGroups
-from zeropp.capabilities.offload.master_weights import use_in_state_dicts
-from zeropp.capabilities.offload.offload import Offload
-from zeropp.capabilities.offload.offloaded import OffloadedAdam
+from zeropp.capabilities.offload.host_masters import Offload
+from zeropp.capabilities.offload.master_state_dicts import use_in_state_dicts
+from zeropp.capabilities.offload.offloaded_adam import OffloadedAdam
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.sharding import Sharding

@@ -11,7 +11,7 @@ from zeropp.capabilities.muon.blocks import Matrix, MatrixPart, num_rows, rows_w
 from zeropp.capabilities.muon.newton_schulz import MatrixSplit
 from zeropp.capabilities.muon.settings import BLOCKWISE, DUPLICATED
 from zeropp.errors import InputError
-from zeropp.optim.step_or_skip import local_part
+from zeropp.fsdp_adapter import local_part
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.grid import find_nodes_of
 from zeropp.wire.rank_group import Nodes, RankGroup, everyone

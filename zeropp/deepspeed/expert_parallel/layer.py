@@ -1,7 +1,7 @@
-"""A layer of experts that ranks split, in the place of a module that has all of them.
+"""Expert parallelism for a module of experts: a layer that takes its place.
 
-Each rank sends a row for each token and chosen expert to the rank that has the expert, and gets
-back what the expert made of it:
+Each rank dispatches a row for each token and chosen expert to the rank that has the expert, and
+gets the expert's output back:
 
     tokens [T, H] -> rows [T K, H] by expert -> the experts' ranks -> module(rows, one choice each)
     -> back -> by token [T, K, H] -> times weights, summed over K

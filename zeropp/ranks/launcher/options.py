@@ -86,7 +86,7 @@ def _add_machines(group: argparse._ArgumentGroup) -> None:
     address = "of the first machine, as the others reach it (default: as ssh reaches it)"
     port = f"at which the machines meet on the first one (default: {MASTER_PORT})"
     store = (
-        "start no ranks, and keep the store in which nodes meet that come and go "
+        "start no ranks, and keep the store of replicas that join and leave "
         "(zeropp.sync_store), at this port; 0: at a free one"
     )
     alone = (

@@ -6,12 +6,11 @@ Transformer Engine's layers and megatron-core's own, nor which layers a stage ha
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 
-from megatron_zpp.interchange.foreign.megatron_names import split_dim
+from megatron_zpp.interchange.foreign.megatron_names import split_dim, table
 from megatron_zpp.interchange.foreign.rank_parts import LAYERS, SavedGrid
 from megatron_zpp.interchange.foreign.tensor_files import LazyTensor, UnmappedStateError
 from zeropp.errors import InputError, first_few
@@ -19,22 +18,6 @@ from zeropp.errors import InputError, first_few
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings")
 _BEHIND = ("decoder.final_layernorm", "output_layer")
-_REST = (
-    "self_attention.linear_qkv",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "pre_mlp_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-# The modules of a layer by --transformer-impl. Transformer Engine's linear layers contain the
-# normalizations before them.
-ORDERS = MappingProxyType(
-    {
-        "transformer_engine": ("self_attention.linear_proj", "input_layernorm", *_REST),
-        "local": ("input_layernorm", "self_attention.linear_proj", *_REST),
-    }
-)
 T = TypeVar("T")
 
 
@@ -61,7 +44,8 @@ def shared_weights(grid: SavedGrid, stages: int) -> frozenset[str]:
 def orders(args: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the orders of a layer's modules, that of the arguments first."""
     first = args.get("transformer_impl", "transformer_engine")
-    return [ORDERS[name] for name in sorted(ORDERS, key=lambda name: name != first)]
+    orders = table()["orders"]
+    return [tuple(orders[name]) for name in sorted(orders, key=lambda name: name != first)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +73,7 @@ class ModelChunks:
             shapes.pop(OUTPUT, None)
             if stages > 1:
                 shapes[OUTPUT] = shapes[EMBEDDING]
-        modules = {*_BEFORE, *_BEHIND, *ORDERS["local"]}
+        modules = {*_BEFORE, *_BEHIND, *table()["orders"]["local"]}
         unplaced = [name for name in shapes if _module(name) not in modules]
         if unplaced:
             raise UnmappedStateError(

@@ -31,7 +31,7 @@ from tests.megatron_zpp.interchange.foreign_models import (
     qwen3_moe,
     saved,
 )
-from tests.megatron_zpp.train.lora_checkpoint import save_lora_checkpoint
+from tests.megatron_zpp.train.finetuning import save_lora_checkpoint
 from zeropp.errors import InputError
 
 # Sums of fp32 products of order one, in another order in each of some dozens of operations.

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.interchange.conversion import export_model, import_model
-from megatron_zpp.interchange.families.experts import frequency_text
+from megatron_zpp.interchange.families.capabilities.experts import frequency_text
 from megatron_zpp.interchange.families.table import FAMILIES, why_unsupported
 from megatron_zpp.interchange.hf_config import comparable, family_of, parse_config
 from megatron_zpp.interchange.open_model import family_of_opened, load_model, open_model

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_zpp.planner.timing.computing import layer_passes
+from megatron_zpp.planner.timing.computing import Computing
 from megatron_zpp.planner.timing.hardware import (
     GBIT,
     GIB,
@@ -76,7 +76,10 @@ def test_rotary_positions_and_gates_are_streamed_more_often_without_compile():
     config = config_of(LLAMA)
     compiled = replace(config, training=replace(config.training, compile=True))
     rates = find_cluster(cluster="dgx-h100").at(TYPICAL, torch.bfloat16)
-    eager, fused = (layer_passes(each, 0, 0, 2, rates) for each in (config, compiled))
+    eager, fused = (
+        Computing(config=each, itemsize=2, rates=rates).layer_passes(0, 0)
+        for each in (config, compiled)
+    )
     # 50 and 4 bytes of each turned channel of 10 heads of 128, 10 and 6 of each of the MLP
     num_bytes = 512 * ((50 - 4) * 10 * 64 + (10 - 6) * 3072)
     assert eager.forward - fused.forward == pytest.approx(num_bytes / rates.memory)

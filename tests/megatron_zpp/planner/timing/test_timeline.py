@@ -7,13 +7,7 @@ import pytest
 
 from benchmarks.plan.cpu_steps import Blocking, Host
 from megatron_zpp.planner.timing.links import HopTime
-from megatron_zpp.planner.timing.timeline import (
-    NONE,
-    Collective,
-    Streams,
-    UnitWork,
-    step_seconds,
-)
+from megatron_zpp.planner.timing.timeline import NONE, Collective, Streams, UnitWork, step_seconds
 
 ROOT = UnitWork(forward=0.0, backward=0.0)
 

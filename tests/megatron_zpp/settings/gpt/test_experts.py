@@ -1,6 +1,7 @@
 """Flags of mixtures of experts: what they fill, and which of them do not fit each other."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -18,9 +19,16 @@ SIGMOID = "--moe-router-score-function sigmoid"
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_dense_model_may_say_so(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As Megatron-DeepSpeed's scripts do, whose number of experts is 1 by default."""
     caplog.set_level(logging.INFO, "megatron_zpp")
-    line = f"--num-experts {number} --moe-router-topk 4 --moe-loss-coeff 0.1 --expert-interval 7"
-    assert config_of(line) == config_of("")
+    line = (
+        f"--num-experts {number} --moe-router-topk 4 --moe-loss-coeff 0.1 --expert-interval 7 "
+        "--mlp-type standard --moe-expert-parallel-size 1 --moe-train-capacity-factor 1 "
+        "--moe-eval-capacity-factor 1 --moe-min-capacity 4 --disable-moe-token-dropping "
+        "--create-moe-param-group"
+    )
+    default = config_of("")
+    assert replace(config_of(line), parallel=default.parallel) == default
     (said,) = [message for message in caplog.messages if message.startswith("no effect")]
     for words in line.split(" --"):
         assert words.removeprefix("--") in said

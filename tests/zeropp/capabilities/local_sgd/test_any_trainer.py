@@ -157,7 +157,7 @@ def test_a_run_goes_on_with_other_settings() -> None:
         assert torch.allclose(now, expected, atol=CLOSE), name
     averaged = Node("alone", sgd, {"sync_every": 1, "sync_bits": 32}, None)
     averaged.load(saved)
-    with pytest.raises(zeropp.InputError, match="stepped alone before it"):
+    with pytest.raises(zeropp.InputError, match="trained independently before it"):
         averaged.train(4, 4)
     before.steps.local.end_delay()
     assert not any(each.merges_at for each in before.steps.local.fragments)
@@ -165,7 +165,7 @@ def test_a_run_goes_on_with_other_settings() -> None:
     alike.train(1, 2)
     assert alike.steps.local.is_alike  # but not the moments
     averaged.load(alike.save())
-    with pytest.raises(zeropp.InputError, match="stepped alone before it"):
+    with pytest.raises(zeropp.InputError, match="trained independently before it"):
         averaged.train(3, 3)
     for each in (before, others, averaged, alike):
         each.steps.close()

@@ -3,10 +3,12 @@
 Set RANDOM_ELASTIC to draw more runs than the suite does.
 """
 
+import itertools
 import os
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -18,11 +20,9 @@ from tests.mortal_nodes import Killed, Lives
 from zeropp.capabilities.local_sgd.elastic_group import ElasticGroup
 from zeropp.capabilities.local_sgd.elastic_steps import ElasticSteps
 from zeropp.capabilities.local_sgd.fragment import OuterOptions
-from zeropp.capabilities.local_sgd.held_model import OfModule
-from zeropp.capabilities.local_sgd.member import Member, Members
-from zeropp.capabilities.local_sgd.rounds import NobodyLeftError, Rounds
+from zeropp.capabilities.local_sgd.rounds import Member, Members, NobodyLeftError, Rounds
 from zeropp.capabilities.local_sgd.sync_schedule import SyncSchedule
-from zeropp.capabilities.local_sgd.trained_weights import TrainedWeights
+from zeropp.capabilities.local_sgd.trained_weights import OfModule, TrainedWeights
 from zeropp.errors import InputError
 
 RUNS = int(os.environ.get("RANDOM_ELASTIC", "6"))
@@ -172,24 +172,42 @@ def test_replicas_that_are_left_are_equal_to_the_bit(seed: int) -> None:
     assert FINISHED in run.ends.values()
 
 
+class Begun:
+    """Nodes that have begun, whose ranks are threads."""
+
+    def __init__(self, num_nodes: int, num_ranks: int = 1) -> None:
+        self.store, self.lives, self.num_ranks = dist.HashStore(), Lives(), num_ranks
+        nodes = (Member(name=f"n{number}", number=number) for number in range(num_nodes))
+        self.members = Members(tuple(nodes))
+        self.store.set("members/0", self.members.text)
+
+    def steps(
+        self, node: Member, model: nn.Module, rank: int = 0, fragments: int = 1, bits: int = 4
+    ) -> ElasticSteps:
+        rounds = Rounds(self.store, node, rank, self.num_ranks, self.lives, LIMIT.total_seconds())
+        rounds.begin(self.members)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return ElasticSteps(
+            weights=TrainedWeights(model=OfModule(model, None), optimizer=optimizer),
+            group=ElasticGroup(self.store, rounds, len(self.members.nodes), LIMIT),
+            schedule=SyncSchedule.of(2, fragments=fragments),
+            options=OuterOptions(bits=bits),
+        )
+
+    def run(self, train: Callable) -> list[Future]:
+        """Call `train` for each rank of each node, and wait for all."""
+        with ThreadPoolExecutor(16) as pool:
+            ranks = itertools.product(self.members.nodes, range(self.num_ranks))
+            return [pool.submit(train, *rank) for rank in ranks]
+
+
 def test_what_was_not_sent_yet_goes_to_those_who_own_it_after_a_node_ended() -> None:
     """With two bits: each sender keeps what rounding lost of the elements that others own."""
-    store, lives, patience = dist.HashStore(), Lives(), timedelta(seconds=20)
-    members = Members(tuple(Member(name=f"n{number}", number=number) for number in range(3)))
-    store.set("members/0", members.text)
+    begun = Begun(3)
 
-    def train(node: Member) -> None:
-        rounds = Rounds(store, node, 0, 1, lives, patience.total_seconds())
-        rounds.begin(members)
+    def train(node: Member, _: int) -> None:
         model = small_model(0)
-        steps = ElasticSteps(
-            weights=TrainedWeights(
-                model=OfModule(model, None), optimizer=torch.optim.SGD([*model.parameters()])
-            ),
-            group=ElasticGroup(store, rounds, 3, patience),
-            schedule=SyncSchedule.of(2),
-            options=OuterOptions(bits=2),
-        )
+        steps = begun.steps(node, model, bits=2)
         generator = torch.Generator().manual_seed(node.number)
         with torch.no_grad():
             for each in model.parameters():
@@ -198,7 +216,7 @@ def test_what_was_not_sent_yet_goes_to_those_who_own_it_after_a_node_ended() -> 
         (fragment,) = steps.fragments
         before = fragment.mean.joined(fragment.mean.unsent)
         if node.number == 2:
-            lives.end(node.name)
+            begun.lives.end(node.name)
             return
         assert steps.sum(lambda place, size: [1.0]) == [2.0]
         after = fragment.mean.joined(fragment.mean.unsent)
@@ -212,62 +230,41 @@ def test_what_was_not_sent_yet_goes_to_those_who_own_it_after_a_node_ended() -> 
             assert torch.equal(new, old.where(is_own == 0, 0.0))
         assert sum(each.abs().sum() for each in after) > 0
 
-    with ThreadPoolExecutor(3) as pool:
-        for result in [pool.submit(train, node) for node in members.nodes]:
-            result.result()
+    for result in begun.run(train):
+        result.result()
 
 
 def test_ranks_of_a_node_come_to_the_same_rounds() -> None:
     """The second rank of each node, as of a pipeline, has no weights in the first fragment."""
-    store, lives, patience = dist.HashStore(), Lives(), timedelta(seconds=5)
-    members = Members(tuple(Member(name=f"n{number}", number=number) for number in range(2)))
-    store.set("members/0", members.text)
+    begun = Begun(2, num_ranks=2)
 
     def train(node: Member, rank: int) -> list[tuple[int, bool]]:
-        rounds = Rounds(store, node, rank, 2, lives, patience.total_seconds())
-        rounds.begin(members)
-        model = nn.Linear(3, 3, bias=rank == 0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        steps = ElasticSteps(
-            weights=TrainedWeights(model=OfModule(model, None), optimizer=optimizer),
-            group=ElasticGroup(store, rounds, 2, patience),
-            schedule=SyncSchedule.of(2, fragments=2),
-        )
-        seen = []
+        model, seen = nn.Linear(3, 3, bias=rank == 0), []
+        steps = begun.steps(node, model, rank, fragments=2)
         for step in range(1, 6):
             steps.after_update(step, is_last=step == 5)
-            seen.append((rounds.number, steps.is_alike))
+            seen.append((steps.group.rounds.number, steps.is_alike))
         return seen
 
-    with ThreadPoolExecutor(4) as pool:
-        ranks = [pool.submit(train, node, rank) for node in members.nodes for rank in range(2)]
-    first, *others = (each.result() for each in ranks)
+    first, *others = (each.result() for each in begun.run(train))
     assert first == [(2, False), (3, False), (4, False), (5, False), (6, True)]
     assert all(each == first for each in others)
 
 
 def test_a_node_whose_weights_are_not_finite_leaves_the_others() -> None:
-    store, lives = dist.HashStore(), Lives()
-    members = Members(tuple(Member(name=f"n{number}", number=number) for number in range(2)))
-    store.set("members/0", members.text)
+    begun = Begun(2)
 
-    def train(node: Member) -> nn.Module:
-        rounds = Rounds(store, node, 0, 1, lives, LIMIT.total_seconds())
-        rounds.begin(members)
+    def train(node: Member, _: int) -> nn.Module:
         model = small_model(0)
         if node.number:
             nn.init.constant_(model[1].bias, torch.nan)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        weights = TrainedWeights(model=OfModule(model, None), optimizer=optimizer)
-        group, schedule = ElasticGroup(store, rounds, 2, LIMIT), SyncSchedule.of(2)
         try:
-            ElasticSteps(weights=weights, group=group, schedule=schedule).after_update(2)
+            begun.steps(node, model).after_update(2)
         finally:
-            lives.end(node.name)
+            begun.lives.end(node.name)
         return model
 
-    with ThreadPoolExecutor(2) as pool:
-        good, bad = (pool.submit(train, node) for node in members.nodes)
+    good, bad = begun.run(train)
     with pytest.raises(InputError, match="weights of this node are not finite"):
         bad.result()
     assert all(each.isfinite().all() for each in good.result().parameters())

@@ -16,9 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.mortal_nodes import Killed, Lives
-from zeropp.capabilities.local_sgd.member import Member, Members
 from zeropp.capabilities.local_sgd.rounds import (
     ExcludedError,
+    Member,
+    Members,
     NobodyLeftError,
     NodeLostError,
     Rounds,
@@ -141,3 +142,15 @@ def test_all_who_are_left_agree_whatever_happens(seed: int) -> None:
             assert [*steps] == [*range(min(steps), ROUNDS + 1)]  # it left out no step
     names = {node.name for node in living if not node.is_fresh}
     assert {run.ends[name, rank] for name in names for rank in range(RANKS)} <= {FINISHED}
+
+
+def test_who_has_asked_to_join_takes_part_in_the_next_round_that_admits() -> None:
+    first, second = Member(name="n0", number=0), Member(name="j1", number=1, is_fresh=True)
+    store = dist.HashStore()
+    going, joining = (Rounds(store, own, 0, 1, Lives(), SECONDS) for own in (first, second))
+    going.begin(Members((first,)))
+    joining.announce()
+    assert going.arrive(admits=False).nodes == (first,) and going.conclude(succeeded=True)
+    assert going.arrive(admits=True).nodes == (first, second)
+    joining.wait_for_admission()
+    assert joining.arrive(admits=True).nodes == (first, second)

@@ -31,7 +31,7 @@ from zeropp.capabilities.muon.newton_schulz import (
     scale,
 )
 from zeropp.capabilities.muon.offloaded_muon import build_offloaded_muon
-from zeropp.capabilities.offload.offloaded import offloaded_adamw
+from zeropp.capabilities.offload.offloaded_adam import offloaded_adamw
 from zeropp.optim.adam import FusedAdam
 from zeropp.optim.step_or_skip import local_part
 from zeropp.wire.rank_group import sum_of
@@ -227,20 +227,6 @@ def test_work_is_dealt_out_evenly_and_each_row_once():
         work = [sum(block.work for block in blocks if block.owner == each) for each in range(size)]
         assert max(work) - min(work) <= max((block.work for block in blocks), default=0)
     assert flops(10, 4) == flops(4, 10) == 5 * (4 * 16 * 10 + 2 * 64)
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([{"params": [torch.nn.Parameter(torch.ones(3))], "use_muon": True}], "shape \\[3\\]"),
-        ([{"params": [torch.nn.Parameter(torch.ones(3, 3))]}], "no use_muon"),
-        ([], "no parameters"),
-        (nn.Embedding(3, 3), "no trained matrix"),
-    ],
-)
-def test_what_muon_cannot_take_is_named(groups, message):
-    with pytest.raises(InputError, match=message):
-        Muon(groups)
 
 
 def test_values_out_of_range_are_named():

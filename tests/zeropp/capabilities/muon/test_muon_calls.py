@@ -112,6 +112,10 @@ def test_torchs_state_is_taken_and_another_kinds_left_out():
 )
 def test_groups_that_cannot_be_added_are_named_and_left_out(group, message):
     optimizer = Muon([{"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True}])
-    with pytest.raises(InputError, match=message):
-        optimizer.add_param_group(group)
+    for take in (optimizer.add_param_group, lambda group: Muon([group])):
+        with pytest.raises(InputError, match=message):
+            take(group)
     assert len(optimizer.param_groups) == 1
+    for model, message in (([], "no parameters"), (nn.Embedding(3, 3), "no trained matrix")):
+        with pytest.raises(InputError, match=message):
+            Muon(model)

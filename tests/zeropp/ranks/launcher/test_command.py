@@ -297,61 +297,52 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(start: Callable, tmp_pat
     assert (tmp_path / "saved0").read_text() == "SIGTERM"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--num_ranks", "1"], "no script given"),
-        (["--num_ranks", "1", "none.py"], "no such script: none.py"),
-        (["--num_ranks", "1", "-m", "none.py"], "no module to run: none.py; expected a name as"),
-        (["--num_ranks", "1", "-m", "zeropp.none"], "no module to run: zeropp.none;"),
-        (["--num_ranks", "1", "-m", "zeropp"], "no module to run: zeropp;"),  # no __main__.py
-        (["--num_ranks", "1", "-m", "no_package.none"], "no module to run: no_package.none;"),
-        (["--num_ranks", "0", "{script}"], "0 ranks: expected at least 1"),
-        (["--num_ranks", "4", "--ranks_per_node", "3", "{script}"], "a divisor of 4 ranks"),
-        (["--num_ranks", "4096", "--bind_cores_to_rank", "{script}"], "4096 ranks need 4096 cores"),
-        (["--num_ranks", "1", "--max_restarts", "-1", "{script}"], "-1: expected at least 0"),
-        (["--num_ranks", "1", "--hostfiles", "h"], "unknown option --hostfiles"),
-        (["--hostfile", "none", "{script}"], "--hostfile none: No such file .* worker-1 slots=8$"),
-        (["--num_nodes", "2", "--num_ranks", "1", "{script}", "-x"], "--hostfile FILE .*\n.* -x$"),
-        (["--num_nodes", "2", "-m", "json.tool", "-x"], "--node_rank N .* --module json.tool -x$"),
-        (["--num_ranks", "1", "--node_rank", "0", "{script}"], "expected --num_nodes N above it"),
-        (["--node_rank", "0", "--hostfile", "{hosts}", "{script}"], "of this machine only"),
-        (["--num_ranks", "1", "--ssh_port", "70000", "{script}"], "a port from 1 to 65535"),
-        (
-            [
-                *"--num_ranks 1 --num_nodes 2 --node_rank 1 --master_addr a".split(),
-                "--max_restarts",
-                "1",
-                "{script}",
-            ],
-            "would restart one machine alone",
-        ),
-        (
-            [
-                *"--num_ranks 1 --num_nodes 2 --node_rank 0 --master_addr 192.0.2.1".split(),
-                "{script}",
-            ],
-            "--master_addr 192.0.2.1 is no address of the first machine",
-        ),
-        (
-            [
-                *"--num_ranks 1 --num_nodes 2 --node_rank 1 --master_addr no.invalid".split(),
-                "{script}",
-            ],
-            "does not know the name --master_addr no.invalid",
-        ),
-    ],
+FIRST, SECOND = (
+    f"--num_ranks 1 --num_nodes 2 --node_rank {rank} --master_addr" for rank in range(2)
 )
+MISTAKES = (
+    ("--num_ranks 1", "no script given"),
+    ("--num_ranks 1 none.py", "no such script: none.py"),
+    ("--num_ranks 1 -m none.py", "no module to run: none.py; expected a name as"),
+    ("--num_ranks 1 -m zeropp.none", "no module to run: zeropp.none;"),
+    ("--num_ranks 1 -m zeropp", "no module to run: zeropp;"),  # no __main__.py
+    ("--num_ranks 1 -m no_package.none", "no module to run: no_package.none;"),
+    ("--num_ranks 0 {script}", "0 ranks: expected at least 1"),
+    ("--num_ranks 4 --ranks_per_node 3 {script}", "a divisor of 4 ranks"),
+    ("--num_ranks 4096 --bind_cores_to_rank {script}", "4096 ranks need 4096 cores"),
+    ("--num_ranks 1 --max_restarts -1 {script}", "-1: expected at least 0"),
+    ("--num_ranks 1 --hostfiles h", "unknown option --hostfiles"),
+    ("--hostfile none {script}", "--hostfile none: No such file .* worker-1 slots=8$"),
+    ("--num_nodes 2 --num_ranks 1 {script} -x", "--hostfile FILE .*\n.* -x$"),
+    ("--num_nodes 2 -m json.tool -x", "--node_rank N .* --module json.tool -x$"),
+    ("--num_ranks 1 --node_rank 0 {script}", "expected --num_nodes N above it"),
+    ("--node_rank 0 --hostfile {hosts} {script}", "of this machine only"),
+    ("--num_ranks 1 --ssh_port 70000 {script}", "a port from 1 to 65535"),
+    (f"{SECOND} a --max_restarts 1 {{script}}", "would restart one machine alone"),
+    (f"{SECOND} no.invalid {{script}}", "does not know the name --master_addr no.invalid"),
+    (
+        f"{FIRST} 192.0.2.1 {{script}}",
+        "--master_addr 192.0.2.1 is no address of the first machine",
+    ),
+)
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES)
 def test_mistakes_are_explained(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    words: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # groups of earlier tests set it
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(0)")
     (tmp_path / "hosts").write_text("localhost slots=1\n")
     given = {"script": script, "hosts": tmp_path / "hosts"}
-    assert main([argument.format(**given) for argument in arguments]) == 2
+    assert main([word.format(**given) for word in words.split()]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and re.search(words, error.strip(), re.DOTALL), error
+    assert error.startswith("error: ") and re.search(said, error.strip(), re.DOTALL), error
 
 
 @ON_CPU

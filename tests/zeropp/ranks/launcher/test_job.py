@@ -47,8 +47,9 @@ if action != "end":
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
+def start(tmp_path: Path, monkeypatch) -> Callable[..., subprocess.Popen]:
     """Start the launcher on the hostfile with an action of the script; kill it at the end."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "hosts").write_text("one slots=2\ntwo slots=2\n")
     (tmp_path / "ssh").write_text(LOCAL_SSH.format(folder=tmp_path))
