@@ -1,7 +1,8 @@
 """The output layer and its cross-entropy in one step, so that the logits are stored only once.
 
 The logits are overwritten with their own gradient, a few rows at a time while they are in cache.
-There is no second buffer of their size and no fp32 copy of 16-bit logits.
+There is no second buffer of their size, no fp32 copy of 16-bit logits, and backward reads them
+only in its two products.
 Shapes: T tokens, H hidden, V padded vocabulary.
 """
 
@@ -11,6 +12,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_zpp.parallel.collectives import largest, sum_whole
 from zeropp.wire import RankGroup
@@ -34,8 +36,8 @@ def head_loss(
     """Return the mean cross-entropy Σ(loss·mask)/Σmask of logits hidden·weightᵀ, an fp32 scalar.
 
     hidden [T, H], weight [V, H], labels int64 [T] below V, mask [T]. The loss is zero if the mask
-    is all zero. Losses and softmax are computed in fp32 whatever the dtype. Differentiable once, by
-    `cross_entropy`, one of the three below; None means `chunked_cross_entropy`.
+    is all zero. Losses and softmax are computed in fp32 whatever the dtype. First derivatives only.
+    `cross_entropy` is one of the three below; None means `chunked_cross_entropy`.
     With a cap c, logits x are c tanh(x / c).
     """
     mask = mask.float()
@@ -153,6 +155,12 @@ def _capped_cross_entropy(
 
 
 class _HeadLoss(torch.autograd.Function):
+    """The loss, whose stored gradient is multiplied by that of the loss after the products.
+
+    The logits hold w (softmax - one-hot), with w = mask / count. In fp16 w = mask, as mask / count
+    may be subnormal: the rest of the factor is in the smaller operands then, in fp32.
+    """
+
     @staticmethod
     def forward(
         ctx,
@@ -163,22 +171,30 @@ class _HeadLoss(torch.autograd.Function):
         cross_entropy: CrossEntropy,
     ) -> Tensor:
         logits = F.linear(hidden, weight)  # [T, V]
-        losses = cross_entropy(logits, labels, mask)  # logits now hold their gradient
         count = _count(mask)
+        ctx.divides = logits.dtype == torch.float16
+        # The logits now hold their gradient.
+        losses = cross_entropy(logits, labels, mask if ctx.divides else mask / count)
         ctx.save_for_backward(logits, hidden, weight, count)
         return torch.dot(losses, mask) / count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits_gradient, hidden, weight, count = ctx.saved_tensors
-        # In place, so autograd refuses a second backward pass.
-        logits_gradient.mul_(loss_gradient / count)
+        dtype = logits_gradient.dtype
+        # [1] and not a scalar, which would be rounded to the products' dtype.
+        factor = (loss_gradient / count if ctx.divides else loss_gradient)[None].float()
         hidden_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
-            hidden_gradient = logits_gradient @ weight.to(logits_gradient.dtype)
-            hidden_gradient = hidden_gradient.to(hidden.dtype)
+            hidden_gradient = (logits_gradient @ weight.to(dtype)).mul_(factor).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
-            weight_gradient = logits_gradient.t() @ hidden.to(logits_gradient.dtype)
+            hidden = hidden.to(dtype)
+            if ctx.divides:  # a sum over T tokens that is not divided may overflow
+                hidden = (hidden * factor).to(dtype)
+            weight_gradient = logits_gradient.t() @ hidden
+            if not ctx.divides:
+                weight_gradient.mul_(factor)
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None
 
