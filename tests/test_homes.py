@@ -55,7 +55,7 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_490,
+    "zeropp": 22_488,
     "zeropp/deepspeed": 4_332,
     "megatron_zpp": 24_675,
     "megatron_zpp/planner": 5_414,

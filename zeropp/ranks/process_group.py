@@ -18,9 +18,12 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +39,7 @@ REFUSAL_TIMEOUT = timedelta(seconds=5)
 PATIENCE_SECONDS = 20.0  # for a store that should be there, and before a rank says that it waits
 RETRY_SECONDS, POLL_SECONDS = 0.5, 0.02
 LAST_PORT = 2**16 - 1
+Connected = TypeVar("Connected")
 
 log = logging.getLogger("zeropp")
 
@@ -139,7 +143,16 @@ def open_store(environment: Environment, timeout: timedelta) -> dist.Store:
         store = _create_store(environment, timeout)
     else:
         _wait_until_reachable(environment, timeout.total_seconds())
-        store = _connect_to_store(environment, min(timeout.total_seconds(), PATIENCE_SECONDS))
+        patience = min(timeout.total_seconds(), PATIENCE_SECONDS)
+        store, _, _ = store_within(
+            patience,
+            partial(next, dist.rendezvous("env://", timeout=timedelta(seconds=patience))),
+            lambda: (
+                f"rank {environment.rank} on {socket.gethostname()}: what answers where the "
+                f"ranks meet, {_where(environment)}, is not their store. Another program uses that "
+                "port: give one that is free"
+            ),
+        )
     store.set_timeout(timeout)
     return store
 
@@ -198,26 +211,26 @@ def _create_store(environment: Environment, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _connect_to_store(environment: Environment, patience: float) -> dist.Store:
-    """Return the store; raise NetworkError if another program answers, as torch would not."""
-    answer: Future[dist.Store] = Future()
+def store_within(
+    seconds: float, connect: Callable[[], Connected], problem: Callable[[], str]
+) -> Connected:
+    """Return what `connect`, which reaches a store, returns.
 
-    def connect() -> None:
+    What is no store may never answer, and torch would wait: NetworkError then says `problem()`.
+    """
+    answer: Future[Connected] = Future()
+
+    def run() -> None:
         try:
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
-            answer.set_result(store)
+            answer.set_result(connect())
         except Exception as error:  # noqa: BLE001  (raised by `result`)
             answer.set_exception(error)
 
-    threading.Thread(target=connect, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     try:
-        return answer.result(patience)
+        return answer.result(seconds)
     except (dist.DistError, TimeoutError) as error:
-        raise NetworkError(
-            f"rank {environment.rank} on {socket.gethostname()}: what answers where the ranks "
-            f"meet, {_where(environment)}, is not their store. Another program uses that port: "
-            "give one that is free"
-        ) from error
+        raise NetworkError(problem()) from error
 
 
 def _wait_until_reachable(environment: Environment, timeout: float) -> None:

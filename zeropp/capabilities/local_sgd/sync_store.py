@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from zeropp.errors import InputError, NetworkError
 from zeropp.ranks.addresses import interface_of, resolve, source_towards
+from zeropp.ranks.process_group import store_within
 from zeropp.ranks.topology import gloo_interfaces
 
 PATIENCE_SECONDS, RETRY_SECONDS = 30.0, 0.5
@@ -26,11 +26,13 @@ def open_sync_store(address: str, timeout: timedelta) -> dist.Store:
     """
     host, port = split_address(address)
     _wait_until_reachable(host, port)
-    store = _within(
+    store = store_within(
         PATIENCE_SECONDS,
         lambda: dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False),
-        f"what answers at zeropp.sync_store {address} is no store: let `zeropp --keep_store PORT` "
-        "run there, on a port that no other program uses",
+        lambda: (
+            f"what answers at zeropp.sync_store {address} is no store: let `zeropp --keep_store "
+            "PORT` run there, on a port that no other program uses"
+        ),
     )
     _use_interface_towards(host)
     return store
@@ -98,23 +100,6 @@ def _wait_until_reachable(host: str, port: int) -> None:
                 "which this machine reaches it"
             )
         time.sleep(RETRY_SECONDS)
-
-
-def _within(seconds: float, connect: Callable[[], dist.Store], problem: str) -> dist.Store:
-    """Return what `connect` does; a store that does not answer would not end it."""
-    answer: Future[dist.Store] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(connect())
-        except Exception as error:  # noqa: BLE001  (raised by `result`)
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return answer.result(seconds)
-    except (dist.DistError, TimeoutError) as error:
-        raise NetworkError(problem) from error
 
 
 def _use_interface_towards(host: str) -> None:
