@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 
 from benchmarks.memory.dry_run import VOCABULARY
-from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
 from megatron_zpp.planner.run_forecast import (
     ACTIVATIONS,
     GATHERED,
@@ -18,6 +17,7 @@ from megatron_zpp.planner.run_forecast import (
 )
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.parallel.flags import CP2, PP2, PP4, SP, TP2, TWO_STAGES
+from tests.megatron_zpp.planner.searches import run_at
 from zeropp.errors import InputError
 from zeropp.wire.rank_group import Nodes
 
@@ -128,8 +128,8 @@ def test_a_pipeline_over_nodes_sends_what_all_its_places_do(count, per_node, chu
     nodes = Nodes.of(range(count), per_node)
     total = Counter()
     for place in range(8):
-        total.update(plan_run(config, VOCABULARY, nodes, is_cpu=False, place=place).sent_by_node())
-    mean = RunForecast(plan_places(config, VOCABULARY, nodes, is_cpu=False)).sent
+        total.update(run_at(config, VOCABULARY, nodes, place).sent_by_node())
+    mean = RunForecast.of(config, VOCABULARY, nodes, is_cpu=False).sent
     assert mean["pipeline", "across_nodes"] > 0
     assert mean == {key: pytest.approx(sent / 8) for key, sent in total.items()}
 
