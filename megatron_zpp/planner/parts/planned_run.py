@@ -28,7 +28,7 @@ from zeropp.fsdp_adapter import ShardSpec
 from zeropp.optim import OPTIMIZER
 from zeropp.settings import declared
 from zeropp.sharding import DataAxis, Plan, node_bytes, places_of, plan_units
-from zeropp.wire import AXES, HOPS, PURPOSES, Message, sum_of
+from zeropp.wire import AXES, HOPS, PURPOSES, Message, everyone, sum_of
 
 Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
 Units = tuple[tuple[int | None, Unit], ...]  # each with its layer, None for a root
@@ -261,7 +261,7 @@ def _units_of_stages(
     model: MetaModel, ranks: PlannedRanks, stages: Iterable[Part]
 ) -> Iterator[Units]:
     """Yield the units of each of a rank's stages; inner ones are on axes of their own."""
-    axis = DataAxis.of(ranks.config.zero, ranks.data_nodes)
+    axis = DataAxis.of(ranks.config.zero, everyone(ranks.data_nodes, 0))
     alike, blocks = model.alike(ranks), model.split(ranks).blocks
     by_layer: dict[int, list[Unit]] = {}
     for stage in stages:
@@ -280,7 +280,7 @@ def _units_of_block(block: nn.Module, ranks: PlannedRanks, axis: DataAxis) -> li
     """Return a block, and what in it has an axis of its own."""
     num_losses, zero = axis.nodes.num_ranks, ranks.config.zero
     apart = {
-        module: DataAxis.of(zero, ranks.nodes_of(own.size), num_losses=num_losses)
+        module: DataAxis.of(zero, everyone(ranks.nodes_of(own.size), 0), num_losses=num_losses)
         for module, own in own_axes(block).items()
     }
     root = nn.ModuleList([block])  # without parameters of its own
