@@ -1,6 +1,7 @@
 """What a plan compares: sizes of axes, settings of ZeRO, micro-batches, recomputation."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import gcd, prod
@@ -148,15 +149,12 @@ class SearchSpace:
         length, own_size = base.model.seq_length, base.parallel.context_parallel_size
         own_pipe, layers = base.parallel.pipeline_model_parallel_size, base.model.num_layers
         own_chunks = len(base.parallel.stages(layers)) // own_pipe
-        contexts = {
-            1,
-            own_size,
-            *(2**i for i in range(1, 7) if length >= 2 ** (i - 1) * LONG_SEQUENCE),
-        }
+        powers = (2**i for i in range(1, 7) if length >= 2 ** (i - 1) * LONG_SEQUENCE)
+        contexts = sorted({1, own_size, *powers})
         pipes = sorted({*range(1, min(LARGEST_PIPELINE, layers) + 1), own_pipe})
         all_chunks = sorted({*NUMBERS_OF_STAGES, own_chunks})
         for tensor, pipe, context, chunks in product(
-            _divisors(nodes.ranks_per_node), pipes, sorted(contexts), all_chunks
+            _divisors(nodes.ranks_per_node), pipes, contexts, all_chunks
         ):
             if chunks > 1 and pipe == 1 or nodes.num_ranks % pipe:
                 continue
@@ -173,9 +171,8 @@ class SearchSpace:
                 balanced_stages(sized, base.parallel, seconds, TIE), self._expert_sizes(sized)
             ):
                 parallel = replace(staged, expert_model_parallel_size=size)
-                data_nodes = self._data_nodes(parallel)
-                if data_nodes is not None:
-                    yield parallel, data_nodes
+                with suppress(InputError):  # of sizes that the trainer would refuse
+                    yield parallel, self._data_nodes(parallel)
 
     def _expert_sizes(self, parallel: ParallelConfig) -> list[int | None]:
         """Return how many ranks may split experts, the first by default.
@@ -198,14 +195,8 @@ class SearchSpace:
         ]
         return [*dict.fromkeys((default, 1, *whole_nodes))]
 
-    def _data_nodes(self, parallel: ParallelConfig) -> Nodes | None:
-        """Return the nodes of the data axis; None for sizes that the trainer would refuse."""
-        try:
-            return self._checked_nodes(parallel)
-        except InputError:
-            return None
-
-    def _checked_nodes(self, parallel: ParallelConfig) -> Nodes:
+    def _data_nodes(self, parallel: ParallelConfig) -> Nodes:
+        """Return the nodes of the data axis; raises InputError as the trainer does."""
         batch = replace(self.base.batch, micro_batch_size=1)  # others are compared
         config = replace(self.base, batch=batch, parallel=parallel)
         replicas = parallel.data_parallel_size(self.nodes.num_ranks)
@@ -230,7 +221,7 @@ class SearchSpace:
                 experts, *_ = self._expert_sizes(parallel)
                 parallel = replace(parallel, expert_model_parallel_size=experts)
                 parallel.stages(base.model.num_layers)
-                self._checked_nodes(parallel)
+                self._data_nodes(parallel)
         except InputError as error:
             return str(error)
         return None
@@ -246,9 +237,8 @@ class SearchSpace:
         base = self.base if parallel is None else replace(self.base, parallel=parallel)
         final = base.schedules.batch_size.final
         share = 0 if final % num_replicas else final // num_replicas
-        sizes = [
-            size for size in range(1, min(share, LARGEST_MICRO_BATCH) + 1) if share % size == 0
-        ]
+        most = min(share, LARGEST_MICRO_BATCH)
+        sizes = [size for size in range(1, most + 1) if share % size == 0]
         if base.parallel.num_virtual_stages_per_pipeline_rank:
             group = base.parallel.pipeline_model_parallel_size
             sizes = [size for size in sizes if share // size % group == 0]

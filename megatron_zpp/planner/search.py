@@ -174,7 +174,7 @@ class Search:
         capabilities = capabilities_of(base)
         base = replace(base, parallel=settled(base.parallel, capabilities, nodes))
         self.space = SearchSpace(base=base, nodes=nodes)
-        self._model = MetaModel(base.model, vocab_size, capabilities)
+        self.model = MetaModel(base.model, vocab_size, capabilities)
 
     @cached_property
     def _layer_seconds(self) -> LayerSeconds:
@@ -219,7 +219,7 @@ class Search:
     def _crossing(self, rows: Iterable[Row]) -> Crossing | None:
         """Return what crosses nodes, of the first row with a choice."""
         crossings = (
-            crossing_of(row.candidate, self.space.nodes, self._model)
+            crossing_of(row.candidate, self.space.nodes, self.model)
             for row in rows
             if row.candidate.interval == 1
         )
@@ -321,7 +321,7 @@ class Search:
             self.vocab_size,
             self.space.nodes,
             is_cpu=False,
-            model=self._model,
+            model=self.model,
             like=like and like.forecast,
         )
         return Row(candidate=candidate, cluster=self.cluster, forecast=forecast)

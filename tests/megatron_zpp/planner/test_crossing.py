@@ -9,11 +9,9 @@ from megatron_zpp.capabilities.experts.messages import copies_across_nodes
 from megatron_zpp.planner.advice import advice
 from megatron_zpp.planner.candidates import Candidate
 from megatron_zpp.planner.crossing import Crossing, crossing_of
-from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.planner.search import ClusterPlan, Search
 from megatron_zpp.planner.zero_settings import compared_settings
-from megatron_zpp.recipe.capability import capabilities_of
 from tests.megatron_zpp.planner.searches import search_for
 from zeropp.sharding.forecast import CHANGED_SHARE, CODED_SHARE
 
@@ -70,9 +68,7 @@ def candidate_of(its_search: Search, name: str) -> Candidate:
 
 
 def found_crossing(its_search: Search, candidate: Candidate) -> Crossing:
-    space = its_search.space
-    model = MetaModel(space.base.model, VOCABULARY, capabilities_of(space.base))
-    crossing = crossing_of(candidate, space.nodes, model)
+    crossing = crossing_of(candidate, its_search.space.nodes, its_search.model)
     assert crossing is not None
     return crossing
 

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 
 from megatron_zpp.planner.candidates import TIE, SearchSpace
+from megatron_zpp.planner.parts.planned_run import plan_run
 from megatron_zpp.planner.run_forecast import RunForecast, rank_memory
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.balanced_stages import LayerSeconds, balanced_stages, stage_flags
 from megatron_zpp.planner.timing.hardware import find_cluster
 from megatron_zpp.settings.arguments import parse
-from tests.megatron_zpp.planner.searches import run_at
 from zeropp.wire.rank_group import Nodes
 
 FLAGS = (
@@ -107,13 +107,12 @@ CASES = (
 def test_memory_is_that_of_the_fullest_of_all_ranks(flags):
     config = config_of(7, PP4 + flags + "--micro-batch-size 2 ")
     forecast = RunForecast.of(config, VOCABULARY, NODES, is_cpu=False)
-    by_place = [
-        sum(len(each.layers) for each in run.stages)
-        for run, count in forecast.places
-        for _ in range(count)
-    ]
+    by_place = []
+    for run, count in forecast.places:
+        by_place += count * [sum(len(each.layers) for each in run.stages)]
     assert by_place == list(map(len, config.parallel.stages(7)))
-    runs = (run_at(config, VOCABULARY, NODES, place) for place in range(4))
+    ranks, model = forecast.first.ranks, forecast.first.model
+    runs = (plan_run(model, ranks.at(place), is_cpu=False) for place in range(4))
     expected = max(sum(rank_memory(run)[0].values()) for run in runs)
     assert forecast.device_bytes == expected
 
