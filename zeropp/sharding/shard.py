@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.settings.capabilities import modules_of
+from zeropp.exports import modules_of
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import require_same_model, require_shardable
 from zeropp.sharding.cut import cut, outermost_blocks, places_of, plan_model
