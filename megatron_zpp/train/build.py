@@ -23,17 +23,14 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
 from megatron_zpp.recipe.apex import find_apex
 from megatron_zpp.recipe.capability import capabilities_of, settled
-from megatron_zpp.recipe.model import build_model
-from megatron_zpp.recipe.one_stage import OneStage
-from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.recipe.model import build_model, build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config, PrecisionConfig
 from megatron_zpp.train.inputs import TRAIN, open_inputs
-from megatron_zpp.train.resume import load
+from megatron_zpp.train.resume import load, saved_run, with_source
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.saved_run import saved_run, with_source
 from megatron_zpp.train.stop import Stopping
-from megatron_zpp.train.trainer import Counters, Trainer
+from megatron_zpp.train.trainer import Counters, OneStage, Trainer
 from zeropp import LossScaler, ZeroConfig, __version__
 from zeropp.checkpoint import AsyncWriter, FolderLock
 from zeropp.optim import sharded, state_numbers_per_weight
