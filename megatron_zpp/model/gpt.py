@@ -21,7 +21,8 @@ from megatron_zpp.model.loss import cap_logits, head_loss, parallel_cross_entrop
 from megatron_zpp.model.normalization import apply_norm, make_norm
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
-from megatron_zpp.parallel.collectives import gather_columns
+from megatron_zpp.parallel.axes import enter, own_tokens
+from megatron_zpp.parallel.collectives import gather_columns, gather_rows, moved, own_rows
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim import local_part
 
@@ -97,10 +98,11 @@ class GPT(nn.Module):
         if cache is not None:
             position_ids = cache.positions
         if has_loss and part.context is not None:
-            tokens, labels, loss_mask, position_ids, share = part.context.own_part(
-                tokens, labels, loss_mask, position_ids
+            tokens, labels, loss_mask, position_ids, share = own_tokens(
+                tokens, labels, loss_mask, position_ids, part.context, part.gathers_keys
             )
-        splits_rows = has_loss and part.tensor is not None and part.tensor.splits(tokens)
+        # Logits are of whole rows.
+        splits_rows = has_loss and part.splits_rows and tokens.shape[1] % part.tensor.size == 0
         x = self.embed(tokens, position_ids) if part.is_first else received  # [B, S, H]
         if splits_rows and part.is_first:
             x = self._own_rows(x)
@@ -152,7 +154,7 @@ class GPT(nn.Module):
         hidden, weight = self._output_layer(x, splits_rows=False)
         logits = F.linear(hidden, weight)
         if self.part.tensor is not None:
-            logits = gather_columns(logits, self.part.tensor.group)
+            logits = gather_columns(logits, self.part.tensor)
         return cap_logits(logits, self.config.final_logit_softcapping)
 
     def loss(
@@ -162,9 +164,9 @@ class GPT(nn.Module):
         hidden, weight = self._output_layer(x, splits_rows)
         mask = torch.ones(1, device=x.device) if loss_mask is None else loss_mask
         mask = mask.expand(labels.shape)
-        cross_entropy, axis = self.part.execution.cross_entropy, self.part.tensor
-        if axis is not None:
-            cross_entropy = partial(parallel_cross_entropy, group=axis.group)
+        cross_entropy = self.part.execution.cross_entropy
+        if self.part.tensor is not None:
+            cross_entropy = partial(parallel_cross_entropy, group=self.part.tensor)
         return head_loss(
             hidden.flatten(0, 1),
             weight,
@@ -181,14 +183,14 @@ class GPT(nn.Module):
         if self.config.logits_scaling != 1:  # the logits are linear in x
             x = x / self.config.logits_scaling
         if self.part.tensor is not None:
-            x = self.part.tensor.enter(x, splits_rows)
+            x = enter(x, self.part.tensor, splits_rows)
         return x, local_part(weight)
 
     def _own_rows(self, x: Tensor) -> Tensor:
         """Return this rank's rows of x [B, S, H]; their dropout has random numbers of its own."""
         if self.training and max(self.config.hidden_dropout, self.config.attention_dropout) > 0:
-            torch.manual_seed(self.part.tensor.group.own_seed())
-        return self.part.tensor.own_rows(x)
+            torch.manual_seed(self.part.tensor.own_seed())
+        return moved(x, self.part.tensor, own_rows, gather_rows)
 
     def num_parameters(self, *, trained_only: bool = False) -> int:
         """Return the number of weights of the whole model, also where it is sharded."""

@@ -7,7 +7,9 @@ from typing import Any
 from torch import nn
 
 from megatron_zpp.model.execution import Execution
-from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
+from megatron_zpp.parallel.rank_grid import RankGrid
+from megatron_zpp.settings.config import ParallelConfig
+from zeropp.wire import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,23 +28,33 @@ class Part:
     """The part of a GPT that a rank has, and how it computes it; by default the whole, alone.
 
     layers: its blocks, None for all. is_first: it has the embedding. is_last: it has the output
-    layer. tensor: the axis over which its layers are split. context: that over which sequences are.
-    axes: those of capabilities, by their names; None for one over which nothing is split.
+    layer. tensor: the ranks that each have a part of its matrices. context: those that each have a
+    part of each sequence. axes: those of capabilities, by their names; None for one over which
+    nothing is split. splits_rows: between split layers each tensor rank has some rows (sequence
+    parallelism). gathers_keys: attention gathers keys and values from the context ranks, instead of
+    exchanging heads for rows.
     """
 
     layers: range | None = None
     is_first: bool = True
     is_last: bool = True
-    tensor: TensorAxis | None = None
-    context: ContextAxis | None = None
+    tensor: RankGroup | None = None
+    context: RankGroup | None = None
     axes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     execution: Execution = field(default_factory=Execution)
     norms: NormClasses = TORCH_NORMS
+    splits_rows: bool = False
+    gathers_keys: bool = False
 
-    @property
-    def splits_rows(self) -> bool:
-        """Whether between split layers each tensor rank has some rows (sequence parallelism)."""
-        return self.tensor is not None and self.tensor.sequence_parallel
+    def over(self, ranks: RankGrid, parallel: ParallelConfig) -> "Part":
+        """Return this part split over ranks that share matrices or sequences."""
+        return replace(
+            self,
+            tensor=ranks.tensor_group if ranks.tensor_size > 1 else None,
+            context=ranks.context_group if ranks.context_size > 1 else None,
+            splits_rows=ranks.tensor_size > 1 and parallel.sequence_parallel,
+            gathers_keys=parallel.cp_comm_type == "allgather",
+        )
 
 
 WHOLE = Part()

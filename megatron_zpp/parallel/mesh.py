@@ -96,11 +96,6 @@ class Ranks(RankGrid):
         return self.mesh["data"] if self.mesh.ndim > 1 else self.mesh
 
     @property
-    def tensor_mesh(self) -> DeviceMesh:
-        """The mesh of the tensor axis."""
-        return self.mesh["tensor"]
-
-    @property
     def nodes(self) -> Nodes:
         """The nodes of all ranks, wherever they are in the mesh."""
         per_node = self.ranks_per_node or self.environment.local_world_size
@@ -113,9 +108,9 @@ class Ranks(RankGrid):
 
         `name` tells groups of the same ranks apart.
         """
-        pipe, data, tensor = self.places
+        (pipe, data, tensor), mesh = self.places, None
         if purpose == "tensor":
-            group = self.mesh.get_group("tensor")
+            mesh, group = self.mesh["tensor"], self.mesh.get_group("tensor")
         else:
             lines = {
                 "context": self.grid[pipe, :, tensor],
@@ -130,6 +125,7 @@ class Ranks(RankGrid):
             purpose=purpose,
             ledger=self.activations,
             group=group,
+            mesh=mesh,
         )
 
     def stage_mesh(self, names: tuple[str, str], size: int) -> DeviceMesh:

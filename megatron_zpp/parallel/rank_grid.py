@@ -13,8 +13,6 @@ from functools import cached_property
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_zpp.parallel.axes import ContextAxis, TensorAxis
-from megatron_zpp.settings.config import ParallelConfig
 from zeropp.wire import RankGroup
 
 
@@ -35,11 +33,6 @@ class RankGrid(ABC):
     @abstractmethod
     def rank_group(self, purpose: str, members: Sequence[int]) -> RankGroup:
         """Return ranks, this one among them, as a group for one of `AXES`."""
-
-    @property
-    def tensor_mesh(self) -> DeviceMesh | None:
-        """The mesh of the tensor axis; None where ranks are only planned."""
-        return None
 
     @cached_property
     def places(self) -> tuple[int, int, int]:
@@ -114,20 +107,3 @@ class RankGrid(ABC):
         """Return the mesh of this rank's stage whose last axis has `size` consecutive ranks; None
         where ranks are only planned. All ranks of a run call it."""
         return None
-
-    def tensor_axis(self, config: ParallelConfig) -> TensorAxis | None:
-        """Return the axis over which layers are split, if they are."""
-        if self.tensor_size == 1:
-            return None
-        return TensorAxis(
-            group=self.tensor_group,
-            sequence_parallel=config.sequence_parallel,
-            mesh=self.tensor_mesh,
-        )
-
-    def context_axis(self, config: ParallelConfig) -> ContextAxis | None:
-        """Return the axis over which sequences are split, if they are."""
-        if self.context_size == 1:
-            return None
-        gathers_keys = config.cp_comm_type == "allgather"
-        return ContextAxis(group=self.context_group, gathers_keys=gathers_keys)

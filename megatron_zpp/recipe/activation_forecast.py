@@ -188,7 +188,7 @@ class Forecast:
         key_bytes, value_bytes = (
             self.tokens * channels * self.width for channels in (config.head_dim, config.value_dim)
         )
-        if self.model.part.context.gathers_keys:
+        if self.model.part.gathers_keys:
             both = kv_heads * (key_bytes + value_bytes)
             again = layers if is_selective else again
             yield from in_layers(group, (GATHER,), both, layers, again)

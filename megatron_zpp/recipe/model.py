@@ -43,12 +43,10 @@ def build_model(
     if capabilities is None:
         capabilities = capabilities_of(config, ranks)
     common = Part(
-        tensor=ranks.tensor_axis(config.parallel),
-        context=ranks.context_axis(config.parallel),
         axes={each.splits: each.axis() for each in capabilities if each.splits},
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
-    )
+    ).over(ranks, config.parallel)
 
     def build(part: Part) -> GPT:
         with torch.device("meta"):

@@ -125,9 +125,7 @@ class MetaModel:
 
     def _build(self, kind: type[GPT], part: Part, ranks: PlannedRanks | None = None) -> GPT:
         if ranks is not None:
-            parallel = ranks.parallel
-            tensor, context = ranks.tensor_axis(parallel), ranks.context_axis(parallel)
-            part = replace(part, tensor=tensor, context=context, axes=ranks.axes)
+            part = replace(part, axes=ranks.axes).over(ranks, ranks.parallel)
         with META:
             model = kind(self._config.model, self.vocab_size, part)
             return extended(model, self._capabilities) if kind is GPT else model
