@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 
 from megatron_zpp.model.attention.attention import QK_NORMS
-from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.model.part import TORCH_NORMS, Part, parts_of_stages
+from megatron_zpp.model.part import TORCH_NORMS, Execution, Part, parts_of_stages
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.apex import Apex, ApexAdam
 from megatron_zpp.recipe.capability import Capability, OwnGroup, capabilities_of, extended
