@@ -21,9 +21,8 @@ from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
-from megatron_zpp.recipe.apex import find_apex
 from megatron_zpp.recipe.capability import capabilities_of, settled
-from megatron_zpp.recipe.model import build_model, build_optimizer
+from megatron_zpp.recipe.model import build_model, build_optimizer, find_apex
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config, PrecisionConfig
 from megatron_zpp.train.inputs import TRAIN, open_inputs
