@@ -14,14 +14,14 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.quant.coded_message import most_bytes
 from zeropp.quant.packing import RowLayout
-from zeropp.ranks.groups import shared_group, uses_gloo
-from zeropp.ranks.waits import NamedWork
+from zeropp.ranks.groups import NamedWork, shared_group, uses_gloo
 from zeropp.wire.traffic import Traffic
 
 # torch 2.13 renamed it
@@ -145,7 +145,8 @@ class RankGroup:
     members: positions among the ranks of `nodes`. ranks: the global ranks at all positions, where
     they can be connected. purpose: of messages, unless a call says another.
     ledger: where they are entered. group: None where the ranks are planned, or not connected yet.
-    is_coded: whether `exchange_coded` is to be used across nodes.
+    is_coded: whether `exchange_coded` is to be used across nodes. mesh: of the members, where each
+    has a part of the same parameters.
     """
 
     members: tuple[int, ...]
@@ -156,6 +157,7 @@ class RankGroup:
     ledger: Traffic | None = field(default=None, compare=False, repr=False)
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     is_coded: bool = False
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:

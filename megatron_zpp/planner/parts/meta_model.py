@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megatron_zpp.model.block import Block
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.gpt import GPT, Block
 from megatron_zpp.model.mlp import FeedForward
 from megatron_zpp.model.part import WHOLE, Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
@@ -125,9 +124,7 @@ class MetaModel:
 
     def _build(self, kind: type[GPT], part: Part, ranks: PlannedRanks | None = None) -> GPT:
         if ranks is not None:
-            parallel = ranks.parallel
-            tensor, context = ranks.tensor_axis(parallel), ranks.context_axis(parallel)
-            part = replace(part, tensor=tensor, context=context, axes=ranks.axes)
+            part = replace(part, axes=ranks.axes).over(ranks, ranks.parallel)
         with META:
             model = kind(self._config.model, self.vocab_size, part)
             return extended(model, self._capabilities) if kind is GPT else model
