@@ -14,7 +14,7 @@ from megatron_zpp.checkpoint.open_model import OpenModel
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step, settings_key
+from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate, warn_if_float32_is_faster
 from megatron_zpp.monitor.metrics import Metrics
@@ -142,7 +142,8 @@ def open_step_watch(trainer: Trainer) -> StepWatch | None:
     if config.log.plan_file is None:
         return None
     with fail_together():
-        key = settings_key(settled(config, ranks.nodes), ranks.world_size)
+        parallel = settled(config.parallel, trainer.capabilities, ranks.nodes)
+        key = replace(config, parallel=parallel).step_key(ranks.world_size)
         return StepWatch(read_expected_step(config.log.plan_file, key))
 
 

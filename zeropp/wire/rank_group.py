@@ -182,11 +182,12 @@ class RankGroup:
     def consecutive(self, size: int) -> "RankGroup":
         """Return the `size` consecutive members of which this rank is one, not connected."""
         first = self.index - self.index % size
-        return replace(self, members=self.members[first : first + size], group=None)
+        return replace(self, members=self.members[first : first + size], group=None, mesh=None)
 
     def strided(self, stride: int) -> "RankGroup":
         """Return every `stride`-th member, this rank among them, not connected."""
-        return replace(self, members=self.members[self.index % stride :: stride], group=None)
+        members = self.members[self.index % stride :: stride]
+        return replace(self, members=members, group=None, mesh=None)
 
     def connected(
         self, ledger: Traffic, purpose: str, *, is_coded: bool = False

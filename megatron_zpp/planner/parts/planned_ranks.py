@@ -1,7 +1,7 @@
 """Ranks that are only planned: who shares what with whom on which nodes, without process groups."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from zeropp.wire import AXES, Nodes, RankGroup, Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRanks(RankGrid):
-    """A rank of a run on `nodes`, which are those of all ranks."""
+    """A rank of a run of `config` on `nodes`, which are those of all ranks."""
 
     config: Config
     nodes: Nodes
@@ -31,6 +31,10 @@ class PlannedRanks(RankGrid):
     @property
     def context_size(self) -> int:
         return self.parallel.context_parallel_size
+
+    def at(self, place: int) -> "PlannedRanks":
+        """Return the first rank at a place of the pipeline."""
+        return replace(self, rank=place * (self.num_ranks // self.pipeline_size))
 
     @cached_property
     def grid(self) -> Tensor:
