@@ -12,7 +12,7 @@
 | latent down-projections                    |                 | all, with its delta  |
 
 Of K heads of keys and values, each with Q / K heads of queries, rank r of a tensor axis of T ranks
-holds those from r K / T to (r + 1) K / T - 1, in order; `megatron_zpp/parallel/rank_grid.py` says
+holds those from r K / T to (r + 1) K / T - 1, in order; `megatron_zpp/parallel/mesh.py` says
 which rank of the job that is. With T = n K ranks, n of them share a head of keys and values: each
 computes a part of its channels and of those of its queries, all are gathered, and each attends with
 1 / n of the queries. No weight is on two ranks. Without an axis layers compute the plain thing.

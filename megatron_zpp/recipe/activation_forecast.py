@@ -14,10 +14,9 @@ from torch import nn
 
 from megatron_zpp.model.attention.attention import CoreAttention
 from megatron_zpp.model.attention.latent_attention import LatentAttention
-from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.mlp import feed_forward
-from megatron_zpp.model.part import Part
+from megatron_zpp.model.part import Execution, Part
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.pipeline import Pipeline

@@ -15,7 +15,7 @@ from zeropp.wire import Message, Nodes, Traffic
 if TYPE_CHECKING:  # a capability of one module has settings, too, that the configuration waits for
     from megatron_zpp.model.attention.sequences import PassRecord
     from megatron_zpp.model.gpt import GPT
-    from megatron_zpp.parallel.rank_grid import RankGrid
+    from megatron_zpp.parallel.mesh import RankGrid
     from megatron_zpp.settings.config import Config, ParallelConfig
     from zeropp import Sharding
 

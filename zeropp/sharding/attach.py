@@ -20,8 +20,8 @@ from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.exports import CAPABILITIES, declared
 from zeropp.ranks.coordination import among, fail_together_along, require_same
-from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
     Units,

@@ -21,8 +21,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.quant.coded_message import most_bytes
 from zeropp.quant.packing import RowLayout
-from zeropp.ranks.groups import shared_group, uses_gloo
-from zeropp.ranks.waits import NamedWork
+from zeropp.ranks.groups import NamedWork, shared_group, uses_gloo
 from zeropp.wire.traffic import Traffic
 
 # torch 2.13 renamed it

@@ -16,14 +16,13 @@ from megatron_zpp.model.attention.document_attention import attend
 from megatron_zpp.model.attention.rotary import GLOBAL, LOCAL, NONE, Rotary, rotate
 from megatron_zpp.model.attention.scores import Scores
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
-from megatron_zpp.model.execution import recomputed
 from megatron_zpp.model.normalization import (
     NormPerHead,
     apply_norm,
     make_norm,
     norm_of_all_heads,
 )
-from megatron_zpp.model.part import WHOLE, Part
+from megatron_zpp.model.part import WHOLE, Part, recomputed
 from megatron_zpp.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megatron_zpp.model.block import Block
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.gpt import GPT, Block
 from megatron_zpp.model.mlp import FeedForward
 from megatron_zpp.model.part import WHOLE, Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.parallel.mesh import mesh_sizes
-from megatron_zpp.parallel.rank_grid import RankGrid
+from megatron_zpp.parallel.mesh import RankGrid, mesh_sizes
 from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.settings.config import Config, ParallelConfig
 from zeropp.sharding import nodes_of_grid

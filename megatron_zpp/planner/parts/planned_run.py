@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from megatron_zpp.capabilities.muon.capability import MuonCapability, muon_options
-from megatron_zpp.model.execution import Execution
-from megatron_zpp.model.part import Part
+from megatron_zpp.model.part import Execution, Part
 from megatron_zpp.planner.parts.meta_model import META, MetaModel, own_axes
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
