@@ -55,13 +55,13 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_457,
+    "zeropp": 22_594,
     "zeropp/deepspeed": 4_331,
-    "megatron_zpp": 24_497,
-    "megatron_zpp/planner": 5_397,
+    "megatron_zpp": 24_531,
+    "megatron_zpp/planner": 5_457,
     "megatron_zpp/interchange": 6_583,
-    "benchmarks": 10_741,
-    "tests": 51_691,
+    "benchmarks": 10_662,
+    "tests": 51_870,
 }
 # How many parameters and fields of a room, but not of rooms in it, are a whole `Config`.
 WHOLE_CONFIGURATION = {"megatron_zpp": 9, "megatron_zpp/planner": 8}
