@@ -58,7 +58,7 @@ LINES = {
     "zeropp": 22_594,
     "zeropp/deepspeed": 4_331,
     "megatron_zpp": 24_531,
-    "megatron_zpp/planner": 5_457,
+    "megatron_zpp/planner": 5_456,
     "megatron_zpp/interchange": 6_583,
     "benchmarks": 10_662,
     "tests": 51_870,
