@@ -5,7 +5,8 @@ each tensor on the first rank and broadcasts it, and every rank keeps its shard.
 than its shards and one whole tensor, and all ranks hold the same model.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from zeropp.fsdp_adapter import inherit
 from zeropp.sharding.recorded_tensor import RECORDED_ATTRIBUTES, RecordedTensor
 
+HOST = torch.device("cpu")
 Owners = tuple[tuple[nn.Module, str], ...]  # modules that hold a tensor, and its name in each
 
 
@@ -49,6 +51,18 @@ def allocate_meta_tensors(
     for tensor, owners in _tensors_where(model, lambda tensor: tensor.is_meta).items():
         empty = torch.empty_like(tensor, device=device_of(tensor))
         _put(_as_parameter_like(tensor, empty), owners)
+
+
+def master_devices(
+    parameters: Sequence[nn.Parameter], ratio: float, device: torch.device
+) -> Iterator[torch.device]:
+    """Yield the host for parameters that fit into `ratio` of all elements, else `device`."""
+    sizes = [parameter.numel() for parameter in parameters]
+    left = math.ceil(ratio * sum(sizes))
+    for size in sizes:
+        fits = size <= left
+        left -= size if fits else 0
+        yield HOST if fits else device
 
 
 def copy_from_first_rank(

@@ -31,7 +31,7 @@ from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import require_same_model, require_shardable
 from zeropp.sharding.cut import cut, outermost_blocks, places_of, plan_model
 from zeropp.sharding.grid import Grid, data_axis, device_of, inherit_time_limits
-from zeropp.sharding.materialize import allocate_meta_tensors, recorded_as_meta
+from zeropp.sharding.materialize import allocate_meta_tensors, master_devices, recorded_as_meta
 from zeropp.sharding.own_meshes import parts_of, replace_by_parts
 from zeropp.sharding.recorded_tensor import not_recording
 from zeropp.sharding.root import Root
@@ -134,14 +134,16 @@ def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.de
     """Allocate uninitialized memory for parameters that were sharded on the meta device.
 
     They are allocated on `device` or where the configuration places them: trained ones where their
-    optimizer is. Matrices that are stored as codes get memory for these only, and values copied
+    optimizer's are. Matrices that are stored as codes get memory for these only, and values copied
     into them are quantized on the way: no rank holds more than one of them unquantized.
     """
     frozen = torch.device(config.placement.weights or device)
-    trained = torch.device(config.placement.trained or device)
     if config.placement.frozen_bits is not None:
         sharding = _stored(sharding, config, frozen)
-    allocate_meta_tensors(sharding.model, lambda each: trained if each.requires_grad else frozen)
+    trained = [each for each in sharding.model.parameters() if each.requires_grad]
+    places = master_devices(trained, config.placement.trained_on_cpu, device)
+    device_of = dict(zip(trained, places, strict=True))
+    allocate_meta_tensors(sharding.model, lambda each: device_of.get(each, frozen))
     sharding.refresh()
     return sharding
 

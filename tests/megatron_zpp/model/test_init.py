@@ -146,18 +146,13 @@ def test_no_rank_holds_a_whole_parameter(rows, sizes) -> None:
 def test_blocks_are_drawn_by_as_many_threads_as_pytorch_uses(threads) -> None:
     """As many draw at a time: each waits until all do. The numbers are the same."""
     all_draw, generator = Barrier(threads, timeout=30), torch.Generator
-
-    def wait_for_all():
-        all_draw.wait()
-        return generator()
-
-    weights = [nn.Parameter(torch.zeros(16, 8)) for _ in range(2)]
-    with block_elements(32), torch.no_grad():
-        init.draw(weights[0], "name", 1.0)
+    one, other = (torch.zeros(16, 8) for _ in range(2))
+    with block_elements(32):
+        init.draw(one, "name", 1.0)
         with patch.object(torch, "get_num_threads", lambda: threads):
-            with patch.object(torch, "Generator", wait_for_all):
-                init.draw(weights[1], "name", 1.0)
-    assert torch.equal(*weights)
+            with patch.object(torch, "Generator", lambda: all_draw.wait() < 0 or generator()):
+                init.draw(other, "name", 1.0)
+    assert torch.equal(one, other)
 
 
 def test_distribution() -> None:
