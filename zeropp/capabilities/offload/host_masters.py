@@ -31,7 +31,7 @@ from zeropp.ranks.coordination import fail_together
 from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
 from zeropp.settings.sections import FORMATS
-from zeropp.sharding.materialize import HOST, master_devices
+from zeropp.sharding.shard import HOST, master_devices
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.cross_stream import record_use
 from zeropp.wire.shard_holders import EVERYWHERE, ShardHolder, add_holder
