@@ -49,8 +49,7 @@ def test_on_a_gpu_each_memory_is_judged_by_itself(capsys, monkeypatch):
     message = capsys.readouterr().out
     assert "error: does not fit, host" in message and "fit, Some GPU" not in message
     (ratio,) = re.findall(r"ratio = ([\d.]+) fits, and the device then needs [\d.]+ GiB", message)
-    flags += f"--cpu-optimizer --optimizer-offload-fraction {ratio}"
-    main(flags.split())
+    main(f"{flags}--cpu-optimizer --optimizer-offload-fraction {ratio}".split())
     assert "fit, host" not in capsys.readouterr().out
 
 

@@ -69,8 +69,6 @@ def test_on_a_gpu_what_is_offloaded_is_on_the_host():
     assert MOMENTS not in offloaded.device
     assert offloaded.device[WEIGHTS] == plain.device[WEIGHTS] // 2
     assert offloaded.device_bytes < plain.device_bytes
-    pinned = predict("--zero-stage 2 --cpu-optimizer --use-pin-memory")
-    assert pinned.host == offloaded.host
     half = """{"zero_optimization":{"stage":2},"data_types":{"grad_accum_dtype":"bf16"}}"""
     halved = predict(f"--deepspeed-config {half} --cpu-optimizer")
     assert halved.host[GRADIENTS] == offloaded.host[GRADIENTS] / 2

@@ -72,14 +72,17 @@ def require_host_memory(
     pin_memory: bool,
     delayed: bool,
     gradient_type: str,
+    adds_gradients: bool = False,
 ) -> None:
     """Raise InputError if the host lacks memory for what `Offload` takes there; all ranks call it.
 
-    Weights that are there count once: they become masters, or are freed.
+    Weights that are there count once: they become masters, or are freed. adds_gradients: those of
+    several micro-batches are added on the host.
     """
     stays = device == HOST or any(map(fsdp.is_on_host, sharding.units))
     width, is_16_bit = sharding.compute_dtype.itemsize, sharding.compute_dtype != torch.float32
-    gradients = getattr(torch, FORMATS[gradient_type]).itemsize * (1 + delayed)
+    sets = 1 + delayed + (adds_gradients and device != HOST)
+    gradients = sets * getattr(torch, FORMATS[gradient_type]).itemsize
     # rounded weight, the model's own where that is another one
     copies = width * is_16_bit + width * (delayed and stays)
     per_element = FP32_BYTES + MOMENT_BYTES + gradients + copies
@@ -90,8 +93,7 @@ def require_host_memory(
         places = master_devices(trained, ratio, device)
         return sum(each.numel() for each, at in zip(shards, places, strict=True) if at == HOST)
 
-    elements = elements_at(ratio)
-    needed = elements * per_element
+    needed = per_element * (elements := elements_at(ratio))
     if not any(each.is_meta for each in trained):
         log.info(
             f"offload: weights, gradients and moments of {elements:,} parameters of this rank in "
