@@ -126,7 +126,7 @@ class Part:
             tensor=ranks.tensor_group if ranks.tensor_size > 1 else None,
             context=ranks.context_group if ranks.context_size > 1 else None,
             splits_rows=ranks.tensor_size > 1 and parallel.sequence_parallel,
-            gathers_keys=parallel.cp_comm_type == "allgather",
+            gathers_keys=ranks.context_size > 1 and parallel.cp_comm_type == "allgather",
         )
 
 

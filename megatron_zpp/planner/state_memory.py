@@ -15,9 +15,7 @@ def initial_bytes(run: PlannedRun) -> Counter:
     trained, frozen = run.trained, run.frozen
     if not run.offloads:
         return Counter({WEIGHTS: FP32_BYTES * trained + frozen, MOMENTS: moments_bytes(run)})
-    not_offloaded = trained - sum(run.offloaded_shards)
-    is_delayed = run.config.zero.zeropp.delayed_param_update
-    masters = _master_bytes(run, not_offloaded, is_separate=is_delayed)
+    masters = _master_bytes(run, trained - sum(run.offloaded_shards), is_separate=False)
     if run.config.zero.offloads_weights and not run.is_cpu:
         return masters
     return Counter({WEIGHTS: run.compute_dtype.itemsize * trained + frozen}) + masters
@@ -54,8 +52,7 @@ def host_bytes(run: PlannedRun) -> Counter:
     if not run.offloads:
         return Counter()
     elements = sum(run.offloaded_shards)
-    is_separate = run.config.zero.zeropp.delayed_param_update or not run.is_cpu
-    offloaded = _master_bytes(run, elements, is_separate=is_separate)
+    offloaded = _master_bytes(run, elements, is_separate=not run.is_cpu)
     if not run.is_cpu and not run.plan.reduces_once and run.num_micro_batches > 1:
         offloaded[GRADIENTS] += _gradient_bytes(run) * elements
     if run.config.zero.offloads_weights and not run.is_cpu:
@@ -71,16 +68,16 @@ def _master_bytes(run: PlannedRun, elements: int, *, is_separate: bool) -> Count
     """Return the fp32 weights, gradients and moments of an offloaded optimizer.
 
     elements: of this rank's shards. is_separate: the fp32 weights and the 16-bit weights that are
-    sent cannot share memory with the model.
+    sent cannot share memory with the model, as always if updates are delayed.
     """
-    width, sets = run.compute_dtype.itemsize, 1 + run.config.zero.zeropp.delayed_param_update
-    is_16_bit = width < FP32_BYTES
+    width, is_delayed = run.compute_dtype.itemsize, run.config.zero.zeropp.delayed_param_update
+    is_16_bit, is_separate = width < FP32_BYTES, is_separate or is_delayed
     weights = FP32_BYTES * (is_16_bit or is_separate) + width * (is_16_bit and is_separate)
     share = elements / run.trained if run.trained else 0.0
     return Counter(
         {
             WEIGHTS: weights * elements,
             MOMENTS: round(share * moments_bytes(run)),
-            GRADIENTS: sets * _gradient_bytes(run) * elements,
+            GRADIENTS: (1 + is_delayed) * _gradient_bytes(run) * elements,
         }
     )

@@ -65,14 +65,15 @@ def build_model(
     `fill` writes the weights; without it they are drawn. `capabilities`, by default new ones, may
     add to the model. Returns what `zeropp.shard` returns; of a pipeline, for this rank's stages.
     """
-    seed, shape, zero = config.training.seed, config.model, config.zero
+    seed, shape = config.training.seed, config.model
+    zero, parallel = config.zero, config.parallel
     if capabilities is None:
         capabilities = capabilities_of(config, ranks)
     common = Part(
         axes={each.splits: each.axis() for each in capabilities if each.splits},
         execution=Execution(config.recompute, COMPILER if config.training.compile else None),
         norms=apex.norms if apex else TORCH_NORMS,
-    ).over(ranks, config.parallel)
+    ).over(ranks, parallel)
 
     def build(part: Part) -> GPT:
         with torch.device("meta"):
@@ -82,7 +83,7 @@ def build_model(
     if ranks.pipeline_size == 1:
         sharding = _shard_model(whole, zero, ranks)
     else:
-        layers = config.parallel.stages(shape.num_layers)
+        layers = parallel.stages(shape.num_layers)
         for each in capabilities:
             each.require_stages(whole, layers)
         parts = parts_of_stages(whole.part, layers, ranks.pipeline_rank, ranks.pipeline_size)

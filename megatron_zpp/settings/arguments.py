@@ -52,7 +52,7 @@ log = logging.getLogger("megatron_zpp")
 
 def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py") -> Config:
     """The configuration that `argv` (without the program's name) asks for on `world_size` ranks,
-    or on as many as --dry-run-ranks says.
+    or on as many as --dry-run-ranks or --rehearse-ranks says.
 
     Logs which settings have a default or no effect. Raises InputError for mistakes of the user,
     and SystemExit(0) after printing the help of `program`.
@@ -61,8 +61,8 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
         print(run_help(argv, program))
         raise SystemExit(0)
     typed = read(argv, VOCABULARY)
-    if "dry_run_ranks" in typed:
-        world_size = typed["dry_run_ranks"].value
+    for name in typed.keys() & {"dry_run_ranks", "rehearse_ranks"}:
+        world_size = typed[name].value
     file = JsonValues()
     if "deepspeed_config" in typed:
         file = read_json(typed["deepspeed_config"].value, ZeroConfig)
@@ -87,7 +87,7 @@ def parse(argv: Sequence[str], world_size: int, program: str = "pretrain_gpt.py"
     default_line = describe_defaults(values, completed)
     if default_line:
         log.info("%s", default_line)
-    return config
+    return config.rehearsed() if config.training.rehearse_ranks else config
 
 
 def require_pretrained(pretrained: str | None, program: str) -> None:

@@ -6,7 +6,8 @@ generated from the sections. Values that follow from others are properties.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -197,6 +198,17 @@ class Config(of_capabilities()):
         if len(self.parallel.stages(self.model.num_layers)) > size:
             self.schedules.batch_size.check(num_replicas, multiple=size)
         self.parallel.require_divides(self.model)
+
+    def rehearsed(self) -> "Config":
+        """Return the same for `--rehearse-ranks`: with planned peers, and no files."""
+        size = min(self.zero.zeropp.ranks_per_node or inf, self.training.rehearse_ranks)
+        return replace(
+            self,
+            zero=replace(self.zero, zeropp=replace(self.zero.zeropp, ranks_per_node=size)),
+            parallel=replace(self.parallel, distributed_backend="fake"),
+            checkpoint=CheckpointConfig(),
+            log=LogConfig(),
+        )
 
     def require_none_of(self, obstacles: str) -> None:
         """Raise InputError for what capabilities declare under this name, if it is the case."""

@@ -25,12 +25,14 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (makes the backend known)
 
 PREFIX = "zeropp"
 LONG = timedelta(seconds=10)  # a wait that others may want to know of
 LINGER_SECONDS = 2.0  # for the others, whose waits fail at about the same time
 POLL_SECONDS = 0.05
 MOST_ASKED = 64  # ranks, of chains of ranks that wait for each other
+FAKE = dist.Backend.FAKE  # for ranks that are only planned: its groups send nothing
 
 # torch 2.14 made it public, and warns of the private one
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
@@ -53,7 +55,7 @@ def shared_group(purpose: str, members: Sequence[int], axis: Sequence[int]) -> d
             return group
     default = dist.group.WORLD
     backend, store = c10d._world.pg_map[default]
-    if backend != "fake":  # whose store holds nothing
+    if backend != FAKE:  # whose store holds nothing
         # Addresses that a closed group of this name has left in the store must not be read again.
         times_closed = store.add(f"{name}/closed", 0) // len(members)
         store = dist.PrefixStore(str(times_closed), store)
@@ -99,6 +101,11 @@ def uses_gloo(group: dist.ProcessGroup) -> bool:
     """Whether collectives of CPU tensors in `group` are gloo's."""
     cpu = next((device for device in group._device_types if device.type == "cpu"), None)
     return cpu is not None and isinstance(group._get_backend(cpu), dist.ProcessGroupGloo)
+
+
+def is_planned(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group has no other members to send to. Before torch 2.13 it also copies little."""
+    return group is None or dist.get_backend(group) == FAKE
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta | None:

@@ -21,7 +21,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.quant.coded_message import most_bytes
 from zeropp.quant.packing import RowLayout
-from zeropp.ranks.groups import NamedWork, shared_group, uses_gloo
+from zeropp.ranks.groups import NamedWork, is_planned, shared_group, uses_gloo
 from zeropp.wire.traffic import Traffic
 
 # torch 2.13 renamed it
@@ -255,8 +255,9 @@ class RankGroup:
         Planned members send each other the same numbers.
         """
         self.count(EXCHANGE, parts.nbytes // self.size, purpose)
-        if self.group is None:
+        if is_planned(self.group):
             received.copy_(parts)
+        if self.group is None:
             return None
         with self.traced("all_to_all", purpose):
             is_named = self._is_named(parts)
@@ -275,6 +276,8 @@ class RankGroup:
         width = rows[:1].nbytes if len(rows) else 0
         self.count(EXCHANGE, tuple(count * width for count in sent))
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        if is_planned(self.group):
+            arrived.zero_()[: len(rows)].copy_(rows[: len(arrived)])
         if self.group is None:
             return None, arrived
         with self.traced("all_to_all"):
@@ -329,7 +332,8 @@ class RankGroup:
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Transfer:
         """Begin to receive a tensor from the other one of two members."""
-        x = torch.empty(*shape, dtype=dtype, device=device)
+        new = torch.zeros if is_planned(self.group) else torch.empty
+        x = new(*shape, dtype=dtype, device=device)
         return Transfer(x, dist.irecv(x, group=self.group, group_src=1 - self.index))
 
     def maximize(self, x: Tensor) -> None:

@@ -61,8 +61,7 @@ def break_even_tokens(
 def candidate_of(its_search: Search, name: str) -> Candidate:
     """The first configuration with the ZeRO settings of a name."""
     space = its_search.space
-    has_adapters = space.base.lora.lora_rank > 0
-    compared = compared_settings(space.nodes, has_adapters=has_adapters)
+    compared = compared_settings(space.nodes, has_adapters=space.base.lora.lora_rank > 0)
     settings = next(each for each in compared if each.name == name)
     return next(space.candidates(settings, space.nodes.num_ranks))
 
