@@ -178,13 +178,14 @@ def test_the_optimizer_writes_rounded_weights_where_fsdp_reads_them(more):
 
 @ranks(1)
 def test_gradients_are_pinned_where_the_weights_are_on_the_host_too():
-    """The model computes on a GPU, from which the gradients are copied; masters never are."""
+    """The model computes on a GPU, to which rounded weights are copied; masters never are."""
     sharding = sharded(ON_HOST, FORMATS["bf16"])
-    with patch.object(module, "page_locked", lambda shape, _: torch.full(shape, 7.0)):
+    locked = Mock(side_effect=lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    with patch.object(module, "page_locked", locked):
         offload = Offload(sharding, torch.device("cuda"), ratio=1.0, pin_memory=True)
-    for own, master in offload._masters.items():
-        assert master.gradients[0].eq(7).all() and not master.weight.to_local().eq(7).all()
-        assert own.device == HOST
+    types, count = [call.args[1] for call in locked.call_args_list], len(offload.masters)
+    assert types.count(torch.float32) == types.count(torch.bfloat16) == count == len(types) / 2
+    assert all(parameter.device == HOST for parameter in sharding.model.parameters())
 
 
 def test_page_locked_memory_is_as_large_as_what_it_holds_and_unlocked_before_it_is_freed():

@@ -270,7 +270,8 @@ class Offload(ShardHolder):
         if not (is_rounded and is_there and local.is_contiguous()):
             weight = self._empty(local, device, torch.float32, is_sent=not is_rounded)
             weight.copy_(local)
-        _set_local_part(parameter, local.to(self._device_of(parameter), dtype))
+        own = self._empty(local, self._device_of(parameter), dtype)
+        _set_local_part(parameter, own.copy_(local))
         return weight
 
     def _make_master(
