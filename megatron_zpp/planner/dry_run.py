@@ -208,7 +208,7 @@ def _fitting_ratio(host: Memory, run: RunForecast) -> str:
     for percent in () if zero.offloads_weights else range(99, -1, -1):
         offload = replace(optimization.offload_optimizer, ratio=percent / 100)
         kept = replace(zero, zero_optimization=replace(optimization, offload_optimizer=offload))
-        other = replace(rank, config=replace(rank.config, zero=kept))
+        other = replace(rank, ranks=replace(rank.ranks, config=replace(rank.config, zero=kept)))
         if replace(host, needed=host.needed - now + host_bytes(other).total()).fits:
             return OFFLOAD_LESS.format(percent / 100, sum(rank_memory(other)[0].values()) / GIB)
     return ""
