@@ -349,10 +349,7 @@ class Offload(ShardHolder):
             master.weight.grad = fsdp.shard_like(master.weight, gradient)
         mean = mean.to(gradient.dtype)  # before it is sent
         if master.device == mean.device:
-            if is_first:
-                gradient.copy_(mean)
-            else:
-                gradient.add_(mean)
+            (gradient.copy_ if is_first else gradient.add_)(mean)
             return
         target = gradient if is_first else self._addends.pop(master.weight, None)
         if target is None:
