@@ -214,7 +214,7 @@ class GradientMean(fsdp.ReduceScatter):
         self, rows: torch.Tensor, layout: RowLayout, *, async_op: bool
     ) -> Generator[dist.Work | None, None, torch.Tensor]:
         """Return the rows (N, P') that the members of the outer hop have for this rank."""
-        if self.outer.is_coded:
+        if self.outer.coding.is_on:
             return (
                 yield from exchange_rows(
                     self.outer, rows, layout, "gradients", unit=self.unit, async_op=async_op

@@ -187,7 +187,7 @@ class KeptWeights(ShardHolder):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop what a step of shards, or of masters of them, may have changed."""
-        if not _holds_shards(optimizer):
+        if not holds_shards(optimizer):
             for state in self._states.values():
                 state.change = max(state.change, Change.STEPPED)
             return
@@ -344,7 +344,7 @@ def _free(units: Iterable[fsdp.Unit]) -> None:
             fsdp.free_gathered(unit)
 
 
-def _holds_shards(optimizer: torch.optim.Optimizer) -> bool:
+def holds_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all ranks step it together, as it holds parts of some model's weights."""
     return any(
         isinstance(parameter, DTensor)

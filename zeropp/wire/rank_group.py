@@ -138,6 +138,17 @@ class Transfer:
         return self._tensor
 
 
+@dataclass
+class Coding:
+    """Whether messages are coded; that may change between passes, on all ranks alike.
+
+    With `is_tried`, steps of training try whether it takes less time.
+    """
+
+    is_on: bool = False
+    is_tried: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
     """The ranks that take part in collectives, in their order; this one is at `position`.
@@ -145,7 +156,7 @@ class RankGroup:
     members: positions among the ranks of `nodes`. ranks: the global ranks at all positions, where
     they can be connected. purpose: of messages, unless a call says another.
     ledger: where they are entered. group: None where the ranks are planned, or not connected yet.
-    is_coded: whether `exchange_coded` is to be used across nodes.
+    coding: whether `exchange_coded` is to be used across nodes.
     """
 
     members: tuple[int, ...]
@@ -155,7 +166,7 @@ class RankGroup:
     purpose: str = ""
     ledger: Traffic | None = field(default=None, compare=False, repr=False)
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    is_coded: bool = False
+    coding: Coding = field(default_factory=Coding, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -187,7 +198,7 @@ class RankGroup:
         return replace(self, members=self.members[self.index % stride :: stride], group=None)
 
     def connected(
-        self, ledger: Traffic, purpose: str, *, is_coded: bool = False
+        self, ledger: Traffic, purpose: str, *, coding: Coding | None = None
     ) -> "RankGroup | None":
         """Return this group with a process group and a ledger; None for a group of one rank.
 
@@ -201,16 +212,16 @@ class RankGroup:
             return None
         members = [self.ranks[member] for member in self.members]
         group = shared_group(purpose, members, self.ranks)
-        coded = is_coded and uses_gloo(group)
-        return replace(self, purpose=purpose, ledger=ledger, group=group, is_coded=coded)
+        coding = coding if coding is not None and uses_gloo(group) else Coding()
+        return replace(self, purpose=purpose, ledger=ledger, group=group, coding=coding)
 
     def hops(
-        self, inner: int, ledger: Traffic, purpose: str, *, is_coded: bool
+        self, inner: int, ledger: Traffic, purpose: str, coding: Coding
     ) -> "tuple[RankGroup | None, RankGroup | None]":
         """Return the inner hop, of `inner` consecutive members, and the outer one, connected."""
         near, far = self.consecutive(inner), self.strided(inner)
         connected = near.connected(ledger, purpose)
-        return connected, far.connected(ledger, purpose, is_coded=is_coded)
+        return connected, far.connected(ledger, purpose, coding=coding)
 
     def message(self, kind: str, num_bytes: int | tuple[int, ...], **others: object) -> Message:
         """Return a collective of this group as data; `others` are further fields of `Message`."""

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 import zeropp
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
-from tests.zeropp.sharded_training import random_like
+from tests.zeropp.sharded_training import ALL, random_like, two_machines
 from tests.zeropp.sharding.test_random_attach import (
     BOTH,
     CALLS,
@@ -220,15 +220,17 @@ class DrawnShard(Drawn):
         (QWZ, {"zero": BOTH, "within": True}, {}),
         (PLAIN, {"zero": PLAIN | HPZ, "within": True}, {}),
         (BOTH, {"code_messages": True}, {"weight_steps": True, "code_messages": False}),
+        (ALL, {"code_messages": "auto"}, {"weight_steps": True, "code_messages": False}),
         (PLAIN, {"told": True, "releases": True, "within": True}, {}),
         ({"stage": 2}, {"told": True, "releases": True, "within": True}, {}),
         ({"stage": 1}, {"told": True, "releases": True}, {}),
         ({"stage": 0}, {"told": True, "releases": True}, {}),
     ],
-    ids=["qwZ, copies", "copies", "coded", "stage 3", "stage 2", "stage 1", "stage 0"],
+    ids=["qwZ, copies", "copies", "coded", "auto", "stage 3", "stage 2", "stage 1", "stage 0"],
 )
 @pytest.mark.parametrize("seed", range(SEQUENCES))
 @ranks(4, timeout=120)
 def test_sharded_what_is_kept_changes_no_bit(seed, zero, others, common):
     expected = DrawnShard(seed, zero, **common).run()
-    assert DrawnShard(seed, **{"zero": zero} | common | others).run() == expected
+    with two_machines():
+        assert DrawnShard(seed, **{"zero": zero} | common | others).run() == expected

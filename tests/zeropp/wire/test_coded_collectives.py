@@ -13,12 +13,14 @@ from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import logged
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import (
+    ALL,
     BOTH,
     evaluate,
     load_random_weights,
     restore_codes,
     shard_on_nodes,
     step,
+    two_machines,
 )
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Sharding, fsdp_adapter, shard
@@ -27,15 +29,15 @@ from zeropp.quant.ops import dequantize
 from zeropp.quant.packing import RAW
 from zeropp.wire.collectives import weight_layout
 
-ALL = BOTH | {"zero_quantized_gradients": True}
 CALLS = (*3 * ("step",), "accumulate", "skip", "evaluate", "load", "write", "freeze", "fail")
 CALLS += ("save", "go back", "resume")
+CODED = ("auto", "auto", True, False)
 PRECISIONS = ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}})
 # Of random calls; 2 in the suite, more where RANDOM_SEQUENCES is set.
 SEQUENCES = max(2, int(os.environ.get("RANDOM_SEQUENCES", "0")) // 20)
 
 
-def shard_with_steps(coded: bool = True, steps: dict | None = None, **settings: object) -> Sharding:
+def shard_with_steps(coded: object = True, steps: dict | None = None, **settings) -> Sharding:
     zeropp = {"weight_steps": True, "code_messages": coded, **(steps or {})}
     return shard_on_nodes(ALL, zeropp=zeropp, **settings)
 
@@ -176,8 +178,12 @@ def test_weights_written_without_notice_are_sent_whole_as_after_a_notice():
 @pytest.mark.parametrize("seed", range(SEQUENCES))
 @ranks(4, timeout=180)
 def test_random_calls_leave_equal_copies(seed):
-    generator = random.Random(seed)
-    sharding = shard_with_steps(generator.random() < 0.8, **generator.choice(PRECISIONS))
+    with two_machines():
+        make_random_calls(random.Random(seed))
+
+
+def make_random_calls(generator: random.Random) -> None:
+    sharding = shard_with_steps(generator.choice(CODED), **generator.choice(PRECISIONS))
     optimizers = [adamw(sharding), adamw(sharding, 1e-1)]
     blocks, saved = list(sharding.model.blocks), {}
     for number in range(40):
@@ -248,7 +254,7 @@ def resumed(sharding: Sharding, generator: random.Random) -> Sharding:
     """
     loss, saved = evaluate(sharding), saved_state(sharding)
     zero, per_node = generator.choice([(ALL, 2), (ALL | {"zero_hpz_partition_size": 16}, 1)])
-    steps = {"weight_steps": True, "code_messages": generator.random() < 0.5}
+    steps = {"weight_steps": True, "code_messages": generator.choice(CODED)}
     config = zero_config(zero, per_node, zeropp=steps, **generator.choice(PRECISIONS))
     other = shard(small_model(), data_mesh(), config)
     for mine, weight in zip(other.model.parameters(), sharding.model.parameters(), strict=True):

@@ -125,7 +125,7 @@ class UpdatedCopies(KeptWeights):
         """Return `rows` (N, P), in place, with the codes that the members' shards have now."""
         outer, unit = hop.outer, hop.unit
         row = requantize(hop.shard.view(1, -1), rows[outer.index : outer.index + 1], hop.layout)
-        if not outer.is_coded:
+        if not outer.coding.is_on:
             yield outer.all_gather(rows, row, hop.purpose, unit=unit, async_op=hop.async_op)
             return rows
         yield from _gather_changes(hop, row, rows)
