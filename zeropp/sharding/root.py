@@ -112,7 +112,9 @@ class Wiring:
             )
             outer = [hop.coding for _, hop in self._hops[axis] if hop is not None]
             if tried := [coding for coding in outer if coding.is_tried]:
-                self._use.at_end.append(CodingTrials(axis.ranks, tried, device).end_pass)
+                trials = CodingTrials(axis.ranks, tried, device)
+                self._kept.at_begin.append(trials.begin_pass)
+                self._use.at_end.append(trials.end_pass)
         return self._hops[axis]
 
 

@@ -4,8 +4,8 @@ What is quantized does not depend on it, so that no digit of a run does.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from itertools import cycle, repeat
+from collections.abc import Generator, Sequence
+from itertools import cycle
 from statistics import median
 
 import torch
@@ -32,41 +32,49 @@ def coding_of(route: Route) -> Coding:
 
 
 class CodingTrials(ShardHolder):
-    """Times steps of training with and without coding, of one purpose after another.
+    """Times passes of training with and without coding, of one purpose after another.
 
     After a trial all ranks, `axis`, keep what took less time. The next one begins when the slower
     steps of this one come to a SHARE of the time, so that a choice follows links that change.
     """
 
     def __init__(self, axis: Sequence[int], tried: Sequence[Coding], device: torch.device) -> None:
-        self._axis, self._device, self._trials = axis, device, self._try(tried)
-        self._has_stepped = False
+        self._axis, self._device = axis, device
+        self._has_stepped = self._is_timed = False
+        self._begin: float | None = None  # of the first pass since a step
+        self._trials = self._try(tried)
+        next(self._trials)
         add_holder(self)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step that all ranks make together."""
         self._has_stepped = self._has_stepped or holds_shards(optimizer)
 
-    def end_pass(self) -> None:
-        """Take note that a backward pass has ended; the first after a step begins another one."""
-        if self._has_stepped:
-            self._has_stepped = False
-            next(self._trials)
+    def begin_pass(self) -> None:
+        """Take note that a forward pass begins; time the first that trains after a step."""
+        if self._has_stepped and torch.is_grad_enabled():
+            self._has_stepped, self._begin = False, self._now()
 
-    def _try(self, tried: Sequence[Coding]) -> Iterator[None]:
-        """Yield for each step; one after the other is changed if that takes less time."""
+    def end_pass(self) -> None:
+        """Take note that a backward pass has ended on all ranks."""
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            self._trials.send(self._now() - begin)
+
+    def _try(self, tried: Sequence[Coding]) -> Generator[None, float, None]:
+        """Take the seconds of each step, and change what takes less time changed."""
         pause = PAUSE
         for coding in cycle(tried):
-            yield from repeat(None, pause)
-            ratios: list[float] = []
+            for _ in range(pause):
+                yield
+            self._is_timed, ratios = True, []
             while len(ratios) < PAIRS and max(ratios, default=0) < CLEAR:
-                begin = self._now()
-                yield
-                coding.is_on, middle = not coding.is_on, self._now()
-                yield
-                coding.is_on, end = not coding.is_on, self._now()
-                ratios.append(self._ratio(end - middle, middle - begin))
-            ratio = median(ratios)
+                kept = yield
+                coding.is_on = not coding.is_on
+                other = yield
+                coding.is_on = not coding.is_on
+                ratios.append(self._ratio(other, kept))
+            self._is_timed, ratio = False, median(ratios)
             pause = max(PAUSE, round(len(ratios) * (ratio - 1) / SHARE))
             if ratio < 1 - GAIN:
                 coding.is_on = not coding.is_on
@@ -80,6 +88,6 @@ class CodingTrials(ShardHolder):
         return (total[0] / total[1]).item()
 
     def _now(self) -> float:
-        if self._device.type == "cuda":  # whose steps the host would only queue
+        if self._is_timed and self._device.type == "cuda":  # whose work the host only queues
             torch.cuda.synchronize(self._device)
         return time.perf_counter()

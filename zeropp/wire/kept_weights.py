@@ -84,6 +84,7 @@ class KeptWeights(ShardHolder):
         self._states: dict[fsdp.Unit, _State] = {}
         self._hooked: set[nn.Module] = set()
         self._parameter_of: Callable[[nn.Parameter], nn.Parameter] = lambda master: master
+        self.at_begin: list[Callable[[], None]] = []  # called when a forward pass begins
         self._undo = ExitStack()
         self._undo.callback(fsdp.before_pass(model, self._before_pass))
         add_holder(self)
@@ -255,6 +256,8 @@ class KeptWeights(ShardHolder):
         return hop.rows()
 
     def _before_pass(self, inside: Container[nn.Module]) -> None:
+        for each in self.at_begin:
+            each()
         self._drop_written([unit for unit in self._states if fsdp.module_of(unit) in inside])
 
     def _before_use(self, unit: fsdp.Unit) -> None:
