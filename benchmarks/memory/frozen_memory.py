@@ -24,8 +24,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.capabilities.mixz.storage import store
 from zeropp.optim.step_or_skip import local_part
 from zeropp.ranks.topology import Environment
-from zeropp.sharding.materialize import allocate_meta_tensors
-from zeropp.sharding.shard import allocate_parameters
+from zeropp.sharding.shard import allocate_meta_tensors, allocate_parameters
 from zeropp.wire.quantized_shard import stored_bytes
 
 CONFIG = ZeroConfig.from_json(

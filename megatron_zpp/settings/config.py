@@ -106,6 +106,46 @@ class Config(of_capabilities()):
             if name in saved.get(section, {}) and current[section][name] != saved[section][name]
         ]
 
+    def step_key(self, num_ranks: int) -> dict[str, Any]:
+        """Return what a step's time depends on in the settings of a run, as JSON holds it.
+
+        Of ranks, `self` says what capabilities have settled (`recipe.capability.settled`).
+        """
+        model, zero = self.model, self.zero
+        optimization, own = zero.zero_optimization, zero.zeropp
+        parallel = self.parallel
+        tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        is_full = self.recompute.recompute_granularity == "full"
+        key = {
+            "tensor": tensor,
+            "sequence_parallel": tensor > 1 and parallel.sequence_parallel,
+            "context": context,
+            "context_by": parallel.cp_comm_type if context > 1 else None,
+            "pipeline": parallel.pipeline_model_parallel_size,
+            "stages": [len(stage) for stage in parallel.stages(model.num_layers)],
+            "ranks": num_ranks,
+            "layers": model.num_layers,
+            "hidden": model.hidden_size,
+            "ffn": model.ffn_size,
+            "heads": [model.num_attention_heads, model.kv_heads, model.head_dim],
+            "tokens": model.seq_length,
+            "format": zero.compute_format,
+            "global_batch": self.batch.global_batch_size,
+            "micro_batch": self.batch.micro_batch_size,
+            "recompute": self.recompute.recompute_granularity,
+            "recompute_layers": self.recompute.recompute_num_layers if is_full else None,
+            "stage": zero.stage,
+            "qwz": own.weight_bits if optimization.zero_quantized_weights else None,
+            "hpz": optimization.zero_hpz_partition_size,
+            "qgz": list(own.gradient_bits) if optimization.zero_quantized_gradients else None,
+            "steps": zero.updates_copies,
+            "coded": own.code_messages,
+            "once": zero.reduces_once,
+        }
+        for each in declared("STEP_KEYS", CAPABILITIES):
+            key |= each(self)
+        return key
+
     def shared(self) -> dict[str, str]:
         """Return the settings that all ranks must have alike, as texts by the names of users.
 

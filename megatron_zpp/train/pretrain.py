@@ -22,11 +22,10 @@ from megatron_zpp.settings.config import CheckpointConfig, Config, LogConfig
 from megatron_zpp.text.generate import generate
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.determinism import deterministic_kernels
-from megatron_zpp.train.evaluate import evaluate_split
 from megatron_zpp.train.inputs import TEST, VALIDATION
-from megatron_zpp.train.loop import train
+from megatron_zpp.train.loop import evaluate_split, train
+from megatron_zpp.train.resume import with_own_folders
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Interrupted, Stopping
 from zeropp import InputError, __version__
 from zeropp.checkpoint import hold_folder

@@ -33,7 +33,7 @@ from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.gradients import Gradients, GradientUse, ScalarGradients
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.kept_weights import KeptWeights, kept_weights
-from zeropp.wire.rank_group import RankGroup, everyone
+from zeropp.wire.rank_group import RankGroup
 from zeropp.wire.shard_holders import ShardHolder, add_holder
 from zeropp.wire.traffic import Traffic
 
@@ -105,14 +105,13 @@ class Wiring:
     def _hops_of(self, axis: DataAxis, device: torch.device) -> tuple[Hops, Hops]:
         """Connect this rank, once, to the inner and the outer hop of weights and of gradients."""
         if axis not in self._hops:
-            whole = everyone(axis.nodes, axis.position, axis.ranks)
             self._hops[axis] = tuple(
-                whole.hops(route.inner, self._traffic, purpose, coding_of(route))
+                axis.group.hops(route.inner, self._traffic, purpose, coding_of(route))
                 for route, purpose in ((axis.weights, "weights"), (axis.gradients, "gradients"))
             )
             outer = [hop.coding for _, hop in self._hops[axis] if hop is not None]
             if tried := [coding for coding in outer if coding.is_tried]:
-                trials = CodingTrials(axis.ranks, tried, device)
+                trials = CodingTrials(axis.group.ranks, tried, device)
                 self._kept.at_begin.append(trials.begin_pass)
                 self._use.at_end.append(trials.end_pass)
         return self._hops[axis]

@@ -11,12 +11,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from zeropp.ranks.groups import shared_group
-from zeropp.ranks.waits import explained_waits
+from zeropp.ranks.groups import explained_waits, shared_group
 from zeropp.wire.kept_weights import holds_shards
-from zeropp.wire.rank_group import Coding
 from zeropp.wire.route import Route
 from zeropp.wire.shard_holders import ShardHolder, add_holder
+from zeropp.wire.traffic import Coding
 
 PAIRS = 5  # of steps of a trial, one as those before it, and one with the other choice
 CLEAR = 1.25  # times as long, after which a trial ends

@@ -14,15 +14,15 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.quant.coded_message import most_bytes
 from zeropp.quant.packing import RowLayout
-from zeropp.ranks.groups import shared_group, uses_gloo
-from zeropp.ranks.waits import NamedWork
-from zeropp.wire.traffic import Traffic
+from zeropp.ranks.groups import NamedWork, shared_group, uses_gloo
+from zeropp.wire.traffic import Coding, Traffic
 
 # torch 2.13 renamed it
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -138,17 +138,6 @@ class Transfer:
         return self._tensor
 
 
-@dataclass
-class Coding:
-    """Whether messages are coded; that may change between passes, on all ranks alike.
-
-    With `is_tried`, steps of training try whether it takes less time.
-    """
-
-    is_on: bool = False
-    is_tried: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
     """The ranks that take part in collectives, in their order; this one is at `position`.
@@ -156,7 +145,8 @@ class RankGroup:
     members: positions among the ranks of `nodes`. ranks: the global ranks at all positions, where
     they can be connected. purpose: of messages, unless a call says another.
     ledger: where they are entered. group: None where the ranks are planned, or not connected yet.
-    coding: whether `exchange_coded` is to be used across nodes.
+    coding: whether `exchange_coded` is to be used across nodes. mesh: of the members, where each
+    has a part of the same parameters.
     """
 
     members: tuple[int, ...]
@@ -167,6 +157,7 @@ class RankGroup:
     ledger: Traffic | None = field(default=None, compare=False, repr=False)
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     coding: Coding = field(default_factory=Coding, compare=False, repr=False)
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -191,11 +182,12 @@ class RankGroup:
     def consecutive(self, size: int) -> "RankGroup":
         """Return the `size` consecutive members of which this rank is one, not connected."""
         first = self.index - self.index % size
-        return replace(self, members=self.members[first : first + size], group=None)
+        return replace(self, members=self.members[first : first + size], group=None, mesh=None)
 
     def strided(self, stride: int) -> "RankGroup":
         """Return every `stride`-th member, this rank among them, not connected."""
-        return replace(self, members=self.members[self.index % stride :: stride], group=None)
+        members = self.members[self.index % stride :: stride]
+        return replace(self, members=members, group=None, mesh=None)
 
     def connected(
         self, ledger: Traffic, purpose: str, *, coding: Coding | None = None

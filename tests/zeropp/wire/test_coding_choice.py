@@ -9,8 +9,9 @@ from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import data_mesh
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.coding_choice import CodingTrials, coding_of
-from zeropp.wire.rank_group import Coding, Nodes
+from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import Route, gradient_route, weight_route
+from zeropp.wire.traffic import Coding
 
 AXIS = (0, 1, 2, 3)
 CHOICES = (True, 1, (True, False)), (None, 1, (False, False)), (None, 2, (True, True))
