@@ -13,7 +13,7 @@ from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Sharding, shard
 from zeropp.checkpoint.kept_codes import codes_to_load
-from zeropp.wire import coding_choice
+from zeropp.wire import coding_choice, rank_group
 
 QWZ = {"stage": 3, "zero_quantized_weights": True}
 HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
@@ -26,12 +26,14 @@ def shard_on_nodes(zero: dict, model: nn.Module | None = None, **settings: objec
 
 
 @contextmanager
-def two_machines() -> Iterator[None]:
-    """Where "auto" finds two machines, and tries in all steps whether to code messages."""
+def two_machines(*, without_gloo: bool = False) -> Iterator[None]:
+    """Where "auto" tries in all steps whether to code; ranks send lengths first `without_gloo`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_WORLD_SIZE", "2")
         patch.setattr(coding_choice, "PAUSE", 0)
         patch.setattr(coding_choice, "SHARE", 1e9)
+        if without_gloo:
+            patch.setattr(rank_group, "uses_gloo", lambda _: False)
         yield
 
 

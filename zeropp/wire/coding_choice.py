@@ -61,7 +61,7 @@ class CodingTrials(ShardHolder):
             self._trials.send(self._now() - begin)
 
     def _try(self, tried: Sequence[Coding]) -> Generator[None, float, None]:
-        """Take the seconds of each step, and change what takes less time changed."""
+        """Take the seconds of steps, and change what takes less time when it is changed."""
         pause = PAUSE
         for coding in cycle(tried):
             for _ in range(pause):

@@ -197,14 +197,16 @@ class RankGroup:
         Only the members need to call it. Models on the same ranks share the process group of a
         `purpose`, as with FSDP2 they share the mesh's.
         Gathers and reductions overlap, so that on one communicator they would wait for each other:
-        they have different purposes. Coded messages are lost on a group that has no gloo: there
-        they are not coded.
+        they have different purposes. Without gloo, messages are coded if that is not only tried,
+        and their lengths are sent.
         """
         if self.size == 1:
             return None
         members = [self.ranks[member] for member in self.members]
         group = shared_group(purpose, members, self.ranks)
-        coding = coding if coding is not None and uses_gloo(group) else Coding()
+        if coding is None or not uses_gloo(group):
+            is_coded = bool(coding and coding.is_on and not coding.is_tried)
+            coding = Coding(is_coded, sends_lengths=True)
         return replace(self, purpose=purpose, ledger=ledger, group=group, coding=coding)
 
     def hops(
@@ -299,26 +301,29 @@ class RankGroup:
         *,
         unit: fsdp.Unit,
         async_op: bool = False,
+        rooms: Sequence[int] | None = None,
     ) -> tuple[dist.Work | None, Mapping[int, Tensor]]:
         """Send each member its coded row of a layout; return what will hold theirs.
 
-        Messages are uint8, on the host. Nobody is told how long they are: gloo receives one that is
-        shorter than the memory for it, at its beginning, so that lengths cost no round trip. What
-        comes must say itself where it ends.
+        Messages are uint8, on the host. `rooms` are the lengths of what comes. Without them nobody
+        is told: gloo receives a message that is shorter than the memory for it, at its beginning,
+        so that lengths cost no round trip. What comes must say itself where it ends.
         """
-        own, room = self.index, most_bytes(layout.packed_bytes)
-        others = [member for member in range(self.size) if member != own]
-        rooms = [room if member != own else 0 for member in range(self.size)]
+        own, device = self.index, "cpu" if self._is_gloo else fsdp.device_of(unit)
+        most = self.size * [most_bytes(layout.packed_bytes)] if rooms is None else rooms
+        rooms = [room if member != own else 0 for member, room in enumerate(most)]
         lengths = [len(message) for message in messages]
         self.count(EXCHANGE, tuple(lengths), purpose)
-        self.ledger.add_coded(purpose, layout.elements * len(others), sum(lengths))
-        received = torch.empty(sum(rooms), dtype=torch.uint8)
+        self.ledger.add_coded(purpose, layout.elements * (self.size - 1), sum(lengths))
+        received = torch.empty(sum(rooms), dtype=torch.uint8, device=device)
+        sent = torch.cat([*messages]).to(device)
         with self.traced("exchange", purpose):
             work = dist.all_to_all_single(
-                received, torch.cat([*messages]), rooms, lengths, group=self.group, async_op=True
+                received, sent, rooms, lengths, group=self.group, async_op=async_op or self._is_gloo
             )
+        if self._is_gloo:
             work = self._named(work, "exchange", purpose, unit, async_op)
-        return work, dict(zip(others, received.view(-1, room), strict=True))
+        return work, {at: each for at, each in enumerate(received.split(rooms)) if at != own}
 
     def send(self, x: Tensor) -> Transfer:
         """Begin to send x to the other one of two members."""

@@ -19,13 +19,11 @@ Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes
 
 @dataclass
 class Coding:
-    """Whether messages are coded; that may change between passes, on all ranks alike.
-
-    With `is_tried`, steps of training try whether it takes less time.
-    """
+    """Whether messages are coded; that may change between passes, on all ranks alike."""
 
     is_on: bool = False
-    is_tried: bool = False
+    is_tried: bool = False  # by steps of training, whether it takes less time
+    sends_lengths: bool = False  # before messages, which only gloo receives otherwise
 
 
 class CodedMessages(NamedTuple):
