@@ -105,6 +105,7 @@ from zeropp.fsdp_adapter.units import (
     gather_ahead,
     gather_back,
     gather_in_turn,
+    gather_input,
     has_run,
     is_on_host,
     is_trainable,

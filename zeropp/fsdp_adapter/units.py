@@ -282,6 +282,12 @@ def store(shard: Shard, stored: torch.Tensor) -> None:
         del parameter._unsharded_param
 
 
+def gather_input(unit: Unit) -> torch.Tensor:
+    """Return what FSDP2 would gather of a unit that is not gathered: this rank's shard (C,)."""
+    inputs = (each for parameter in parameters_of(unit) for each in parameter.all_gather_inputs)
+    return torch.cat([*inputs])
+
+
 def is_trainable(unit: Unit) -> bool:
     """Whether any of the unit's own parameters requires gradients."""
     return any(parameter.sharded_param.requires_grad for parameter in parameters_of(unit))
