@@ -55,13 +55,13 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_488,
+    "zeropp": 22_557,
     "zeropp/deepspeed": 4_332,
     "megatron_zpp": 24_675,
     "megatron_zpp/planner": 5_414,
     "megatron_zpp/interchange": 6_583,
     "benchmarks": 10_746,
-    "tests": 51_693,
+    "tests": 51_749,
 }
 # How many parameters and fields of a room, but not of rooms in it, are a whole `Config`.
 WHOLE_CONFIGURATION = {"megatron_zpp": 12, "megatron_zpp/planner": 29}
