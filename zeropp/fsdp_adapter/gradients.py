@@ -274,7 +274,7 @@ def _adds_alone(group: FSDPParamGroup) -> bool:
     dtype, factor, hook = group._reduce_dtype, group.gradient_divide_factor, group._all_reduce_hook
     if dtype is None or dtype != group._orig_dtype or factor is not None or hook is not None:
         return False
-    return not any(e.offload_to_cpu or e._unsharded_dtensor_spec for e in group.fsdp_params)
+    return not any(e.offload_to_cpu or e.is_dtensor for e in group.fsdp_params)
 
 
 @torch.no_grad()
