@@ -322,7 +322,7 @@ def _give_to_shards(parameters: list[FSDPParam]) -> None:
 
 
 def _copies(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    copies = [torch.empty_like(each, dtype=dtype) for each in tensors]
+    copies = [each.new_empty(each.shape, dtype=dtype) for each in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
 
