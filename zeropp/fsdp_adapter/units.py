@@ -189,11 +189,6 @@ def use_reduce_scatter(unit: Unit, comm: ReduceScatter, *, divides: bool) -> Non
             group.gradient_divide_factor = 1.0
 
 
-def divide_gradients(unit: FSDPModule, divisor: int) -> None:
-    """Divide the gradients of a unit on one rank, for which FSDP2 calls no collective."""
-    unit.set_gradient_divide_factor(float(divisor))
-
-
 def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
     """Issue each unit's gather while the `AHEAD` units before it compute.
 

@@ -73,7 +73,7 @@ class Wiring:
         if stage == 0 or plan.axis.nodes.num_ranks == 1:
             self.watch(unit)
             if plan.axis.num_losses > plan.axis.nodes.num_ranks:
-                fsdp.divide_gradients(unit, plan.axis.num_losses)
+                unit.set_gradient_divide_factor(float(plan.axis.num_losses))
             return
         self.undo.callback(fsdp.restore_collectives, unit, fsdp.collectives_of(unit))
         weights, gradients = self._hops_of(plan.axis, fsdp.device_of(unit))
