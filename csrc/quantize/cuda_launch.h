@@ -58,9 +58,10 @@ template <class Byte> ZPP_DEVICE Byte* raw_at(const Place& place, int wire, cons
 template <Type T> struct Ends {
     uint8_t *values, *packed;
 
-    __device__ __forceinline__ Ends(const Job& job, const Entry& entry, const Tile& tile,
-                                    uint8_t* rows, uint8_t* packed_rows) {
-        const int64_t element = job.row() * job.table.elements + entry.start + tile.first;
+    __device__ __forceinline__ Ends(const Job& job, const Tile& tile, uint8_t* rows,
+                                    uint8_t* packed_rows) {
+        const int64_t start = job.table.entries[tile.entry].start;
+        const int64_t element = job.row() * job.table.elements + start + tile.first;
         values = rows + element * int(sizeof(typename Element<T>::Word));
         packed = packed_rows + job.packed_row() * job.table.packed_bytes;
     }
