@@ -58,6 +58,6 @@ def executed(disassembly: str, wanted: Mapping[str, int]) -> list[str]:
 
 
 def cycles(names: Sequence[str]) -> int:
-    """Those of a scheduler, which issues one in each, and one for the integer units in every other."""
+    """Those of a scheduler: one of each instruction, two of those for the integer units."""
     integer = [name for name in names if not name.startswith(_FP32 + _OTHER)]
     return max(len(names), 2 * len(integer))
