@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -14,7 +14,8 @@ from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import run_forecast as kinds
 from megatron_zpp.planner.parts.balanced_routing import assumption
-from megatron_zpp.planner.run_forecast import RunForecast
+from megatron_zpp.planner.run_forecast import RunForecast, rank_memory
+from megatron_zpp.planner.state_memory import host_bytes
 from megatron_zpp.settings.config import Config
 from zeropp.ranks import Environment, free_bytes
 from zeropp.sharding import describe
@@ -39,7 +40,7 @@ ADVICE = MappingProxyType(
     }
 )
 OFFLOAD_MORE = "; --cpu-optimizer moves fp32 weights, gradients and moments to the host"
-OFFLOAD_LESS = "; offload_optimizer.ratio below 1 keeps some of it on the device"
+OFFLOAD_LESS = "; offload_optimizer.ratio = {} fits, and the device then needs {:.2f} GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,4 +198,17 @@ def _advice(memory: Memory, run: RunForecast) -> str:
         return advice
     if not run.first.config.zero.offloads_optimizer:
         return advice + OFFLOAD_MORE
-    return advice + (OFFLOAD_LESS if is_host else "")
+    return advice + (_fitting_ratio(memory, run) if is_host else "")
+
+
+def _fitting_ratio(host: Memory, run: RunForecast) -> str:
+    """Say which part of the optimizer fits on the host, if any and not all has to be there."""
+    rank, zero = run.fullest, run.fullest.config.zero
+    optimization, now = zero.zero_optimization, host_bytes(rank).total()
+    for percent in () if zero.offloads_weights else range(99, -1, -1):
+        offload = replace(optimization.offload_optimizer, ratio=percent / 100)
+        kept = replace(zero, zero_optimization=replace(optimization, offload_optimizer=offload))
+        other = replace(rank, ranks=replace(rank.ranks, config=replace(rank.config, zero=kept)))
+        if replace(host, needed=host.needed - now + host_bytes(other).total()).fits:
+            return OFFLOAD_LESS.format(percent / 100, sum(rank_memory(other)[0].values()) / GIB)
+    return ""

@@ -13,7 +13,6 @@ from zeropp.ranks.groups import set_time_limit as set_time_limit
 from zeropp.ranks.groups import shared_group as shared_group
 from zeropp.ranks.groups import time_limit as time_limit
 from zeropp.ranks.host_memory import free_bytes as free_bytes
-from zeropp.ranks.host_memory import pinned_bytes as pinned_bytes
 from zeropp.ranks.process_group import pick_device as pick_device
 from zeropp.ranks.process_group import refuse_to_start as refuse_to_start
 from zeropp.ranks.process_group import start_process_group as start_process_group

@@ -22,7 +22,8 @@ its shards and one whole tensor, and all ranks hold the same model.
 Source: ZeRO (Rajbhandari et al. 2020), section 5; expressed on FSDP2 as in docs/adr/0001.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -44,6 +45,7 @@ from zeropp.sharding.recorded_tensor import RECORDED_ATTRIBUTES, RecordedTensor,
 from zeropp.sharding.root import Root
 from zeropp.sharding.sharding import Sharding
 
+HOST = torch.device("cpu")
 Owners = tuple[tuple[nn.Module, str], ...]  # modules that hold a tensor, and its name in each
 
 
@@ -143,14 +145,16 @@ def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.de
     """Allocate uninitialized memory for parameters that were sharded on the meta device.
 
     They are allocated on `device` or where the configuration places them: trained ones where their
-    optimizer is. Matrices that are stored as codes get memory for these only, and values copied
+    optimizer's are. Matrices that are stored as codes get memory for these only, and values copied
     into them are quantized on the way: no rank holds more than one of them unquantized.
     """
     frozen = torch.device(config.placement.weights or device)
-    trained = torch.device(config.placement.trained or device)
     if config.placement.frozen_bits is not None:
         sharding = _stored(sharding, config, frozen)
-    allocate_meta_tensors(sharding.model, lambda each: trained if each.requires_grad else frozen)
+    trained = [each for each in sharding.model.parameters() if each.requires_grad]
+    places = master_devices(trained, config.placement.trained_on_cpu, device)
+    device_of = dict(zip(trained, places, strict=True))
+    allocate_meta_tensors(sharding.model, lambda each: device_of.get(each, frozen))
     sharding.refresh()
     return sharding
 
@@ -199,6 +203,18 @@ def allocate_meta_tensors(
     for tensor, owners in _tensors_where(model, lambda tensor: tensor.is_meta).items():
         empty = torch.empty_like(tensor, device=device_of(tensor))
         _put(_as_parameter_like(tensor, empty), owners)
+
+
+def master_devices(
+    parameters: Sequence[nn.Parameter], ratio: float, device: torch.device
+) -> Iterator[torch.device]:
+    """Yield the host for parameters that fit into `ratio` of all elements, else `device`."""
+    sizes = [parameter.numel() for parameter in parameters]
+    left = math.ceil(ratio * sum(sizes))
+    for size in sizes:
+        fits = size <= left
+        left -= size if fits else 0
+        yield HOST if fits else device
 
 
 def copy_from_first_rank(

@@ -43,14 +43,14 @@ def predict(flags, count=8, per_node=4):
 
 
 def test_a_part_of_the_optimizer_on_the_host_is_counted_by_whole_parameters(tmp_path):
-    """The embedding is a fifth of this model, and first. All weights are drawn on the host."""
+    """The embedding is a fifth of this model, and first. The rest is drawn on the device."""
     path = tmp_path / "zeropp.json"
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.15}}
     path.write_text(json.dumps({"zero_optimization": zero}))
     whole = predict("--zero-stage 2 --cpu-optimizer").host[MOMENTS]
     host = predict(f"--deepspeed-config {path}").host
     assert 0.1 < host[MOMENTS] / whole < 0.15
-    assert sum(host.values()) == whole / 2  # 4 bytes of 8
+    assert sum(host.values()) == host[MOMENTS] / 8 * (18 + 4)  # 4: of later micro-batches
 
 
 def test_an_asynchronous_save_needs_a_copy_on_the_host():
@@ -69,9 +69,9 @@ def test_on_a_gpu_what_is_offloaded_is_on_the_host():
     assert MOMENTS not in offloaded.device
     assert offloaded.device[WEIGHTS] == plain.device[WEIGHTS] // 2
     assert offloaded.device_bytes < plain.device_bytes
-    pinned = predict("--zero-stage 2 --cpu-optimizer --use-pin-memory")
-    assert pinned.host[MOMENTS] == offloaded.host[MOMENTS]  # made later, pageable
-    assert 1 < pinned.host[GRADIENTS] / offloaded.host[GRADIENTS] < 2
+    half = """{"zero_optimization":{"stage":2},"data_types":{"grad_accum_dtype":"bf16"}}"""
+    halved = predict(f"--deepspeed-config {half} --cpu-optimizer")
+    assert halved.host[GRADIENTS] == offloaded.host[GRADIENTS] / 2
     away = predict("--zero-stage 3 --cpu-optimizer --remote-device cpu")
     assert not away.device.get(WEIGHTS) and not away.device.get(GRADIENTS)
 
