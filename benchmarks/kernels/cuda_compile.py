@@ -1,10 +1,10 @@
 """What nvcc reports of the CUDA kernels: registers, shared memory, and register spills.
 
-    python -m benchmarks.kernels.cuda_compile [--results FILE.md]
+    python -m benchmarks.kernels.cuda_compile [--results FILE.md] [--nvcc FILE --gpus sm_70]
 
-Compiles every .cu file of csrc/ with setup.py's flags for sm_80 and sm_90. No GPU is needed, as
-nothing runs. Warps are those that the registers let a multiprocessor hold, in blocks of 256 threads
-(128 for steps of codes).
+Compiles every .cu file of csrc/ with setup.py's flags for sm_80 and sm_90, or for others that
+another nvcc knows. No GPU is needed, as nothing runs. Warps are those that the registers let a
+multiprocessor hold, in blocks of 256 threads (128 for steps of codes).
 """
 
 import re
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.shared.benchmark import Benchmark, Options
+from benchmarks.shared.benchmark import Benchmark, Flag, Options
 from benchmarks.shared.result import ROOT
 from benchmarks.shared.table import Column, table
 from setup import CUDA_FLAGS, find_nvcc
@@ -55,14 +55,17 @@ class Compiled:
 
 def measure(options: Options, result: dict) -> None:
     """Compile everything; raises InputError without a compiler."""
-    nvcc = find_nvcc()
+    nvcc = options.nvcc or find_nvcc()
     if nvcc is None:
         raise InputError("there is no nvcc to ask; install CUDA's toolkit, or set CUDA_HOME")
     output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     result["versions"]["nvcc"] = re.search(r"V([\d.]+)", output).group(1)
     started = time.perf_counter()
-    kernels = [each for path in SOURCES for gpu in GPUS for each in compiled(nvcc, path, gpu)]
+    kernels = [
+        each for path in SOURCES for gpu in options.gpus for each in compiled(nvcc, path, gpu)
+    ]
     kernels.sort(key=lambda kernel: (kernel.gpu, kernel.name))
+    result["gpus"] = list(options.gpus)
     result["kernels"] = [asdict(kernel) | {"warps": kernel.warps} for kernel in kernels]
     result["seconds"] = time.perf_counter() - started
 
@@ -99,8 +102,8 @@ def show(result: dict) -> str:
         Column("spilled, bytes", "spilled"),
     )
     return (
-        f"Flags `{' '.join(CUDA_FLAGS)}`; {len(GPUS)} architectures of {len(SOURCES)} files in "
-        f"{result['seconds']:.0f} s.\n\n{kernels}"
+        f"Flags `{' '.join(CUDA_FLAGS)}`; {len(result['gpus'])} architectures of {len(SOURCES)} "
+        f"files in {result['seconds']:.0f} s.\n\n{kernels}"
     )
 
 
@@ -116,7 +119,8 @@ def _readable(mangled: str) -> str:
     return name[1] + (f"<{('BF16', 'FP16', 'FP32')[int(name[2])]}>" if name[2] else "")
 
 
-BENCHMARK = Benchmark(spec=__spec__, question=__doc__, measure=measure, show=show)
+OPTIONS = (Flag("--nvcc", help="default: the one of setup.py"), Flag("--gpus", GPUS))
+BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

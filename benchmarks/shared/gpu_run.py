@@ -46,7 +46,7 @@ OUR_KERNELS = "--kernel-name kns=zpp --error-exitcode 9"  # checks our namespace
 GPU_FACTS = "name,memory.total,power.limit,clocks.max.sm,driver_version"
 MISSING = "not installed"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pytest")
-OUTPUT_LINES = 60  # of builds, tests and errors that are shown
+OUTPUT_LINES = 120  # of builds, tests and errors that are shown
 SECONDS_TO_END = 20.0  # that a benchmark may need after MINUTES of its command
 TABLE_MINUTES, LONG = 8.0, 14.0  # for which the table's seconds are; from which steps take more
 LEAST_SECONDS = 5.0  # with less left, a step does not begin

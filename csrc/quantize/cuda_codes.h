@@ -1,5 +1,5 @@
-// Codes packed and unpacked in a lane's registers, with few instructions of a GPU's integer units, which
-// take half as many in a cycle as those for fp32 do.
+// What lanes do with codes, however they share them: with few instructions of a GPU's integer units,
+// which take half as many in a cycle as those for fp32 do.
 #pragma once
 
 #include "../shared/cuda_numbers.h"
@@ -54,15 +54,15 @@ template <int BITS> ZPP_DEVICE uint32_t pack_two(int32_t first, int32_t second, 
 #endif
 }
 
-// A word of codes of 8 or 4 bits; `number` gives the elements. Blocks whose bytes are all 0 are not `usable`.
-template <int BITS, class N>
-ZPP_DEVICE uint32_t word_of_codes(const N& number, float factor, uint32_t usable) {
+// COUNT codes of 8 or 4 bits in a word; `number` gives the elements.
+template <int BITS, int COUNT = 32 / BITS, class N>
+ZPP_DEVICE uint32_t word_of_codes(const N& number, float factor) {
     uint32_t word = 0;
 #pragma unroll
-    for (int i = 32 / BITS - 2; i >= 0; i -= 2) {
+    for (int i = COUNT - 2; i >= 0; i -= 2) {
         word = pack_two<BITS>(rounded(number(i) * factor), rounded(number(i + 1) * factor), word);
     }
-    return word & usable;
+    return word;
 }
 
 // (word & mask) ^ bits, which compilers take two instructions for if both are constants.
@@ -95,12 +95,27 @@ template <Width W> ZPP_DEVICE float code_of_lane(const uint32_t* words, int i) {
     return float_of(and_xor(word, MASK << at, flipped)) - none;
 }
 
-// Write number `i` in the type `wire`.
-ZPP_DEVICE void write_one(int wire, float number, uint8_t* to, int i) {
-    if (wire == FP32) {
+// Bytes of a tile's codes, up to the next aligned offset, all of which are written.
+template <Width W> ZPP_DEVICE int end_of_codes(const Tile& tile) {
+    return ((tile.size * Codes<W>::BITS + 7) / 8 + int(ALIGN) - 1) / int(ALIGN) * int(ALIGN);
+}
+
+// Write zeros to the unused bytes after the end of a segment's scales or raw values.
+ZPP_DEVICE void clear_gap(const Place& place, const Tile& tile, uint8_t* end) {
+    if (tile.is_last && tile.lane < place.gap) end[tile.lane] = 0;
+}
+
+// Read or write number `i` of those of a type.
+ZPP_DEVICE float read_one(int type, const uint8_t* from, int i) {
+    if (type == FP32) return reinterpret_cast<const float*>(from)[i];
+    const uint16_t word = reinterpret_cast<const uint16_t*>(from)[i];
+    return type == BF16 ? from_bf16(word) : from_fp16(word);
+}
+ZPP_DEVICE void write_one(int type, float number, uint8_t* to, int i) {
+    if (type == FP32) {
         reinterpret_cast<float*>(to)[i] = number;
     } else {
-        const uint32_t word = wire == BF16 ? to_bf16_pair(number, 0.0f) : to_fp16_pair(number, 0.0f);
+        const uint32_t word = type == BF16 ? to_bf16_pair(number, 0.0f) : to_fp16_pair(number, 0.0f);
         reinterpret_cast<uint16_t*>(to)[i] = uint16_t(word);
     }
 }

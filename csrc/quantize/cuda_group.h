@@ -1,36 +1,75 @@
-// 32 adjacent numbers in the registers of a lane: those that are rotated together, so that only the
-// extremes of blocks travel between lanes. A lane's codes are adjacent in memory too, 8 to 32 bytes.
+// 32 adjacent numbers in the registers of a lane, those that are rotated together: a rotation needs no
+// other lane, and a lane's codes are adjacent in memory, 8 to 32 bytes.
 #pragma once
 
 #include "cuda_codes.h"
-#include "cuda_three_bits.h"
 
 namespace zpp {
 
+constexpr Width ANY = NUM_WIDTHS;  // a width that the table says when the kernel runs
+
+template <Width W> struct Known {
+    static constexpr Width width = W;
+};
+
+// Call with the width of a segment that is not raw, which is W unless that is ANY.
+template <Width W, class Call> ZPP_DEVICE void with_width(int bits, const Call& call) {
+    if constexpr (W != ANY) {
+        call(Known<W>());
+    } else if (bits == 8) {
+        call(Known<INT8>());
+    } else if (bits == 4) {
+        call(Known<INT4>());
+    } else if (bits == 3) {
+        call(Known<INT3>());
+    } else if (bits == 2) {
+        call(Known<INT2>());
+    } else {
+        call(Known<ROTATED4>());
+    }
+}
+
 static_assert(PER_LANE == ROTATED, "a lane holds what is rotated together");
+using Group = float[PER_LANE];
+
+// Multiply by the Hadamard matrix.
+ZPP_DEVICE void rotate(Group& value) {
+#pragma unroll
+    for (int stride = ROTATED / 2; stride > 0; stride /= 2) {
+#pragma unroll
+        for (int i = 0; i < ROTATED; ++i) {
+            if (i & stride) continue;
+            const float sum = value[i] + value[i + stride];
+            value[i + stride] = value[i] - value[i + stride];
+            value[i] = sum;
+        }
+    }
+}
+
+ZPP_DEVICE void unrotate(Group& value) {
+    rotate(value);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) value[i] *= 1.0f / ROTATED;
+}
 
 // How a lane accesses its codes: PIECES of WORDS each.
 template <Width W> struct Pieces {
-    static constexpr int BITS = Codes<W>::BITS, WORDS = W == INT3 ? 1 : BITS < 4 ? BITS : 4;
+    static constexpr int BITS = Codes<W>::BITS, BLOCK = Codes<W>::BLOCK;
+    static constexpr int WORDS = W == INT3 ? 1 : BITS < 4 ? BITS : 4;
     static constexpr int PIECES = BITS / WORDS, BYTES = 4 * WORDS;
-    static constexpr int LANES_OF_BLOCK = Codes<W>::BLOCK / PER_LANE;
+    static constexpr int LANES_OF_BLOCK = BLOCK / PER_LANE;
 };
 
-// Bytes that the codes of a tile take, up to the next aligned offset.
-template <Width W> ZPP_DEVICE int code_bytes(const Tile& tile) {
-    return ((tile.size * Codes<W>::BITS + 7) / 8 + int(ALIGN) - 1) / int(ALIGN) * int(ALIGN);
-}
-
-template <Width W> struct GroupOfCodes {
+template <Width W> struct Coded {
     uint32_t word[Codes<W>::BITS];
     uint32_t scale;
 };
 
-// A lane beyond the end reads what lane 0 does, and the last lane its first piece twice, so that
-// nothing depends on a condition: what they hold is cleared, or not written.
+// A lane beyond the end reads what lane 0 does, and the last one of INT8 its first piece twice, so that
+// no access depends on a condition: what they then hold is cleared, or not written.
 template <Width W>
-ZPP_DEVICE void read_group(const uint8_t* codes, const uint8_t* scales, const Tile& tile,
-                           GroupOfCodes<W>* read) {
+ZPP_DEVICE void read_codes(const uint8_t* codes, const uint8_t* scales, const Tile& tile,
+                           Coded<W>* read) {
     using P = Pieces<W>;
     const int lane = tile.lane * PER_LANE < tile.size ? tile.lane : 0;
     const bool has_all = W != INT8 || lane * PER_LANE + P::BYTES < tile.size;
@@ -44,7 +83,7 @@ ZPP_DEVICE void read_group(const uint8_t* codes, const uint8_t* scales, const Ti
     }
 }
 
-template <Width W> ZPP_DEVICE void add_group(const GroupOfCodes<W>& read, float (&sums)[PER_LANE]) {
+template <Width W> ZPP_DEVICE void add_codes(const Coded<W>& read, Group& sums) {
     const float scale = from_bf16(uint16_t(read.scale));
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -53,7 +92,7 @@ template <Width W> ZPP_DEVICE void add_group(const GroupOfCodes<W>& read, float 
 }
 
 // For sums: what is beyond the end may be anything.
-ZPP_DEVICE void clear_beyond(const Tile& tile, float (&value)[PER_LANE]) {
+ZPP_DEVICE void clear_beyond(const Tile& tile, Group& value) {
     if (tile.size == WARP_TILE) return;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -61,14 +100,8 @@ ZPP_DEVICE void clear_beyond(const Tile& tile, float (&value)[PER_LANE]) {
     }
 }
 
-ZPP_DEVICE void unrotate(float (&value)[PER_LANE]) {
-    rotate_unit(value, 0);
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) value[i] *= 1.0f / ROTATED;
-}
-
 // The extreme of the lane's block, of which rotated elements need the magnitude only.
-template <Width W> ZPP_DEVICE float extreme_of_block(const float (&value)[PER_LANE]) {
+template <Width W> ZPP_DEVICE float extreme_of_block(const Group& value) {
     int32_t high = INT32_MIN;
     uint32_t low = 0;
 #pragma unroll
@@ -87,18 +120,18 @@ template <Width W> ZPP_DEVICE float extreme_of_block(const float (&value)[PER_LA
     return float_of(is_rotated(W) ? order : bits_of_order(order));
 }
 
-// Write numbers, zeros beyond the end, that are rotated already if W is.
+// Write numbers, zeros beyond the end, that are rotated if W is, and the unused bytes after them.
 template <Width W>
-ZPP_DEVICE void write_group(const float (&value)[PER_LANE], const Tile& tile, uint8_t* codes,
-                            uint8_t* scales) {
+ZPP_DEVICE void write_codes(const Group& value, const Place& place, const Tile& tile, uint8_t* packed) {
     using P = Pieces<W>;
-    const int first = tile.lane * PER_LANE;
+    const bool inside = tile.lane * PER_LANE < tile.size;
     const uint32_t scale = scale_of(extreme_of_block<W>(value), W);
     const float factor = quick_factor_of(scale, W);
-    if (tile.lane % P::LANES_OF_BLOCK == 0 && first < tile.size) {
+    uint8_t* scales = packed + place.scales_at + tile.first / P::BLOCK * 2;
+    if (tile.lane % P::LANES_OF_BLOCK == 0 && inside) {
         reinterpret_cast<uint16_t*>(scales)[tile.lane / P::LANES_OF_BLOCK] = uint16_t(scale);
     }
-    const uint32_t usable = mask_of(factor != 0.0f && first < tile.size);
+    const uint32_t usable = mask_of(factor != 0.0f && inside);
     uint32_t words[P::BITS] = {};
     if constexpr (is_odd(W)) {
 #pragma unroll
@@ -109,65 +142,192 @@ ZPP_DEVICE void write_group(const float (&value)[PER_LANE], const Tile& tile, ui
             words[at / 32] |= code << at % 32;
             if (at % 32 + P::BITS > 32) words[at / 32 + 1] |= code >> (32 - at % 32);
         }
-#pragma unroll
-        for (int i = 0; i < P::BITS; ++i) words[i] &= usable;
     } else {
 #pragma unroll
         for (int i = 0; i < P::BITS; ++i) {
-            const auto number = [&](int j) { return value[i * (32 / P::BITS) + j]; };
-            words[i] = word_of_codes<P::BITS>(number, factor, usable);
+            words[i] = word_of_codes<P::BITS>([&](int j) { return value[i * (32 / P::BITS) + j]; }, factor);
         }
     }
-    const int left = code_bytes<W>(tile) - tile.lane * 4 * P::BITS;
+    const int own = tile.lane * 4 * P::BITS, left = end_of_codes<W>(tile) - own;
+    uint8_t* codes = packed + place.data_at + tile.first * P::BITS / 8 + own;
 #pragma unroll
     for (int i = 0; i < P::PIECES; ++i) {
         Words<P::BYTES> piece;
 #pragma unroll
-        for (int j = 0; j < P::WORDS; ++j) piece.word[j] = words[i * P::WORDS + j];
-        if (i * P::BYTES < left) {
-            write_words<P::BYTES>(codes + tile.lane * 4 * P::BITS + i * P::BYTES, piece);
+        for (int j = 0; j < P::WORDS; ++j) piece.word[j] = words[i * P::WORDS + j] & usable;
+        if (i * P::BYTES < left) write_words<P::BYTES>(codes + i * P::BYTES, piece);
+    }
+    clear_gap(place, tile, scales + (tile.size + P::BLOCK - 1) / P::BLOCK * 2);
+}
+
+// Numbers of type T as pieces of 16 bytes. Four lanes exchange theirs, so that they access adjacent
+// ones: then piece i is the i % 4th lane's, its (lane % 4)th of four.
+template <Type T> struct Exchanged {
+    static constexpr int SIZE = int(sizeof(typename Element<T>::Word)), VEC = 16 / SIZE;
+    static constexpr int PIECES = PER_LANE / VEC;
+    Numbers<T, VEC> piece[PIECES];
+
+    static __device__ __forceinline__ int at(int i, int lane) {  // element of the tile
+        return (lane / 4 * 4 + i % 4) * PER_LANE + (i / 4 * 4 + lane % 4) * VEC;
+    }
+
+    // Between pieces of the lane's own numbers and those that it accesses, in either direction.
+    __device__ __forceinline__ void exchange(int lane) {
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) {
+            const bool second = lane & step;
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) {
+                if (i & step) continue;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    uint32_t &low = piece[i].word[j], &high = piece[i + step].word[j];
+                    const uint32_t given = __shfl_xor_sync(ALL, second ? low : high, step);
+                    (second ? low : high) = given;
+                }
+            }
+        }
+    }
+};
+
+template <Type T> ZPP_DEVICE void read_numbers(const uint8_t* from, const Tile& tile, Group& value) {
+    using E = Exchanged<T>;
+    E numbers = {};
+    if (fits<T, E::VEC>(from, tile.size)) {
+#pragma unroll
+        for (int i = 0; i < E::PIECES; ++i) {
+            const int at = E::at(i, tile.lane);
+            if (at < tile.size) numbers.piece[i].read(from + at * E::SIZE);
+        }
+        numbers.exchange(tile.lane);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) value[i] = numbers.piece[i / E::VEC].get(i % E::VEC);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+        const int at = tile.lane * PER_LANE + i;
+        value[i] = at < tile.size ? to_float<T>(read_one<T>(from + at * E::SIZE)) : 0.0f;
+    }
+}
+
+template <Type T> ZPP_DEVICE void write_numbers(const Group& value, const Tile& tile, uint8_t* to) {
+    using E = Exchanged<T>;
+    if (!fits<T, E::VEC>(to, tile.size)) {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int at = tile.lane * PER_LANE + i;
+            if (at < tile.size) write_one(T, value[i], to, at);
+        }
+        return;
+    }
+    E numbers;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i += 2) {
+        numbers.piece[i / E::VEC].set_pair(i % E::VEC, value[i], value[i + 1]);
+    }
+    numbers.exchange(tile.lane);
+#pragma unroll
+    for (int i = 0; i < E::PIECES; ++i) {
+        const int at = E::at(i, tile.lane);
+        if (at < tile.size) numbers.piece[i].write(to + at * E::SIZE);
+    }
+}
+
+template <Type T> ZPP_DEVICE void add_numbers(const uint8_t* from, const Tile& tile, Group& sums) {
+    using E = Exchanged<T>;
+    const bool wide = fits<T, E::VEC>(from, tile.size);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i += E::VEC) {
+        const int at = tile.lane * PER_LANE + i;
+        Numbers<T, E::VEC> piece = {};
+        if (wide && at < tile.size) piece.read(from + at * E::SIZE);
+#pragma unroll
+        for (int j = 0; j < E::VEC; ++j) {
+            if (!wide && at + j < tile.size) sums[i + j] += read_one(T, from, at + j);
+            if (wide) sums[i + j] += piece.get(j);
         }
     }
 }
 
-// Write numbers in the type T, in pieces of 16 bytes. Each two lanes give each other every second piece,
-// so that they write adjacent ones.
-template <Type T>
-ZPP_DEVICE void write_numbers(const float (&value)[PER_LANE], const Tile& tile, uint8_t* to) {
-    constexpr int SIZE = int(sizeof(typename Element<T>::Word)), VEC = 16 / SIZE;
-    using N = Numbers<T, VEC>;
-    N unit[PER_LANE / VEC];
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i += 2) {
-        unit[i / VEC].set_pair(i % VEC, value[i], value[i + 1]);
+// Raw values of a packed row, in its type, and the unused bytes after them.
+ZPP_DEVICE void add_raw(int wire, const uint8_t* from, const Tile& tile, Group& sums) {
+    if (wire == BF16) return add_numbers<BF16>(from, tile, sums);
+    if (wire == FP16) return add_numbers<FP16>(from, tile, sums);
+    add_numbers<FP32>(from, tile, sums);
+}
+ZPP_DEVICE void write_raw(int wire, const Group& value, const Place& place, const Tile& tile,
+                          uint8_t* packed) {
+    uint8_t* to = raw_at(place, wire, tile, packed);
+    if (wire == BF16) {
+        write_numbers<BF16>(value, tile, to);
+    } else if (wire == FP16) {
+        write_numbers<FP16>(value, tile, to);
+    } else {
+        write_numbers<FP32>(value, tile, to);
     }
-    if (!fits<T, VEC>(to, tile.size)) {
+    clear_gap(place, tile, to + tile.size * word_bytes(wire));
+}
+
+// Write numbers to their place, which is raw, if they are not rotated or W is ANY, or has codes of W.
+template <Width W>
+ZPP_DEVICE void put(Group& value, bool rotated, const Place& place, int wire, const Tile& tile,
+                    uint8_t* packed) {
+    if (place.bits == RAW) {
+        if (W == ANY && rotated) unrotate(value);
+        return write_raw(wire, value, place, tile, packed);
+    }
+    with_width<W>(place.bits, [&](auto known) {
+        constexpr Width TO = decltype(known)::width;
+        if (is_rotated(TO) && !rotated) rotate(value);
+        if (!is_rotated(TO) && rotated) unrotate(value);
+        write_codes<TO>(value, place, tile, packed);
+    });
+}
+
+// Terms whose codes a lane requests at once: 64 bytes, or 48 to 64 of them together.
+template <Width W> constexpr int AT_ONCE = W == INT8 ? 2 : 4;
+
+// Add terms, so many at a time, while there are so many left.
+template <Width W, int COUNT>
+ZPP_DEVICE void add_terms(int64_t stride, const Tile& tile, const uint8_t*& codes,
+                          const uint8_t*& scales, int* left, Group& sums) {
+    for (; *left >= COUNT; *left -= COUNT) {
+        Coded<W> read[COUNT];
 #pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) {
-            const int at = tile.lane * PER_LANE + i;
-            const uint32_t word = unit[i / VEC].word[i % VEC * SIZE / 4] >> i * SIZE % 4 * 8;
-            if (at < tile.size) {
-                reinterpret_cast<typename Element<T>::Word*>(to)[at] = typename Element<T>::Word(word);
-            }
+        for (int i = 0; i < COUNT; ++i) {
+            read_codes(codes, scales, tile, &read[i]);
+            codes += stride;
+            scales += stride;
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) add_codes(read[i], sums);
+    }
+}
+
+// Set `sums` to those of a tile's terms, `job.stride` apart; the sums of rotated numbers are rotated. A
+// raw value that is no sum, of stride 0, may be -0, which a sum never is.
+template <Width W>
+ZPP_DEVICE void sum_terms(const Job& job, const Tile& tile, const Place& place,
+                          const uint8_t* packed, Group& sums) {
+    const float start = place.bits == RAW && job.stride == 0 ? -0.0f : 0.0f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) sums[i] = start;
+    int left = int(job.terms);
+    if (place.bits == RAW) {
+        for (const uint8_t* term = packed; left > 0; --left, term += job.stride) {
+            add_raw(job.table.wire, raw_at(place, job.table.wire, tile, term), tile, sums);
         }
         return;
     }
-    const bool odd = tile.lane % 2;
-    const int first = tile.lane / 2 * 2 * PER_LANE + odd * VEC;
-    to += first * SIZE;
-#pragma unroll
-    for (int i = 0; i < PER_LANE / VEC; i += 2) {
-        N of_even, of_odd;  // pieces of those lanes
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const uint32_t own = unit[i + 1].word[j], other = unit[i].word[j];
-            const uint32_t given = __shfl_xor_sync(ALL, odd ? other : own, 1);
-            of_even.word[j] = odd ? given : other;
-            of_odd.word[j] = odd ? own : given;
-        }
-        if (first + i * VEC < tile.size) of_even.write(to + i * 16);
-        if (first + PER_LANE + i * VEC < tile.size) of_odd.write(to + PER_LANE * SIZE + i * 16);
-    }
+    with_width<W>(place.bits, [&](auto known) {
+        constexpr Width FROM = decltype(known)::width;
+        const uint8_t* codes = packed + place.data_at + tile.first * Codes<FROM>::BITS / 8;
+        const uint8_t* scales = packed + place.scales_at + tile.first / Codes<FROM>::BLOCK * 2;
+        add_terms<FROM, AT_ONCE<FROM>>(job.stride, tile, codes, scales, &left, sums);
+        if (AT_ONCE<FROM> > 2) add_terms<FROM, 2>(job.stride, tile, codes, scales, &left, sums);
+        add_terms<FROM, 1>(job.stride, tile, codes, scales, &left, sums);
+    });
 }
 
 }  // namespace zpp

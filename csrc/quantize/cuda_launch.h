@@ -50,15 +50,21 @@ static_assert(sizeof(Job) <= MAX_PARAMETERS, "parameters of a kernel");
 
 ZPP_DEVICE int word_bytes(int wire) { return wire == FP32 ? 4 : 2; }
 
-ZPP_DEVICE uint8_t* raw_at(const Place& place, int wire, const Tile& tile, uint8_t* packed) {
+template <class Byte> ZPP_DEVICE Byte* raw_at(const Place& place, int wire, const Tile& tile, Byte* packed) {
     return packed + place.data_at + tile.first * word_bytes(wire);
 }
-ZPP_DEVICE uint8_t* codes_at(const Place& place, const Tile& tile, uint8_t* packed) {
-    return packed + place.data_at + tile.first * code_bits_of(width_of(place.bits)) / 8;
-}
-ZPP_DEVICE uint8_t* scales_at(const Place& place, const Tile& tile, uint8_t* packed) {
-    return packed + place.scales_at + tile.first / block_of(width_of(place.bits)) * 2;
-}
+
+// The places of a tile: values of type T, and its packed row.
+template <Type T> struct Ends {
+    uint8_t *values, *packed;
+
+    __device__ __forceinline__ Ends(const Job& job, const Entry& entry, const Tile& tile,
+                                    uint8_t* rows, uint8_t* packed_rows) {
+        const int64_t element = job.row() * job.table.elements + entry.start + tile.first;
+        values = rows + element * int(sizeof(typename Element<T>::Word));
+        packed = packed_rows + job.packed_row() * job.table.packed_bytes;
+    }
+};
 
 static inline Place place_of(const Layout& layout, int64_t index) {
     const Segment& segment = layout.segments()[index];
@@ -93,6 +99,17 @@ static inline void fill(const Layout& packed, const Layout& reduced, int64_t fir
 }
 
 using Kernel = void(Job);
+
+// `count` rows, of which each `fold` are reordered.
+static inline Job job_of(uint8_t* from, uint8_t* to, int64_t count, int64_t fold) {
+    Job job = {};
+    job.from = from;
+    job.to = to;
+    job.slices = count / fold;
+    job.parts = fold;
+    job.terms = 1;
+    return job;
+}
 
 // The width of all segments that are not raw, or NUM_WIDTHS if there is none or more than one.
 static inline Width only_width(const Layout& layout) {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_zpp.model.xielu import XIELU
+from megatron_zpp.model.mlp import XIELU
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim import local_part
 

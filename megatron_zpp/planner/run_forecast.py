@@ -115,8 +115,11 @@ class RunForecast:
             batch, nodes = replace(config.batch, global_batch_size=samples), replicas.nodes
             config = replace(config, batch=batch)
         if like is not None:
-            others = [(run, replace(run.ranks, config=config), n) for run, n in like.places]
-            return cls([(replace(run, ranks=ranks), n) for run, ranks, n in others], replicas)
+            places = [
+                (replace(run, ranks=replace(run.ranks, config=config)), count)
+                for run, count in like.places
+            ]
+            return cls(places, replicas)
         if model is None:
             model = MetaModel(config.model, vocab_size, capabilities_of(config))
         ranks = PlannedRanks(config=config, nodes=nodes)

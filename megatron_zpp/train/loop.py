@@ -1,6 +1,8 @@
 """The training loop: step, log, evaluate, save, stop; `--profile` and `--manual-gc`."""
 
 import gc
+import statistics
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +12,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_zpp.monitor.log_lines import duration
-from megatron_zpp.monitor.loss_watch import LossWatch
 from megatron_zpp.monitor.metrics import Interval, Iteration, Validation
 from megatron_zpp.settings.config import LogConfig, TrainingConfig
 from megatron_zpp.settings.scheduled_values import is_due
@@ -139,6 +140,26 @@ def evaluate_split(run: Run, split: int, moment: str) -> None:
             split=name,
         )
     )
+
+
+@dataclass
+class LossWatch:
+    """Tells whether a loss is a spike: far above the mean of the iterations before it."""
+
+    WINDOW, LEAST = 100, 20  # iterations: the mean is of the last 100, once there are 20
+    DEVIATIONS, SHARE = 6, 0.1  # above the mean by 6 standard deviations and by a tenth
+
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=LossWatch.WINDOW))
+
+    def mean_below(self, loss: float) -> float | None:
+        """Add a loss; return the mean of those before if it is a spike above them, else None."""
+        before = tuple(self._recent)
+        self._recent.append(loss)
+        if len(before) < self.LEAST:
+            return None
+        mean = statistics.fmean(before)
+        distance = max(self.DEVIATIONS * statistics.pstdev(before, mean), self.SHARE * abs(mean))
+        return mean if loss > mean + distance else None
 
 
 @dataclass(kw_only=True)

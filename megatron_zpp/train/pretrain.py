@@ -3,7 +3,7 @@
 import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,6 @@ from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import CheckpointConfig, Config, LogConfig
 from megatron_zpp.text.generate import generate
 from megatron_zpp.train.build import build_run
-from megatron_zpp.train.determinism import deterministic_kernels
 from megatron_zpp.train.inputs import TEST, TRAIN, VALIDATION
 from megatron_zpp.train.loop import evaluate_split, train
 from megatron_zpp.train.resume import with_own_folders
@@ -39,6 +38,7 @@ from zeropp.ranks import (
     refuse_to_start,
     report_on_each_machine,
     report_once,
+    use_deterministic_cublas,
 )
 
 USAGE_ERROR, FAILED = 2, 1
@@ -106,6 +106,22 @@ def main(
         except Interrupted as interruption:
             console.notice(logging.ERROR, str(interruption))
             return interruption.code
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """`--deterministic-mode`: kernels that give the same digits every time they run.
+
+    PyTorch raises RuntimeError for an operation without one. It has to be entered before the first
+    product of matrices on a GPU.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    use_deterministic_cublas()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def versions() -> dict[str, str]:

@@ -180,9 +180,9 @@ STARTS = {
 }
 # Long ones, those that need root or nvcc, and those with tests of their own.
 OTHERS = (
-    "cluster.cluster", "cluster.time_to_loss", "codes.gradient_codes", "convergence.convergence",
-    "convergence.numerics", "endurance.endurance", "endurance.nodes", "kernels.cuda_compile",
-    "step.first_minutes", "step.gpu_train",
+    "cluster.cluster", "cluster.time_to_loss", "codes.device_coder", "codes.gradient_codes",
+    "convergence.convergence", "convergence.numerics", "endurance.endurance", "endurance.nodes",
+    "kernels.cuda_compile", "step.first_minutes", "step.gpu_train",
 )  # fmt: skip
 
 

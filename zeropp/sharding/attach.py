@@ -180,8 +180,6 @@ class Attached:
         units = [*self._planned.values()]
         route = max((unit.axis.weights for unit in self.plan.units), key=attrgetter("keeps"))
         self.kept = kept_weights(self.model, self.group, route, self.config.zeropp)
-        if self.plan.axis.nodes.machines > 1:
-            self.plan = self.plan.with_coding(fsdp.device_of(units[0]))
         groups = [self.group, *filter(None, map(fsdp.replica_group, units))][:2]
         use = GradientUse(groups, fsdp.device_of(units[0]))
         self._wiring = Wiring(self.traffic, use, self.kept, divides=False)

@@ -24,7 +24,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.grid import device_of, find_nodes, first_axis, ranks_of
+from zeropp.sharding.grid import find_nodes, first_axis, ranks_of
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.wire.quantized_shard import stored_layout
 from zeropp.wire.rank_group import everyone
@@ -142,8 +142,7 @@ def plan_model(
         apart={module: axes[each] for module, each in own_meshes.items()},
         casts_inputs=casts_inputs,
     )
-    plan = replace(plan, units=units)
-    return plan.with_coding(device_of(data)) if axis.nodes.machines > 1 else plan
+    return replace(plan, units=units)
 
 
 def plan_units(

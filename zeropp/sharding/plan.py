@@ -15,7 +15,6 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.settings.placement import Placement
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.wire.coding_choice import with_choice
 from zeropp.wire.rank_group import Nodes, RankGroup, everyone
 from zeropp.wire.route import Route, gradient_route, weight_route
 
@@ -154,22 +153,6 @@ class Plan:
             for unit in self.units
         )
         return replace(self, units=units, is_plain=True)
-
-    def with_coding(self, device: torch.device) -> "Plan":
-        """Return the plan with the choices made whether messages between nodes are coded.
-
-        They may be measured with tensors on `device`; all ranks call it.
-        """
-        axes = {}
-        for axis in self.axes:
-            weights, gradients = axis.weights, axis.gradients
-            if None in (weights.is_coded, gradients.is_coded):
-                place = axis.group.ranks, axis.group.position, device
-                weights = with_choice(weights, "weights", *place)
-                gradients = with_choice(gradients, "gradients", *place)
-                axes[axis] = replace(axis, weights=weights, gradients=gradients)
-        units = tuple(replace(unit, axis=axes.get(unit.axis, unit.axis)) for unit in self.units)
-        return replace(self, units=units)
 
     def with_specs_of(self, units: Iterable[fsdp.FSDPModule]) -> "Plan":
         """Return the plan with what FSDP2's units hold now."""

@@ -22,7 +22,7 @@ from zeropp.errors import InputError
 from zeropp.quant.coded_message import most_bytes
 from zeropp.quant.packing import RowLayout
 from zeropp.ranks.groups import NamedWork, is_planned, shared_group, uses_gloo
-from zeropp.wire.traffic import Traffic
+from zeropp.wire.traffic import Coding, Traffic
 
 # torch 2.13 renamed it
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -145,7 +145,7 @@ class RankGroup:
     members: positions among the ranks of `nodes`. ranks: the global ranks at all positions, where
     they can be connected. purpose: of messages, unless a call says another.
     ledger: where they are entered. group: None where the ranks are planned, or not connected yet.
-    is_coded: whether `exchange_coded` is to be used across nodes. mesh: of the members, where each
+    coding: whether `exchange_coded` is to be used across nodes. mesh: of the members, where each
     has a part of the same parameters.
     """
 
@@ -156,7 +156,7 @@ class RankGroup:
     purpose: str = ""
     ledger: Traffic | None = field(default=None, compare=False, repr=False)
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    is_coded: bool = False
+    coding: Coding = field(default_factory=Coding, compare=False, repr=False)
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -190,30 +190,32 @@ class RankGroup:
         return replace(self, members=members, group=None, mesh=None)
 
     def connected(
-        self, ledger: Traffic, purpose: str, *, is_coded: bool = False
+        self, ledger: Traffic, purpose: str, *, coding: Coding | None = None
     ) -> "RankGroup | None":
         """Return this group with a process group and a ledger; None for a group of one rank.
 
         Only the members need to call it. Models on the same ranks share the process group of a
         `purpose`, as with FSDP2 they share the mesh's.
         Gathers and reductions overlap, so that on one communicator they would wait for each other:
-        they have different purposes. Coded messages are lost on a group that has no gloo: there
-        they are not coded.
+        they have different purposes. Without gloo, messages are coded if that is not only tried,
+        and their lengths are sent.
         """
         if self.size == 1:
             return None
         members = [self.ranks[member] for member in self.members]
         group = shared_group(purpose, members, self.ranks)
-        coded = is_coded and uses_gloo(group)
-        return replace(self, purpose=purpose, ledger=ledger, group=group, is_coded=coded)
+        if coding is None or not uses_gloo(group):
+            is_coded = bool(coding and coding.is_on and not coding.is_tried)
+            coding = Coding(is_coded, sends_lengths=True)
+        return replace(self, purpose=purpose, ledger=ledger, group=group, coding=coding)
 
     def hops(
-        self, inner: int, ledger: Traffic, purpose: str, *, is_coded: bool
+        self, inner: int, ledger: Traffic, purpose: str, coding: Coding
     ) -> "tuple[RankGroup | None, RankGroup | None]":
         """Return the inner hop, of `inner` consecutive members, and the outer one, connected."""
         near, far = self.consecutive(inner), self.strided(inner)
         connected = near.connected(ledger, purpose)
-        return connected, far.connected(ledger, purpose, is_coded=is_coded)
+        return connected, far.connected(ledger, purpose, coding=coding)
 
     def message(self, kind: str, num_bytes: int | tuple[int, ...], **others: object) -> Message:
         """Return a collective of this group as data; `others` are further fields of `Message`."""
@@ -302,26 +304,29 @@ class RankGroup:
         *,
         unit: fsdp.Unit,
         async_op: bool = False,
+        rooms: Sequence[int] | None = None,
     ) -> tuple[dist.Work | None, Mapping[int, Tensor]]:
         """Send each member its coded row of a layout; return what will hold theirs.
 
-        Messages are uint8, on the host. Nobody is told how long they are: gloo receives one that is
-        shorter than the memory for it, at its beginning, so that lengths cost no round trip. What
-        comes must say itself where it ends.
+        Messages are uint8, on the host. `rooms` are the lengths of what comes. Without them nobody
+        is told: gloo receives a message that is shorter than the memory for it, at its beginning,
+        so that lengths cost no round trip. What comes must say itself where it ends.
         """
-        own, room = self.index, most_bytes(layout.packed_bytes)
-        others = [member for member in range(self.size) if member != own]
-        rooms = [room if member != own else 0 for member in range(self.size)]
+        own, device = self.index, "cpu" if self._is_gloo else fsdp.device_of(unit)
+        most = self.size * [most_bytes(layout.packed_bytes)] if rooms is None else rooms
+        rooms = [room if member != own else 0 for member, room in enumerate(most)]
         lengths = [len(message) for message in messages]
         self.count(EXCHANGE, tuple(lengths), purpose)
-        self.ledger.add_coded(purpose, layout.elements * len(others), sum(lengths))
-        received = torch.empty(sum(rooms), dtype=torch.uint8)
+        self.ledger.add_coded(purpose, layout.elements * (self.size - 1), sum(lengths))
+        received = torch.empty(sum(rooms), dtype=torch.uint8, device=device)
+        sent = torch.cat([*messages]).to(device)
         with self.traced("exchange", purpose):
             work = dist.all_to_all_single(
-                received, torch.cat([*messages]), rooms, lengths, group=self.group, async_op=True
+                received, sent, rooms, lengths, group=self.group, async_op=async_op or self._is_gloo
             )
+        if self._is_gloo:
             work = self._named(work, "exchange", purpose, unit, async_op)
-        return work, dict(zip(others, received.view(-1, room), strict=True))
+        return work, {at: each for at, each in enumerate(received.split(rooms)) if at != own}
 
     def send(self, x: Tensor) -> Transfer:
         """Begin to send x to the other one of two members."""

@@ -26,7 +26,7 @@ class Route:
     `bits` is (inner hop, outer hop); 16 means unquantized. With `keeps`, what arrives by the outer
     hop is kept for later gathers: hpZ's secondary copy. With `updates`, what is kept is brought up
     to date after an optimizer's step: scales stay, so that codes change little. `is_coded` says
-    whether messages of the outer hop are coded to their entropy; None: not, until that is measured.
+    whether messages of the outer hop are coded to their entropy; None: where steps are faster so.
     """
 
     nodes: Nodes

@@ -9,7 +9,7 @@ from megatron_zpp.checkpoint.training_state import TrainingState, architecture
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import Config, TokenizerConfig
-from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.base import ByteLevelTokenizer
 from tests.megatron_zpp.model.small import LLAMA
 from tests.megatron_zpp.small_net import save_in
 

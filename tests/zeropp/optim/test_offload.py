@@ -346,3 +346,14 @@ def test_weights_frozen_after_their_backward_are_stepped_and_seen(delayed):
 
     hpz = {"stage": 3, "zero_hpz_partition_size": 2}
     assert losses(hpz) == losses({"stage": 3})
+
+
+@ranks(1)
+def test_gradients_are_taken_also_where_nobody_holds_the_optimizer():
+    """Units refer to what takes them weakly; the model's hook of loaded weights keeps that."""
+    sharding = sharded({"stage": 2, **OFFLOAD}, FORMATS["bf16"])
+    offloaded(sharding)
+    gc.collect()
+    with sharding.micro_step(last=True):
+        loss_of(sharding.model, tokens_of(0)).backward()
+    assert all(each.grad is None for each in sharding.model.parameters())
