@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.shared.training_setup import CLIP, DTYPES, TrainingSetup, largest_of_ranks
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.recipe.capability import capabilities_of
-from megatron_zpp.recipe.model import build_model
-from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.recipe.model import build_model, build_optimizer
 from zeropp import Sharding, optimizer_step
 from zeropp.fsdp_adapter.uncalled_units import StandIn
 

@@ -94,6 +94,18 @@ static inline void fill(const Layout& packed, const Layout& reduced, int64_t fir
 
 using Kernel = void(Job);
 
+// The width of all segments that are not raw, or NUM_WIDTHS if there is none or more than one.
+static inline Width only_width(const Layout& layout) {
+    Width width = NUM_WIDTHS;
+    for (int64_t i = 0; i < layout.count; ++i) {
+        const Segment& segment = layout.segments()[i];
+        if (segment.bits == RAW) continue;
+        if (width != NUM_WIDTHS && width != segment.width()) return NUM_WIDTHS;
+        width = segment.width();
+    }
+    return width;
+}
+
 // Launch a kernel for the segments of the job's table in all rows.
 static inline cudaError_t launch_table(Kernel* kernel, Job* job, cudaStream_t stream) {
     cudaError_t error = cudaSuccess;

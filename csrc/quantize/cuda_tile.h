@@ -10,8 +10,7 @@
 // 100 KB. Hiding 800 ns at the 4.8 TB/s of an H200's 132 multiprocessors takes 29 KB each.
 #pragma once
 
-#include "../shared/cuda_numbers.h"
-#include "cuda_launch.h"
+#include "cuda_codes.h"
 #include "cuda_three_bits.h"
 
 namespace zpp {
@@ -127,12 +126,6 @@ template <Width W, int VEC> struct Shape {
     static constexpr int BYTES = W == INT3 ? 4 : SHARERS * VEC * BITS / 8;  // of a lane's unit
     static constexpr int ALIGNED = int(ALIGN) * 8 / BITS;                  // elements, not INT3
 };
-
-// Integers in the order that extreme_bits has: by magnitude, and of a tie the positive one above.
-ZPP_DEVICE uint32_t order_of(uint32_t bits) { return (bits << 1 | bits >> 31) ^ 1u; }
-ZPP_DEVICE uint32_t bits_of_order(uint32_t order) {
-    return (order ^ 1u) >> 1 | (order ^ 1u) << 31;
-}
 
 // The extreme, as order_of, of the tile's block number `lane`; undefined in lanes without a block.
 template <Width W, int VEC> ZPP_DEVICE uint32_t extreme_of(const Held<VEC>& held, int lane) {

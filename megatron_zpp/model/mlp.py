@@ -14,6 +14,7 @@ from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_zpp.model.xielu import XIELU
+from megatron_zpp.parallel.axes import enter
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.settings import declared
@@ -96,7 +97,7 @@ class MLP(FeedForward):
         self.grad_is_partial = ("activation",)  # of a rank's channels
         if config.is_gated:
             self.gate = ColumnParallelLinear(hidden, ffn, bias, axis)
-        self.output = RowParallelLinear(ffn, hidden, bias, axis)
+        self.output = RowParallelLinear(ffn, hidden, bias, axis, part.splits_rows)
 
     @classmethod
     def flops(cls, config: ModelConfig, width: int | None = None) -> float:
@@ -108,7 +109,7 @@ class MLP(FeedForward):
         """Map x [B, S, H] to [B, S, H], through [B, S, F]."""
         splits_rows = sequences.splits_rows
         if self.axis is not None:
-            x = self.axis.enter(x, splits_rows)
+            x = enter(x, self.axis, splits_rows)
         if self.activation is not None:
             return self.output(self.activation(self.input(x)), splits_rows)
         if self.gate is None:

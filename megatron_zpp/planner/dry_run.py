@@ -73,7 +73,8 @@ def dry_run(
     """
     config, _ = with_initial_model(requested, open_model)
     gpu = find_gpu(environment)
-    nodes, ranks_per_machine = _nodes(config, environment)
+    ranks = config.training.dry_run_ranks, config.zero.zeropp.ranks_per_node
+    nodes, ranks_per_machine = _nodes(*ranks, environment)
     vocab_size = resolve_vocab_size(config.data, config.tokenizer)
     run = RunForecast.of(config, vocab_size, nodes, is_cpu=gpu is None)
     memories = _memories(run, gpu, ranks_per_machine)
@@ -99,12 +100,14 @@ def find_gpu(environment: Environment) -> tuple[str, int] | None:
     return properties.name, properties.total_memory
 
 
-def _nodes(config: Config, environment: Environment) -> tuple[Nodes, int]:
+def _nodes(
+    num_ranks: int | None, ranks_per_node: int | None, environment: Environment
+) -> tuple[Nodes, int]:
     """Return the nodes of the run, and the number of ranks that share this machine's memory."""
-    num_ranks = config.training.dry_run_ranks or environment.world_size
-    is_launched = environment.launched and not config.training.dry_run_ranks
+    is_launched = environment.launched and not num_ranks
+    num_ranks = num_ranks or environment.world_size
     node_size = environment.local_world_size if is_launched else num_ranks
-    node_size = config.zero.zeropp.ranks_per_node or node_size
+    node_size = ranks_per_node or node_size
     nodes = Nodes.of(range(num_ranks), min(node_size, num_ranks))
     if is_launched:
         return nodes, math.ceil(num_ranks / environment.machines)
@@ -154,18 +157,18 @@ def _rows(run: RunForecast, vocab_size: int) -> list[tuple[str, object]]:
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", plan.stage),
-        *_optimizer_rows(config, run.optimizer_flops),
+        *_optimizer_rows(config.optimizer.optimizer, run.optimizer_flops),
         *(row for each in rank.capabilities for row in each.rows()),
         *describe(plan, rank.num_micro_batches, run.sent),
         ("memory", _memory_table(memory) + assumption(model)),
     ]
 
 
-def _optimizer_rows(config: Config, flops: float | None) -> list[tuple[str, str]]:
+def _optimizer_rows(optimizer: str, flops: float | None) -> list[tuple[str, str]]:
     if flops is None:
         return []
-    name, number = config.optimizer.optimizer.title(), size(flops, COUNTS)
-    return [("optimizer", f"{name}: {number} operations of the busiest rank in a step")]
+    text = f"{size(flops, COUNTS)} operations of the busiest rank in a step"
+    return [("optimizer", f"{optimizer.title()}: {text}")]
 
 
 def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> str:

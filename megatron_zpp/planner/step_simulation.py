@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from megatron_zpp.model.execution import Execution
-from megatron_zpp.model.part import Part
+from megatron_zpp.model.part import Execution, Part
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from megatron_zpp.planner.activations import Activations
 from megatron_zpp.planner.parts.planned_run import PlannedRun

@@ -20,8 +20,8 @@ from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.exports import CAPABILITIES, declared
 from zeropp.ranks.coordination import among, fail_together_along, require_same
-from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
     Units,
@@ -40,6 +40,7 @@ from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.sharding.root import Wiring
 from zeropp.wire.gradients import GradientUse
 from zeropp.wire.kept_weights import kept_weights
+from zeropp.wire.rank_group import everyone
 from zeropp.wire.traffic import Traffic
 
 log = logging.getLogger("zeropp")
@@ -296,7 +297,8 @@ def _axes_of(units: Units, config: ZeroConfig) -> dict[str, DataAxis]:
         group = fsdp.shard_group(unit)
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in axes:
-            axes[ranks] = DataAxis.of(config, find_nodes_of(group, config), ranks, group.rank())
+            nodes = find_nodes_of(group, config)
+            axes[ranks] = DataAxis.of(config, everyone(nodes, group.rank(), ranks))
         by_name[name] = axes[ranks]
     return by_name
 

@@ -41,7 +41,7 @@ def rank_bytes(
         for message in unit_messages(
             plan,
             unit,
-            unit.axis.position if position is None else position,
+            unit.axis.group.position if position is None else position,
             num_micro_batches,
             count,
             typical=typical,

@@ -32,7 +32,7 @@ from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.gradients import Gradients, GradientUse, ScalarGradients
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.kept_weights import KeptWeights, kept_weights
-from zeropp.wire.rank_group import RankGroup, everyone
+from zeropp.wire.rank_group import RankGroup
 from zeropp.wire.shard_holders import ShardHolder, add_holder
 from zeropp.wire.traffic import Traffic
 
@@ -104,9 +104,8 @@ class Wiring:
     def _hops_of(self, axis: DataAxis) -> tuple[Hops, Hops]:
         """Connect this rank, once, to the inner and the outer hop of weights and of gradients."""
         if axis not in self._hops:
-            whole = everyone(axis.nodes, axis.position, axis.ranks)
             self._hops[axis] = tuple(
-                whole.hops(route.inner, self._traffic, purpose, is_coded=bool(route.is_coded))
+                axis.group.hops(route.inner, self._traffic, purpose, is_coded=bool(route.is_coded))
                 for route, purpose in ((axis.weights, "weights"), (axis.gradients, "gradients"))
             )
         return self._hops[axis]

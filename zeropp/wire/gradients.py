@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.ranks.waits import explained_waits
+from zeropp.ranks.groups import explained_waits
 from zeropp.wire.cross_stream import HostCopy, refuse_capture
 from zeropp.wire.shard_holders import add_holder
 

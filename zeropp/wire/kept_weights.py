@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.ranks.groups import shared_group
-from zeropp.ranks.waits import explained_waits
-from zeropp.settings.capabilities import CAPABILITIES, declared
+from zeropp.exports import CAPABILITIES, declared
+from zeropp.ranks.groups import explained_waits, shared_group
 from zeropp.settings.sections import Zeropp
 from zeropp.wire.coded_collectives import OuterGather
 from zeropp.wire.cross_stream import CrossStreamTensor, refuse_capture

@@ -14,14 +14,14 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.quant.coded_message import most_bytes
 from zeropp.quant.packing import RowLayout
-from zeropp.ranks.groups import shared_group, uses_gloo
-from zeropp.ranks.waits import NamedWork
+from zeropp.ranks.groups import NamedWork, is_planned, shared_group, uses_gloo
 from zeropp.wire.traffic import Traffic
 
 # torch 2.13 renamed it
@@ -145,7 +145,8 @@ class RankGroup:
     members: positions among the ranks of `nodes`. ranks: the global ranks at all positions, where
     they can be connected. purpose: of messages, unless a call says another.
     ledger: where they are entered. group: None where the ranks are planned, or not connected yet.
-    is_coded: whether `exchange_coded` is to be used across nodes.
+    is_coded: whether `exchange_coded` is to be used across nodes. mesh: of the members, where each
+    has a part of the same parameters.
     """
 
     members: tuple[int, ...]
@@ -156,6 +157,7 @@ class RankGroup:
     ledger: Traffic | None = field(default=None, compare=False, repr=False)
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     is_coded: bool = False
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -180,11 +182,12 @@ class RankGroup:
     def consecutive(self, size: int) -> "RankGroup":
         """Return the `size` consecutive members of which this rank is one, not connected."""
         first = self.index - self.index % size
-        return replace(self, members=self.members[first : first + size], group=None)
+        return replace(self, members=self.members[first : first + size], group=None, mesh=None)
 
     def strided(self, stride: int) -> "RankGroup":
         """Return every `stride`-th member, this rank among them, not connected."""
-        return replace(self, members=self.members[self.index % stride :: stride], group=None)
+        members = self.members[self.index % stride :: stride]
+        return replace(self, members=members, group=None, mesh=None)
 
     def connected(
         self, ledger: Traffic, purpose: str, *, is_coded: bool = False
@@ -252,8 +255,9 @@ class RankGroup:
         Planned members send each other the same numbers.
         """
         self.count(EXCHANGE, parts.nbytes // self.size, purpose)
-        if self.group is None:
+        if is_planned(self.group):
             received.copy_(parts)
+        if self.group is None:
             return None
         with self.traced("all_to_all", purpose):
             is_named = self._is_named(parts)
@@ -272,6 +276,8 @@ class RankGroup:
         width = rows[:1].nbytes if len(rows) else 0
         self.count(EXCHANGE, tuple(count * width for count in sent))
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        if is_planned(self.group):
+            arrived.zero_()[: len(rows)].copy_(rows[: len(arrived)])
         if self.group is None:
             return None, arrived
         with self.traced("all_to_all"):
@@ -326,7 +332,8 @@ class RankGroup:
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Transfer:
         """Begin to receive a tensor from the other one of two members."""
-        x = torch.empty(*shape, dtype=dtype, device=device)
+        new = torch.zeros if is_planned(self.group) else torch.empty
+        x = new(*shape, dtype=dtype, device=device)
         return Transfer(x, dist.irecv(x, group=self.group, group_src=1 - self.index))
 
     def maximize(self, x: Tensor) -> None:

@@ -116,11 +116,14 @@ class PlannedMuon:
     rows of these; where they do not, each orthogonalizes them whole.
     """
 
-    config: Config
     model: GPT
     ranks: PlannedRanks
     stages: Sequence[Part]
     is_sharded: bool
+
+    @property
+    def config(self) -> Config:
+        return self.ranks.config
 
     @cached_property
     def options(self) -> MuonOptions:

@@ -118,7 +118,7 @@ def test_writers_that_come_later_hear_what_the_run_is():
     facts = RunFacts(version="7")
     collected.use_facts(lambda: facts)
     collected.iteration(ITERATION)
-    collected.use_writers([page])
+    collected.writers = [page]
     collected.iteration(ITERATION)
     collected.iteration(ITERATION)
     assert page.described == [facts]

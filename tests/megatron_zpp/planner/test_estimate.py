@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.memory.dry_run import VOCABULARY
-from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
+from megatron_zpp.planner.parts.planned_run import plan_run
 from megatron_zpp.planner.run_forecast import (
     ACTIVATIONS,
     GATHERED,
@@ -126,10 +126,10 @@ def test_a_pipeline_over_nodes_sends_what_all_its_places_do(count, per_node, chu
     text = f"{MODEL}--micro-batch-size 2 --global-batch-size 32 {flags}"
     config = parse(text.split(), count)
     nodes = Nodes.of(range(count), per_node)
-    total = Counter()
+    total, forecast = Counter(), RunForecast.of(config, VOCABULARY, nodes, is_cpu=False)
+    mean, first = forecast.sent, forecast.first
     for place in range(8):
-        total.update(plan_run(config, VOCABULARY, nodes, is_cpu=False, place=place).sent_by_node())
-    mean = RunForecast(plan_places(config, VOCABULARY, nodes, is_cpu=False)).sent
+        total.update(plan_run(first.model, first.ranks.at(place), is_cpu=False).sent_by_node())
     assert mean["pipeline", "across_nodes"] > 0
     assert mean == {key: pytest.approx(sent / 8) for key, sent in total.items()}
 

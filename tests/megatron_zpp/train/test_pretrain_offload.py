@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.capability import capabilities_of
-from megatron_zpp.recipe.model import build_model
-from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.recipe.model import build_model, build_optimizer
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
 from tests.megatron_zpp.train.training_runs import TINY, field, log_of, losses, with_json

@@ -20,7 +20,7 @@
 #define __shared__ static  // thread blocks run one after the other
 #define __grid_constant__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct dim3 {
     unsigned x, y, z;
@@ -195,6 +195,17 @@ inline uint32_t __vcmpgtu4(uint32_t a, uint32_t b) {
 }
 inline uint32_t __vsetgtu4(uint32_t a, uint32_t b) {
     return emulated::by_byte<uint8_t>(a, b, [](int x, int y) { return x > y; });
+}
+
+// The larger of each two halves, as signed or unsigned numbers.
+inline uint32_t __vmaxs2(uint32_t a, uint32_t b) {
+    const int32_t low = int16_t(a) > int16_t(b) ? int16_t(a) : int16_t(b);
+    const int32_t high = int32_t(a) >> 16 > int32_t(b) >> 16 ? int32_t(a) >> 16 : int32_t(b) >> 16;
+    return uint32_t(high) << 16 | (uint32_t(low) & 0xFFFFu);
+}
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+    const uint32_t low = (a & 0xFFFFu) > (b & 0xFFFFu) ? a & 0xFFFFu : b & 0xFFFFu;
+    return (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16 | low;
 }
 
 template <class A>
