@@ -89,11 +89,12 @@ struct Row {
     }
 };
 
+constexpr uint32_t NOTHING = ~0u;
+
 struct Symbol {
     uint32_t at;  // among those of both tables; NOTHING after the row's end
     uint32_t others, value;  // a difference in each byte, or what the symbol is
 };
-constexpr uint32_t NOTHING = ~0u;
 
 ZPP_WARP Symbol read_symbol(const Row& row, int64_t index) {
     if (index >= row.symbols) return Symbol{NOTHING, 0, 0};
@@ -192,15 +193,16 @@ template <class W> ZPP_WARP void plan_row(const W& warp, const Row& row) {
 // States of a tile, and where its words go, from the last to the first.
 template <class W> struct Encoder {
     const W& warp;
+    const Code* codes;
     uint16_t* at;
     const uint16_t* lowest;
     Lanes<W, uint32_t> states;
 
-    // Codes code_in(lane), if that is not null. Returns whether there is room.
-    template <class F> ZPP_WARP bool put(const F& code_in) {
+    // Codes symbol_in(lane), if it is not NOTHING. Returns whether there is room.
+    template <class F> ZPP_WARP bool put(const F& symbol_in) {
         const uint32_t full = warp.vote([&](int lane) {
-            const Code* code = code_in(lane);
-            return code && states[lane] >= limit_of(*code);
+            const uint32_t symbol = symbol_in(lane);
+            return symbol != NOTHING && states[lane] >= limit_of(codes[symbol]);
         });
         at -= popcount(full);
         if (at <= lowest) return false;
@@ -208,7 +210,8 @@ template <class W> struct Encoder {
             const bool is_full = full >> lane & 1;
             if (is_full) at[rank_of(full, lane)] = uint16_t(states[lane]);
             states[lane] >>= is_full ? 16 : 0;
-            if (const Code* code = code_in(lane)) states[lane] = encoded(states[lane], *code);
+            const uint32_t symbol = symbol_in(lane);
+            if (symbol != NOTHING) states[lane] = encoded(states[lane], codes[symbol]);
         });
         return true;
     }
@@ -220,7 +223,7 @@ ZPP_WARP uint32_t encode_tile(const W& warp, const Row& row, int64_t tile, const
     const int64_t first = tile * row.scratch->steps;
     const uint16_t* from = row.tiles() + row.tile_at(tile) / 2;
     uint16_t* to = row.tiles() + row.tile_at(tile + 1) / 2;
-    Encoder<W> encoder{warp, to, from + STATE_WORDS, {}};
+    Encoder<W> encoder{warp, codes, to, from + STATE_WORDS, {}};
     Lanes<W, uint32_t> checks;
     warp.each([&](int lane) {
         encoder.states[lane] = LOWEST;
@@ -239,17 +242,13 @@ ZPP_WARP uint32_t encode_tile(const W& warp, const Row& row, int64_t tile, const
             const Lanes<W, Symbol>& symbols = ahead[i];
             const bool any = warp.vote([&](int lane) { return symbols[lane].others != 0; });
             for (int shift = 24; any && shift >= 0; shift -= 8) {
-                const bool has_room = encoder.put([&](int lane) {
-                    const Symbol& symbol = symbols[lane];
-                    const Code* code = codes + SYMBOLS + (symbol.value >> shift & 255);
-                    return symbol.others >> shift & 1 ? code : nullptr;
-                });
-                if (!has_room) return uint32_t(to - from);
+                const auto other = [&](int lane) {
+                    const uint32_t symbol = SYMBOLS + (symbols[lane].value >> shift & 255);
+                    return symbols[lane].others >> shift & 1 ? symbol : NOTHING;
+                };
+                if (!encoder.put(other)) return uint32_t(to - from);
             }
-            const bool has_room = encoder.put([&](int lane) {
-                return symbols[lane].at == NOTHING ? nullptr : codes + symbols[lane].at;
-            });
-            if (!has_room) return uint32_t(to - from);
+            if (!encoder.put([&](int lane) { return symbols[lane].at; })) return uint32_t(to - from);
         }
     }
     encoder.at -= STATE_WORDS;
@@ -333,17 +332,20 @@ ZPP_WARP void fill_entries(const W& warp, const Row& row, int first, int stride,
 // States of a tile, and the words that are not yet read.
 template <class W> struct Decoder {
     const W& warp;
+    const uint32_t* entries;
     const uint16_t *at, *end;
     bool is_wrong;
     Lanes<W, uint32_t> states;
 
-    // Returns the symbols by entries_in(lane); 0 where that is null.
-    template <class F> ZPP_WARP Lanes<W, uint32_t> take(const F& entries_in) {
+    // Returns the symbols by table_in(lane); 0 where that is NOTHING.
+    template <class F> ZPP_WARP Lanes<W, uint32_t> take(const F& table_in) {
         Lanes<W, uint32_t> symbols;
         warp.each([&](int lane) {
-            const uint32_t* entries = entries_in(lane);
-            const uint32_t entry = entries ? entries[states[lane] & (ONE - 1)] : 0;
-            if (entries) states[lane] = decoded(states[lane], entry);
+            const uint32_t table = table_in(lane);
+            symbols[lane] = 0;
+            if (table == NOTHING) return;
+            const uint32_t entry = entries[table * ONE + states[lane] % ONE];
+            states[lane] = decoded(states[lane], entry);
             symbols[lane] = entry & 255;
         });
         const uint32_t low = warp.vote([&](int lane) { return states[lane] < LOWEST; });
@@ -374,7 +376,7 @@ ZPP_WARP bool decode_tile(const W& warp, const Row& row, int64_t tile, const uin
         return true;
     }
     if (to - from < STATE_WORDS) return false;
-    Decoder<W> decoder{warp, words + STATE_WORDS, words + (to - from), false, {}};
+    Decoder<W> decoder{warp, entries, words + STATE_WORDS, words + (to - from), false, {}};
     Lanes<W, uint32_t> checks;
     warp.each([&](int lane) {
         decoder.states[lane] = words[lane] | uint32_t(words[STATES + lane]) << 16;
@@ -384,8 +386,7 @@ ZPP_WARP bool decode_tile(const W& warp, const Row& row, int64_t tile, const uin
     for (int64_t step = tile * scratch.steps; step < row.end_of(tile); ++step) {
         const int64_t index = step * STATES;
         const Lanes<W, uint32_t> symbols = decoder.take([&](int lane) {
-            const uint32_t* table = entries + ONE * row.table_of(index + lane);
-            return index + lane < row.symbols ? table : nullptr;
+            return index + lane < row.symbols ? row.table_of(index + lane) : NOTHING;
         });
         Lanes<W, uint32_t> others, values;
         warp.each([&](int lane) {
@@ -395,7 +396,7 @@ ZPP_WARP bool decode_tile(const W& warp, const Row& row, int64_t tile, const uin
         const bool any = warp.vote([&](int lane) { return others[lane] != 0; });
         for (int shift = 0; any && shift < 32; shift += 8) {
             const Lanes<W, uint32_t> found = decoder.take([&](int lane) {
-                return others[lane] >> shift & 1 ? entries + ONE : nullptr;
+                return others[lane] >> shift & 1 ? 1 : NOTHING;
             });
             warp.each([&](int lane) { values[lane] |= found[lane] << shift; });
         }

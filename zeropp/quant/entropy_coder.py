@@ -101,8 +101,8 @@ def _run(
             raise ValueError(f"{tuple(each.shape)}, {each.dtype}: give rows of {size} uint8")
     if lengths.dtype != torch.int64 or lengths.shape != (count,) or not lengths.is_contiguous():
         raise ValueError(f"lengths: give int64 ({count},)")
-    if not count or not size:
-        raise ValueError("no rows, or empty ones")
+    if not count or not 0 < size < 2**31:
+        raise ValueError(f"{count} rows of {size} bytes")
     numbers = (count, size, *coding.codes, coding.kind, rows[2].shape[1])
     strides = (*(each.stride(0) for each in rows), SCRATCH + size)
     scratch = lengths.new_empty(count * (COUNTS + SCRATCH + size) // 8)

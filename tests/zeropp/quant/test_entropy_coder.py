@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu import GPU, MARKS
 from zeropp.quant import entropy_coder
 from zeropp.quant.cpu import CpuKernels
 from zeropp.quant.entropy_coder import Coding, coded_bytes, coding_of, decode, encode
@@ -77,6 +78,38 @@ def test_gpu_and_cpu_write_and_read_the_same_bytes(on_gpu):
             on_gpu(not emulates)
             assert arrives(rows, held, coding, *messages[-1]), number
         assert all(torch.equal(*pair) for pair in zip(*messages, strict=True)), number
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS) for kind in range(3)])
+def test_a_gpu_waits_for_nothing_and_keeps_the_order_of_streams(kind):
+    """A stream codes what another has yet to write; a third decodes what has yet to be coded."""
+    draw = random.Random(kind)
+    cases = (case_of(draw, 20_016, count=3) for _ in range(100))
+    rows, held, coding = next(case for case in cases if case[2].kind == kind)
+    expected, lengths = sent(rows, held, coding)
+    source, receiver, coded = rows.to(GPU), held.to(GPU), expected.to(GPU)
+    late, arrived, there = torch.zeros_like(source), receiver.clone(), lengths.to(GPU)
+    status = torch.ones(3, dtype=torch.int32, device=GPU)
+    before = receiver if coding.is_difference else None
+    encode(source, coded, there, coding, before)  # loads the library
+    coded.fill_(7)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(10**8)
+        late.copy_(source)
+    streams[1].wait_stream(streams[0])
+    with torch.cuda.stream(streams[1]):
+        encode(late, coded, there, coding, before)
+    streams[2].wait_stream(streams[1])
+    with torch.cuda.stream(streams[2]):
+        decode(coded, there, arrived, status, coding)
+    is_done = streams[2].query()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert not is_done and not status.any() and torch.equal(arrived, source)
+    assert torch.equal(coded.cpu(), expected) and torch.equal(there.cpu(), lengths)
 
 
 @pytest.mark.parametrize("emulates", [False, True])
