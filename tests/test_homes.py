@@ -55,7 +55,7 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_821,
+    "zeropp": 22_820,
     "zeropp/deepspeed": 4_331,
     "megatron_zpp": 24_491,
     "megatron_zpp/planner": 5_450,
