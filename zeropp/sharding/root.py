@@ -106,7 +106,7 @@ class Wiring:
         """Connect this rank, once, to the inner and the outer hop of weights and of gradients."""
         if axis not in self._hops:
             self._hops[axis] = tuple(
-                axis.group.hops(route.inner, self._traffic, purpose, route.coding())
+                axis.group.hops(route.inner, self._traffic, purpose, route.coding)
                 for route, purpose in ((axis.weights, "weights"), (axis.gradients, "gradients"))
             )
             outer = [hop.coding for _, hop in self._hops[axis] if hop is not None]

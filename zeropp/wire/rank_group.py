@@ -324,6 +324,8 @@ class RankGroup:
             work = dist.all_to_all_single(
                 received, sent, rooms, lengths, group=self.group, async_op=async_op or self._is_gloo
             )
+        if is_planned(self.group):
+            received.copy_(sent)
         if self._is_gloo:
             work = self._named(work, "exchange", purpose, unit, async_op)
         return work, {at: each for at, each in enumerate(received.split(rooms)) if at != own}

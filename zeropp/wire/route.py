@@ -46,8 +46,9 @@ class Route:
         """Whether all ranks exchange data in one unquantized collective."""
         return self.outer == 1 and self.bits[0] == UNQUANTIZED
 
+    @property
     def coding(self) -> Coding:
-        """Return how training begins, coded if it is tried: that costs less where it is wrong."""
+        """How training begins, coded if there is a choice: that costs less where it is wrong."""
         is_tried = self.is_coded is None and self.nodes.machines > 1
         return Coding(bool(self.is_coded) or is_tried, is_tried)
 

@@ -47,5 +47,5 @@ def test_only_what_is_quantized_is_coded_and_tried_between_machines(coded, machi
     config = ZeroConfig.from_json({"zeropp": {"code_messages": coded}})
     nodes = Nodes(num_ranks=4, ranks_per_node=2, machines=machines)
     assert weight_route(config, nodes).is_coded is gradient_route(config, nodes).is_coded is False
-    coding = Route(nodes=nodes, inner=2, is_coded=coded).coding()
+    coding = Route(nodes=nodes, inner=2, is_coded=coded).coding
     assert (coding.is_on, coding.is_tried) == expected
