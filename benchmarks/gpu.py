@@ -1,6 +1,6 @@
 """Run the tests and benchmarks that need a GPU, and write one Markdown file with the results.
 
-    python benchmarks/gpu.py [--minutes 10] [--output FILE.md] [--only STEP ...] [--keep FOLDER]
+    python benchmarks/gpu.py [--minutes 8] [--output FILE.md] [--only STEP ...] [--keep FOLDER]
         [--wheels FOLDER]
 
 Works in a fresh clone where nothing is installed and without a network: it starts the module

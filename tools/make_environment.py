@@ -3,11 +3,11 @@
     python tools/make_environment.py [--torch VERSION [--exact]] [--extra NAME]
     python tools/make_environment.py --next     # only says what to type next
 
-If the Python that runs this can import a supported torch, that torch is used and never replaced;
-otherwise pip installs VERSION. All other packages are installed by uv, which pip brings and which
-is told pip's index, or by pip if uv cannot be had; packages that can be imported already are not
-downloaded, so that a machine that has all of them needs no network. The compiled libraries are
-built meanwhile. Uses the standard library only.
+If the Python that runs this has a supported torch, that torch is used and never replaced; otherwise
+pip installs VERSION. All other packages are installed by uv, which pip brings and which is told
+pip's index, or by pip if uv cannot be had; packages that are there already are not downloaded, so
+that a machine that has all of them needs no network. The compiled libraries are built meanwhile.
+Uses the standard library only.
 """
 
 from __future__ import annotations  # so that an older Python gets as far as the error message
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv"
 VENV_PYTHON = FOLDER / "bin" / "python"
 # Prints the version of torch as pip names it: for PyPI's 2.11.0 torch.__version__ is 2.11.0+cu130.
-TORCH_VERSION = "import torch; from importlib.metadata import version; print(version('torch'))"
+TORCH_VERSION = "from importlib.metadata import version; print(version('torch'))"
 # Fails if setuptools is missing or needs a wheel package to build this one.
 CAN_BUILD = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
 PIP_IN_VENV = [str(VENV_PYTHON), "-m", "pip"]
@@ -122,6 +122,12 @@ def main() -> None:
     version = _output_in_venv(TORCH_VERSION)
     print(f"setup: using torch {version}", flush=True)
     compiling = compiling or _compile()  # for GPUs, as that torch has them
+    if _output_in_venv("import torch") is None:  # takes seconds, which the compiler takes anyway
+        compiling.terminate()
+        sys.exit(
+            f"error: torch {version} is installed and cannot be imported; give a Python without it "
+            "or with another: make clean, then make setup PYTHON=python3.12"
+        )
     extras = ["plots", *([options.extra] if options.extra else [])]  # a run ends with a report
     _install(installer, extras, f"torch=={version}", compiling)
     print(f"setup: took {time.monotonic() - began:.0f} s", flush=True)

@@ -6,8 +6,9 @@ take one step each in turn, so a busy machine slows all of them alike. Bytes are
 nodes' interfaces while every rank is idle, headers included, and shown beside the ranks' traffic
 ledgers. M is the model in 16 bit, 2 bytes per parameter. Nothing else travels during a step:
 gradients are not clipped, and losses are sent through pipes. The text is Python's standard library,
-byte by byte. All steps before the timed ones are taken without a limit of the links; how long coded
-messages are depends on how many.
+byte by byte. All steps before the timed ones are taken without a limit of the links, but those of
+--settle; how long coded messages are depends on how many. "In pairs" are medians of the rounds'
+ratios, with 95% confidence intervals.
 
 --round-trip lets every frame arrive later, as between distant nodes (needs /dev/net/tun).
 
@@ -29,7 +30,7 @@ from benchmarks.cluster.cluster_chart import draw
 from benchmarks.cluster.cluster_rank import ClusterRank
 from benchmarks.cluster.cluster_report import show, summary
 from benchmarks.cluster.configurations import FSDP2, NAMES, axes_of
-from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved, warm_up
+from benchmarks.cluster.interleaved_steps import measure_link, run_interleaved, timed_run, warm_up
 from benchmarks.cluster.network import emulation
 from benchmarks.cluster.started_cluster import started_cluster
 from benchmarks.shared.benchmark import Benchmark, Flag, Options
@@ -76,6 +77,10 @@ def measure(options: Options, result: dict) -> None:
             if not options.one_host:
                 emulation.set_rate(options.nodes, rate)
                 link = measure_link(ranks, rate, options.ranks_per_node)
+            for name in options.configurations:
+                for number in range(options.settle if "auto" in name else 0):
+                    status.update(f"rate {rate}: step {number + 1} of {options.settle}: {name}")
+                    timed_run(ranks, name, "step", processes)
             timed = run_interleaved(
                 ranks,
                 firsts,
@@ -144,6 +149,7 @@ OPTIONS = (
     Flag("--ranks-per-node", 2, least=1),
     Flag("--rounds", 10, "timed steps of each", least=1),
     Flag("--warm-up", 1, "steps before them, without a limit of the links", least=1),
+    Flag("--settle", 0, "steps at each rate of those that choose whether to code, before all's"),
     Flag("--round-trip", 0, "milliseconds of a frame and its answer between two nodes"),
     Flag("--flags", "", "of pretrain_gpt.py, further ones of the model, as '--num-experts 16'"),
     Flag("--passes", 0, "without gradients, after the steps"),

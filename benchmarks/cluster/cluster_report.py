@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from benchmarks.cluster.interleaved_steps import TimedStep, TimedSteps
 from benchmarks.cluster.network.emulation import INTERFACE, LOOPBACK
 from benchmarks.shared.benchmark import shape_text
-from benchmarks.shared.interleaved import quartiles
+from benchmarks.shared.interleaved import median_interval, quartiles
 from benchmarks.shared.table import Column, Row, table
 
 ACROSS, INSIDE = "across_nodes", "in_node"
@@ -20,18 +20,22 @@ def summary(
 
     `built` holds the ranks' answers to the order `build`.
     """
-    reference = statistics.median(next(iter(timed.values())).seconds)
+    first = next(iter(timed.values())).seconds
+    reference = statistics.median(first)
     rows = []
     for name, steps in timed.items():
         median = statistics.median(steps.seconds)
         losses = [step.loss for step in steps.steps]
         processor = [step.processor_seconds for step in steps.steps]
+        pairs = [other / own for other, own in zip(first, steps.seconds, strict=True)]
         rows.append(
             {
                 "name": name,
                 "median": median,
                 "quartiles": quartiles(steps.seconds),
                 "speedup": reference / median,
+                "paired": statistics.median(pairs),
+                "interval": median_interval(pairs),
                 "processor_seconds": statistics.median(processor),
                 "nodes": _nodes(steps, ranks_per_node),
                 "expected": _by_node([each["expected"] for each in built[name]], ranks_per_node),
@@ -154,6 +158,8 @@ def _time_columns(reference: str) -> list[Column]:
         Column("step, ms", "median", ".0f", 1e3),
         Column("quartiles", "quartiles", ".0f", 1e3),
         Column(f"{reference} takes, x", "speedup", ".2f"),
+        Column("in pairs", "paired", ".3f"),
+        Column("95%", "interval", ".3f"),
         Column("processor, s", "processor_seconds", ".2f"),
         Column("final loss", "final_loss", ".4f"),
     ]

@@ -30,8 +30,7 @@ from benchmarks.step.training_loops import Steps, accumulate, adamw, fsdp2, mode
 from megatron_zpp.capabilities.lora.settings import LoraConfig
 from megatron_zpp.recipe.activation_forecast import activation_traffic
 from megatron_zpp.recipe.capability import capabilities_of
-from megatron_zpp.recipe.model import build_model
-from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.recipe.model import build_model, build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from zeropp import Sharding, ZeroConfig, attach
 from zeropp.optim.step_or_skip import local_part

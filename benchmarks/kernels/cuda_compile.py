@@ -1,13 +1,15 @@
 """What nvcc reports of the CUDA kernels: registers, shared memory, spills, and instructions.
 
     python -m benchmarks.kernels.cuda_compile [--instructions] [--results FILE.md]
+        [--nvcc FILE --gpus sm_70]
 
-Compiles every .cu file of csrc/ with setup.py's flags for sm_80 and sm_90. No GPU is needed, as
-nothing runs. Warps are those that the registers let a multiprocessor hold, in blocks of 256 threads
-(128 for steps of codes). Instructions are those that nvdisasm shows on the way of a whole tile
-through kernels for sm_90. What they predict for an H200 (132 multiprocessors at 1.98 GHz, 4.8 TB/s)
-is no measurement: "at most" if warps hide each other's waiting, "at least" if all those of a
-multiprocessor first wait 1.3 us for memory, as the kernels of 27 November 2026 nearly did.
+Compiles every .cu file of csrc/ with setup.py's flags for sm_80 and sm_90, or for others that
+another nvcc knows. No GPU is needed, as nothing runs. Warps are those that the registers let a
+multiprocessor hold, in blocks of 256 threads (128 for steps of codes). Instructions are those that
+nvdisasm shows on the way of a whole tile through kernels for sm_90. What they predict for an H200
+(132 multiprocessors at 1.98 GHz, 4.8 TB/s) is no measurement: "at most" if warps hide each other's
+waiting, "at least" if all those of a multiprocessor first wait 1.3 us for memory, as the kernels of
+27 November 2026 nearly did.
 """
 
 import json
@@ -70,17 +72,18 @@ class Compiled:
 
 def measure(options: Options, result: dict) -> None:
     """Compile everything; raises InputError without a compiler."""
-    nvcc = find_nvcc()
+    nvcc = options.nvcc or find_nvcc()
     if nvcc is None:
         raise InputError("there is no nvcc to ask; install CUDA's toolkit, or set CUDA_HOME")
     output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     result["versions"]["nvcc"] = re.search(r"V([\d.]+)", output).group(1)
     started = time.perf_counter()
     kernels = [
-        each for path in SOURCES for gpu in GPUS
+        each for path in SOURCES for gpu in options.gpus
         for each in compiled(nvcc, path, gpu, counts=options.instructions and gpu == GPUS[-1])
     ]  # fmt: skip
     kernels.sort(key=lambda kernel: (kernel.gpu, kernel.name))
+    result["gpus"] = list(options.gpus)
     result["kernels"] = [asdict(kernel) | {"warps": kernel.warps} for kernel in kernels]
     result["seconds"] = time.perf_counter() - started
 
@@ -151,8 +154,8 @@ def show(result: dict) -> str:
     )
     kernels = f"{table(counted, *columns)}\n\n{kernels}" if counted else kernels
     return (
-        f"Flags `{' '.join(CUDA_FLAGS)}`; {len(GPUS)} architectures of {len(SOURCES)} files in "
-        f"{result['seconds']:.0f} s.\n\n{kernels}"
+        f"Flags `{' '.join(CUDA_FLAGS)}`; {len(result['gpus'])} architectures of {len(SOURCES)} "
+        f"files in {result['seconds']:.0f} s.\n\n{kernels}"
     )
 
 
@@ -186,7 +189,11 @@ def _readable(mangled: str) -> str:
     return re.sub(r"\(zpp::(Type|Width)\)(\d)", lambda one: NAMES[one[1]][int(one[2])], name[1])
 
 
-OPTIONS = (Flag("--instructions", False, "count them, which takes nvdisasm"),)
+OPTIONS = (
+    Flag("--instructions", False, "count them, which takes nvdisasm"),
+    Flag("--nvcc", help="default: the one of setup.py"),
+    Flag("--gpus", GPUS),
+)
 BENCHMARK = Benchmark(__spec__, __doc__, measure, show, OPTIONS)
 
 if __name__ == "__main__":

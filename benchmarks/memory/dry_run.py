@@ -21,12 +21,11 @@ from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.planner.activations import LiveBytes
 from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.recipe.capability import capabilities_of
-from megatron_zpp.recipe.model import build_model
-from megatron_zpp.recipe.one_stage import OneStage
-from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.recipe.model import build_model, build_optimizer
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
+from megatron_zpp.train.trainer import OneStage
 from zeropp import optimizer_step
 from zeropp.settings import read_toml
 

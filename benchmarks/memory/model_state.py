@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.shared.training_setup import CLIP, DTYPES, TrainingSetup, largest_of_ranks
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.recipe.capability import capabilities_of
-from megatron_zpp.recipe.model import build_model
-from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.recipe.model import build_model, build_optimizer
 from zeropp import Sharding, optimizer_step
 from zeropp.fsdp_adapter.uncalled_units import StandIn
 
@@ -35,10 +34,11 @@ def formula(stage: int, num_ranks: int, dtype: str) -> float:
     shards = (FP32 + MOMENTS) / num_ranks
     if num_ranks == 1 and dtype == "fp32":  # nothing is wrapped
         return FP32 + FP32 + MOMENTS
+    gradients = compute if num_ranks == 1 else FP32  # of the first of two micro-batches
     if stage == 0:
-        return FP32 + MOMENTS + compute + FP32
+        return FP32 + MOMENTS + compute + gradients
     if stage == 1:
-        return shards + compute + FP32
+        return shards + compute + gradients
     if stage == 2:
         return shards + FP32 / num_ranks + compute
     return shards + FP32 / num_ranks

@@ -25,7 +25,8 @@ from benchmarks.plan.cells import (
 )
 from benchmarks.plan.cpu_steps import Blocking, Host
 from benchmarks.shared.zero_json import zero_json
-from megatron_zpp.planner.parts.planned_run import PlannedRun, plan_run
+from megatron_zpp.planner.parts.planned_run import PlannedRun
+from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.planner.step_work import Loads, unit_loads
 from megatron_zpp.planner.timing.links import HopTime
 from megatron_zpp.planner.timing.timeline import Collective, UnitWork, step_seconds
@@ -234,7 +235,7 @@ def _work(name: str, seq: int, micro_batches: int) -> Work:
     settings = zero_json("zero3" if name == FSDP2 else name, PER_NODE)
     zero = ZeroConfig.from_json({"bf16": {"enabled": True}, **settings})
     nodes = Nodes.of(range(RANKS), PER_NODE)
-    run = plan_run(replace(config, zero=zero), VOCABULARY, nodes, is_cpu=True)
+    run = RunForecast.of(replace(config, zero=zero), VOCABULARY, nodes, is_cpu=True).first
     plan = run.plan.plain() if name == FSDP2 else run.plan
     edges = [0, *accumulate(len(unit.parts) for unit in run.units)]
     units = tuple(unit_loads(plan, plan.units[first:last]) for first, last in pairwise(edges))

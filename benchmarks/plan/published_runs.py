@@ -15,7 +15,6 @@ from types import MappingProxyType
 
 from benchmarks.plan.cells import Cell, CheckedSet, Prediction, read_cells
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.hardware import TERA, Cluster, find_cluster
 from megatron_zpp.settings.arguments import parse
@@ -129,7 +128,7 @@ def step_seconds(
     """Return the configuration that flags give, and the predicted seconds of a step."""
     config = parse(f"{flags} {COMMON} --vocab-size {vocabulary - 1}".split(), num_gpus)
     search = Search(config, vocabulary, cluster)
-    return config, search.row(given_candidate(config)).seconds
+    return config, search.row(search.space.given).seconds
 
 
 def _recomputation(cell: Cell, layers: int) -> str:

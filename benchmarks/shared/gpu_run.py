@@ -9,7 +9,6 @@ step failed. --tiny tries the program itself where there is no GPU.
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -24,14 +23,18 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 
 from benchmarks.shared.result import ROOT, write_text
 from setup import find_nvcc
 from zeropp.native.library import SUFFIX
 from zeropp.ranks.topology import usable_cores
+from zeropp.settings import read_toml
 
-STEPS = ("build", "tests", "kernels", "train", "memcheck", "racecheck")
+TABLE = read_toml(__package__, "gpu_run.toml")["steps"]
+STEPS = tuple(row["name"] for row in TABLE)
 GPU_TEST = re.compile(r"pytest\.mark\.gpu|from tests\.gpu import")  # in files with tests for GPUs
 SANITIZED_TESTS = (  # all kernels, ragged and misaligned; a minute under compute-sanitizer
     "tests/zeropp/quant/test_kernels.py::test_rows_of_ragged_segments[cuda-dtype2-wire0-3]",
@@ -39,17 +42,13 @@ SANITIZED_TESTS = (  # all kernels, ragged and misaligned; a minute under comput
     "tests/zeropp/quant/test_kernels.py::test_more_segments_than_a_launch_takes[57-cuda]",
     "tests/zeropp/optim/test_adam_kernels.py::test_ragged_and_wide_tensors_that_begin_anywhere[cuda-dtype0-copy1]",
 )
-OUR_KERNELS = ("--kernel-name", "kns=zpp", "--error-exitcode", "9")  # checks our namespace only
-TINY = {
-    "kernels": "--elements 16384 --rounds 2",
-    "train": "--sizes tiny --peers eager --no-compile --num-workers 0 --rounds 2 --steps 1",
-}
-TRAIN_SIZES = "--sizes 124M 1.3B 350M"  # what is left when the time is up says least
+OUR_KERNELS = "--kernel-name kns=zpp --error-exitcode 9"  # checks our namespace only
 GPU_FACTS = "name,memory.total,power.limit,clocks.max.sm,driver_version"
 MISSING = "not installed"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pytest")
-OUTPUT_LINES = 60  # of builds, tests and errors that are shown
-SECONDS_TO_END = 40.0  # that gpu_train may need after its own limit
+OUTPUT_LINES = 120  # of builds, tests and errors that are shown
+SECONDS_TO_END = 20.0  # that a benchmark may need after MINUTES of its command
+TABLE_MINUTES, LONG = 8.0, 14.0  # for which the table's seconds are; from which steps take more
 LEAST_SECONDS = 5.0  # with less left, a step does not begin
 KILL_SECONDS = 10.0  # between SIGINT, at which pytest sums up, and SIGKILL
 CANNOT_START = 127  # the shell's exit status for a command that cannot be started
@@ -66,7 +65,7 @@ print(json.dumps([environment_report(), torch.version.cuda]))
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A command to run, for at most a share of the total time.
+    """A command to run, for at most a share of the total time; without one, as long as is left.
 
     environment: variables that are added. builds: stems of libraries that must exist afterwards.
     must_print: a word without which it has failed. shows_end: only the end of its output is shown.
@@ -76,7 +75,7 @@ class Step:
     name: str
     title: str
     command: Sequence[str]
-    share: float
+    share: float = 1.0
     environment: Mapping[str, str] = field(default_factory=dict)
     builds: Sequence[str] = ()
     must_print: str = ""
@@ -133,7 +132,7 @@ def read_options() -> argparse.Namespace:
     add = parser.add_argument
     default = ROOT / f"benchmarks/results/{time.strftime('%Y-%m-%d')}-gpu.md"
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    add("--minutes", type=float, default=10.0, help="for all steps together (default: 10)")
+    add("--minutes", type=float, default=TABLE_MINUTES, help="for all steps together (default: 8)")
     add("--only", nargs="+", choices=STEPS, default=STEPS, help="default: all, in this order")
     add("--output", type=Path, default=default, help="default: benchmarks/results/DATE-gpu.md")
     add("--keep", type=Path, metavar="FOLDER", help="for complete outputs and the JSON")
@@ -146,48 +145,54 @@ def read_options() -> argparse.Namespace:
 
 
 def steps(device: str, options: argparse.Namespace, folder: Path) -> Iterator[Step]:
-    """The steps, by worth."""
-    python, on_gpu = sys.executable, device == "cuda"
-    yield Step(
-        name="build", title="Build", command=(python, "setup.py", "build_ext", "--inplace"),
-        share=0.2, shows_end=True,
-        builds=("zeropp/native/_cpu", "zeropp/native/_cuda") if on_gpu else ("zeropp/native/_cpu",),
-    )  # fmt: skip
-    pytest = (python, "-m", "pytest", "-p", "no:cacheprovider", "-q")
-    yield tests_step(on_gpu, pytest)
-    for name, title, module, share, own, further in (
-        ("kernels", "Kernels", "kernels.quantize_kernels", 0.15, "", options.kernels_flags),
-        ("train", "Training", "step.gpu_train", 0.35, TRAIN_SIZES, options.train_flags),
-    ):
-        command = (python, "-m", f"benchmarks.{module}", "--device", device, *own.split())
-        command += ("--json", str(folder / f"{name}.json"))
-        command += (*(TINY[name].split() if options.tiny else ()), *shlex.split(further))
-        yield Step(name=name, title=title, command=command, share=share)
-    why_not = None if on_gpu else "there is no GPU"
-    if on_gpu and not shutil.which("compute-sanitizer"):
-        why_not = "compute-sanitizer is not on the PATH"
-    for tool, flags in (("memcheck", ("--report-api-errors", "no")), ("racecheck", ())):
-        sanitizer = ("compute-sanitizer", "--tool", tool, *OUR_KERNELS, *flags)
+    """The steps of `gpu_run.toml`, by worth."""
+    on_gpu, has_long = device == "cuda", options.minutes >= LONG
+    values = {
+        "python": sys.executable, "device": device, "folder": folder,
+        "pytest": f"{sys.executable} -m pytest -p no:cacheprovider -q", "workers": workers(),
+        "gpu_tests": shlex.join(gpu_tests()), "our_kernels": OUR_KERNELS,
+        "sanitized_tests": shlex.join(SANITIZED_TESTS),
+    }  # fmt: skip
+    environments = {
+        "tests": {"RANKS_MAY_TAKE": SLOWER} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""},
+        **dict.fromkeys(("memcheck", "racecheck"), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    }
+    libraries = ("zeropp/native/_cpu", *(("zeropp/native/_cuda",) if on_gpu else ()))
+    for row in TABLE:
+        name, module = row["name"], row.get("module")
+        share = row["seconds"] / 60 / TABLE_MINUTES if "seconds" in row else 1.0
+        flags = [row["command"], row.get("long", "") if has_long else ""]
+        flags += [row.get("tiny", "") if options.tiny else "", vars(options).get(f"{name}_flags")]
+        text = Template(" ".join(filter(None, flags))).substitute(values)
         yield Step(
-            name=tool, title=f"compute-sanitizer, {tool}",
-            command=(*sanitizer, *pytest, *SANITIZED_TESTS), share=0.2,
-            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, why_not=why_not,
+            name=name, title=row["title"], share=share, shows_end=row.get("shows_end", False),
+            command=(*((sys.executable, "-m", module) if module else ()), *shlex.split(text)),
+            environment=environments.get(name, {}), builds=libraries if name == "build" else (),
+            must_print=" passed" if on_gpu and name == "tests" else "",
+            why_not=why_not(row, on_gpu=on_gpu, tiny=options.tiny),
         )  # fmt: skip
 
 
-def tests_step(on_gpu: bool, pytest: Sequence[str]) -> Step:
-    """The tests that need a GPU, which are skipped on a CPU."""
+def why_not(row: Mapping[str, str], *, on_gpu: bool, tiny: bool) -> str | None:
+    """Why a step cannot run here; None if it can."""
+    module, program = row.get("module"), row.get("needs")
+    if module and find_spec(module) is None:
+        return f"there is no {module}"
+    if not on_gpu and (program or not (tiny or row["name"] in ("build", "tests"))):
+        return "there is no GPU"
+    return f"{program} is not on the PATH" if program and not shutil.which(program) else None
+
+
+def workers() -> str:
+    """The flags of pytest for tests in parallel; a worker has those of a kind one after another."""
+    count = min(MOST_WORKERS, len(usable_cores()) // 2)
+    return f"-n {count} --dist worksteal" if count > 1 and find_spec("xdist") else ""
+
+
+def gpu_tests() -> list[str]:
+    """The files with tests that need a GPU, which are skipped on a CPU."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    files = [str(path.relative_to(ROOT)) for path in paths if GPU_TEST.search(path.read_text())]
-    flags = ("-m", "gpu", "-rsfE", "--tb=short", "--continue-on-collection-errors")
-    workers = min(MOST_WORKERS, len(usable_cores()) // 2)
-    if workers > 1 and importlib.util.find_spec("xdist"):
-        flags += ("-n", str(workers), "--dist", "worksteal")
-    return Step(
-        name="tests", title="Tests", command=(*pytest, *flags, *files), share=0.35,
-        environment={"RANKS_MAY_TAKE": SLOWER} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""},
-        must_print=" passed" if on_gpu else "", shows_end=True,
-    )  # fmt: skip
+    return [str(path.relative_to(ROOT)) for path in paths if GPU_TEST.search(path.read_text())]
 
 
 def outcome_of(step: Step, folder: Path, until: float, total: float) -> Outcome:
@@ -201,9 +206,8 @@ def outcome_of(step: Step, folder: Path, until: float, total: float) -> Outcome:
     facts = {"title": step.title, "command": shown(step.command, folder)}
     if why_not:
         return Outcome(**facts, status="not run", body=why_not)
-    command = list(step.command)
-    if step.name == "train":
-        command += ["--minutes", f"{max(limit - SECONDS_TO_END, limit / 2) / 60:.2f}"]
+    minutes = f"{max(limit - SECONDS_TO_END, limit / 2) / 60:.2f}"
+    command = [minutes if word == "MINUTES" else word for word in step.command]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     started = time.monotonic()

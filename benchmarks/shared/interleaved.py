@@ -2,6 +2,8 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import comb
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -40,6 +42,13 @@ def quartiles(values: Sequence[float]) -> list[float]:
         return [min(values), max(values)]
     low, _, high = statistics.quantiles(values, n=4)
     return [low, high]
+
+
+def median_interval(values: Sequence[float]) -> list[float]:
+    """The 95% confidence interval of the median; of fewer than six values, smallest and largest."""
+    below = accumulate(comb(len(values), count) / 2 ** len(values) for count in range(len(values)))
+    left_out = max(0, sum(tail <= 0.025 for tail in below) - 1)
+    return [sorted(values)[left_out], sorted(values)[-1 - left_out]]
 
 
 def median_of(name: str) -> Callable[[Mapping], float]:

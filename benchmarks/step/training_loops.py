@@ -23,10 +23,9 @@ from benchmarks.shared.training_setup import CLIP, LEARNING_RATE, WEIGHT_DECAY, 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.interchange.families.forms import Sizes
 from megatron_zpp.interchange.families.names import name_table
-from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
-from megatron_zpp.model.part import WHOLE, Part
+from megatron_zpp.model.part import WHOLE, Execution, Part
 from megatron_zpp.train.pending_iteration import PendingIteration
 from zeropp import attach, shard
 from zeropp.optim.step_or_skip import local_part

@@ -264,14 +264,16 @@ static void dequantize_tile(Coded from, void* to, int64_t size) {
     B::dequantize(codes, values + whole * BLOCK, scale_at(from.scales, whole), left);
 }
 
-// Add the codes of COUNT terms of a chunk to sums, for whole units; FRESH sums start from zero.
+template <Width W> constexpr int64_t SUM_CHUNK = W == INT3 ? BLOCK3 : CHUNK;
+
+// Add the codes of COUNT terms of a chunk to sums; FRESH sums start from zero.
 template <class V, Width W, int COUNT, bool FRESH, bool TRACK>
 ZPP_INLINE void add_units(const uint8_t* const* codes, const float* scales, float* sums,
-                          int64_t size, typename V::FloatExtremes* tracker) {
+                          typename V::FloatExtremes* tracker) {
     using F = typename V::F;
     F factors[COUNT];
     for (int term = 0; term < COUNT; ++term) factors[term] = V::all(scales[term]);
-    for (int64_t i = 0; i < size; i += UNIT<V>) {
+    for (int64_t i = 0; i < SUM_CHUNK<W>; i += UNIT<V>) {
         F unit[4], total[4] = {V::all(0.0f), V::all(0.0f), V::all(0.0f), V::all(0.0f)};
         auto* words = reinterpret_cast<uint32_t*>(sums + i);
         if (!FRESH) V::template load<FP32>(words, total);
@@ -286,30 +288,22 @@ ZPP_INLINE void add_units(const uint8_t* const* codes, const float* scales, floa
     }
 }
 
-// Codes beyond the end are 0. If that stands for 0, they do not change the extremes of the others.
-template <class V, Width W, int COUNT, bool FRESH, bool TRACK>
-ZPP_INLINE void add_chunk(const uint8_t* const* codes, const float* scales, float* sums,
-                          int64_t size, typename V::FloatExtremes* tracker) {
-    const int64_t whole = size / UNIT<V> * UNIT<V>, left = size - whole;
-    add_units<V, W, COUNT, FRESH, TRACK>(codes, scales, sums, whole, tracker);
-    if (!left) return;
-    uint8_t coded[COUNT][UNIT<V>] = {};
-    const uint8_t* last[COUNT];
-    for (int term = 0; term < COUNT; ++term) {
-        const uint8_t* from = codes[term] + whole * Codes<W>::BITS / 8;
-        memcpy(coded[term], from, size_t((left * Codes<W>::BITS + 7) / 8));
-        if (W == INT4 && left % 2) coded[term][left / 2] &= 15;
-        last[term] = coded[term];
+// Copy the codes of the rest of a segment to whole chunks. Those beyond the end are 0: if that stands
+// for 0, they do not change the extremes of the others.
+template <Width W>
+static void pad_terms(const uint8_t** codes, int count, int64_t size, uint8_t* padded) {
+    constexpr int64_t BYTES = SUM_CHUNK<W> * Codes<W>::BITS / 8;
+    memset(padded, 0, size_t(count * BYTES));
+    for (int term = 0; term < count; ++term, padded += BYTES) {
+        memcpy(padded, codes[term], size_t((size * Codes<W>::BITS + 7) / 8));
+        if (W == INT4 && size % 2) padded[size / 2] &= 15;
+        codes[term] = padded;
     }
-    float total[UNIT<V>] = {};
-    if (!FRESH) memcpy(total, sums + whole, size_t(left) * 4);
-    add_units<V, W, COUNT, FRESH, TRACK>(last, scales, total, UNIT<V>, tracker);
-    memcpy(sums + whole, total, size_t(left) * 4);
 }
 
 template <class V, Width W, int COUNT, bool FRESH, bool TRACK>
 static void sum_terms(const Coded* terms, float* sums, int64_t size, Extremes* extremes) {
-    constexpr int64_t CHUNK = W == INT3 ? BLOCK3 : zpp::CHUNK;
+    constexpr int64_t CHUNK = SUM_CHUNK<W>;
     for (int64_t i = 0; i < size; i += CHUNK) {
         const uint8_t* codes[COUNT];
         float scales[COUNT];
@@ -321,12 +315,18 @@ static void sum_terms(const Coded* terms, float* sums, int64_t size, Extremes* e
                 __builtin_prefetch(next_tile + line);
             }
         }
-        typename V::FloatExtremes tracker;
-        if (size - i >= CHUNK) {
-            add_chunk<V, W, COUNT, FRESH, TRACK>(codes, scales, sums + i, CHUNK, &tracker);
-        } else {
-            add_chunk<V, W, COUNT, FRESH, TRACK>(codes, scales, sums + i, size - i, &tracker);
+        const int64_t left = size - i;
+        uint8_t padded[COUNT * CHUNK * Codes<W>::BITS / 8];
+        float rest[CHUNK];
+        float* target = left < CHUNK ? rest : sums + i;
+        if (left < CHUNK) {
+            pad_terms<W>(codes, COUNT, left, padded);
+            memset(rest, 0, sizeof(rest));
+            memcpy(rest, sums + i, size_t(left) * 4);
         }
+        typename V::FloatExtremes tracker;
+        add_units<V, W, COUNT, FRESH, TRACK>(codes, scales, target, &tracker);
+        if (left < CHUNK) memcpy(sums + i, rest, size_t(left) * 4);
         if (TRACK) tracker.end(extremes->high + i / CHUNK, extremes->low + i / CHUNK);
     }
 }

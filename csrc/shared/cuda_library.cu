@@ -8,6 +8,7 @@ namespace zpp {
 cudaError_t load_quantize();  // quantize/cuda_quantize.cu
 cudaError_t load_reduce();    // quantize/cuda_reduce.cu
 cudaError_t load_adam();      // adam/cuda.cu
+cudaError_t load_coder();     // messages/cuda.cu
 
 }  // namespace zpp
 
@@ -19,6 +20,7 @@ int64_t zpp_ready(int64_t device) {
     if (!error) error = zpp::load_quantize();
     if (!error) error = zpp::load_reduce();
     if (!error) error = zpp::load_adam();
+    if (!error) error = zpp::load_coder();
     if (error) cudaGetLastError();
     return int64_t(error);
 }

@@ -41,7 +41,7 @@ from zeropp.checkpoint import (
     MODEL,
     OPTIMIZER,
     AsyncWriter,
-    FolderLock,
+    CheckpointFolder,
     codes_to_save,
     file_entry,
     hold_folder,
@@ -63,7 +63,7 @@ log = logging.getLogger("megatron_zpp")
 
 
 def save(
-    folder: Path | str,
+    checkpoints: CheckpointFolder,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     state: TrainingState,
@@ -71,18 +71,17 @@ def save(
     keep: Retention = ALL_STAY,
     save_optimizer: bool = True,
     writer: AsyncWriter | None = None,
-    lock: FolderLock | None = None,
     others: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Path:
-    """Write `folder/iter_N`, and let the pointer file name it; return its path.
+    """Write `iter_N` into a folder, and let its pointer file name it; return its path.
 
     Older checkpoints are kept as `keep` says. With a `writer`, this waits until its previous save
     is done, and then only copies the state; the writer's `finish` waits until the checkpoint is
-    complete. `others` are further tensors of the run. `lock` is the run's lock of the folder.
-    Raises InputError on all ranks if the folder cannot be written, the disk is full, or another job
-    has taken the folder over; it is then as it was before.
+    complete. `others` are further tensors of the run. Raises InputError on all ranks if the folder
+    cannot be written, the disk is full, or another job has taken the folder over; it is then as it
+    was before.
     """
-    checkpoints = with_owner(checkpoint_folder(Path(folder), lock))
+    checkpoints = with_owner(checkpoints)
     with fail_together():
         state = replace(state, optimizer_saved=optimizer is not None and save_optimizer)
         tensors = state_to_save(model, optimizer, with_optimizer_state=state.optimizer_saved)

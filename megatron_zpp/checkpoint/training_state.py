@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import ModelConfig
-from megatron_zpp.settings.gpt.model import OF_CAPABILITIES, OF_TRAINING
-from megatron_zpp.settings.gpt.positions import PositionConfig
+from megatron_zpp.settings.gpt.model import OF_CAPABILITIES, OF_TRAINING, PositionConfig
 from megatron_zpp.settings.gpt.sizes import LatentAttentionConfig
 from zeropp.errors import InputError, first_lines
 from zeropp.settings import declared

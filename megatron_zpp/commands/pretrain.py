@@ -9,9 +9,10 @@ The ranks look for them too, as another launcher may have started them, but seco
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from megatron_zpp.commands.run_command import load_part, open_model
 from megatron_zpp.data.blend import parse_blend
@@ -36,12 +37,12 @@ def main(
     if status is not None:
         return status
     pretrain = import_module("megatron_zpp.train.pretrain")  # and torch
-    return pretrain.main(argv, program, load_dry_run, open_model, needs_pretrained=needs_pretrained)
+    return pretrain.main(argv, program, load_planner, open_model, needs_pretrained=needs_pretrained)
 
 
-def load_dry_run() -> Callable[..., int]:
-    """Return what prints what a run needs and whether it fits."""
-    return load_part("megatron_zpp.planner", "--dry-run", "dry_run").dry_run
+def load_planner(flag: str, module: str) -> ModuleType:
+    """Return a module of the planner, which `flag` needs."""
+    return load_part("megatron_zpp.planner", flag, module)
 
 
 def check_pretrain(argv: Sequence[str], num_ranks: int, program: str = "pretrain_gpt.py") -> Config:

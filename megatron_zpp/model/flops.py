@@ -11,8 +11,8 @@ appendix B).
 from dataclasses import dataclass
 from itertools import chain
 
-from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.mlp import feed_forward
+from megatron_zpp.model.part import Execution
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 
 BACKWARD = 2  # operations of a backward pass, in forward passes

@@ -8,13 +8,13 @@ device.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_zpp.model.xielu import XIELU
+from megatron_zpp.model.mlp import XIELU
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim import local_part
 
@@ -49,13 +49,35 @@ def initialize(model: nn.Module, seed: int, config: ModelConfig) -> None:
 
 
 def draw(parameter: Tensor, label: str, std: float) -> None:
-    """Fill this rank's part of a parameter with N(0, std²); the numbers depend on `label` only."""
-    local = local_part(parameter)
-    if std == 0.0:
+    """Fill this rank's part of a parameter with N(0, std²); the numbers depend on `label` only.
+
+    As many threads as PyTorch uses draw a block each, in place where the rank has all of it.
+    """
+    local, ranges = local_part(parameter).detach(), local_ranges(parameter)
+    (local_start, local_end), *columns = ranges
+    if std == 0.0 or local_start == local_end:
         local.zero_()
         return
-    for rows, values in _blocks(label, parameter.shape, local_ranges(parameter), std):
-        local[rows] = values.to(local.dtype)
+    num_rows, *row_shape = parameter.shape
+    block_rows = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
+
+    def draw_block(block: int) -> None:
+        first, end = block * block_rows, min((block + 1) * block_rows, num_rows)
+        rows = range(max(local_start, first), min(local_end, end))
+        target = local[rows.start - local_start : rows.stop - local_start]
+        is_whole = target.shape == (end - first, *row_shape) and target.is_contiguous()
+        in_place = is_whole and target.is_cpu and target.dtype == torch.float32
+        values = target if in_place else torch.empty((end - first, *row_shape))
+        digest = hashlib.blake2b(f"{label}/{block}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "little")  # of 32 bits, as mt19937 has it
+        values.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+        if not in_place:
+            of_rank = slice(rows.start - first, rows.stop - first), *(slice(*c) for c in columns)
+            target.copy_(values[of_rank])
+
+    blocks = range(local_start // block_rows, math.ceil(local_end / block_rows))
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(draw_block, blocks))  # raises what a thread has raised
 
 
 def local_ranges(parameter: Tensor) -> list[tuple[int, int]]:
@@ -81,25 +103,3 @@ def local_ranges(parameter: Tensor) -> list[tuple[int, int]]:
         local_start = min(start + mesh.get_local_rank(axis) * chunk, end)
         ranges[placement.dim] = (local_start, min(local_start + chunk, end))
     return ranges
-
-
-def _blocks(
-    label: str, shape: torch.Size, ranges: list[tuple[int, int]], std: float
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (local rows, fp32 values) for each block of rows that overlaps the local part."""
-    local_start, local_end = ranges[0]
-    if local_start == local_end:
-        return
-    num_rows = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
-    columns = tuple(slice(start, end) for start, end in ranges[1:])
-    for block in range(local_start // num_rows, math.ceil(local_end / num_rows)):
-        block_start = block * num_rows
-        block_end = min(block_start + num_rows, shape[0])
-        values = torch.empty((block_end - block_start, *shape[1:]))
-        digest = hashlib.blake2b(f"{label}/{block}".encode(), digest_size=4).digest()
-        seed = int.from_bytes(digest, "little")  # of 32 bits, as mt19937 has it
-        values.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
-        start, end = max(local_start, block_start), min(local_end, block_end)
-        local_rows = slice(start - local_start, end - local_start)
-        block_rows = slice(start - block_start, end - block_start)
-        yield local_rows, values[(block_rows, *columns)]

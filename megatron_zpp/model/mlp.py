@@ -3,6 +3,7 @@
 With a tensor axis F is that of a rank. Shapes: B batch, S sequence, H hidden, F hidden of the MLP.
 """
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
 from megatron_zpp.model.part import WHOLE, Part
 from megatron_zpp.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron_zpp.model.xielu import XIELU
+from megatron_zpp.parallel.axes import enter
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.optim import local_part
 from zeropp.settings import declared
 from zeropp.wire import Message
 
@@ -96,7 +98,7 @@ class MLP(FeedForward):
         self.grad_is_partial = ("activation",)  # of a rank's channels
         if config.is_gated:
             self.gate = ColumnParallelLinear(hidden, ffn, bias, axis)
-        self.output = RowParallelLinear(ffn, hidden, bias, axis)
+        self.output = RowParallelLinear(ffn, hidden, bias, axis, part.splits_rows)
 
     @classmethod
     def flops(cls, config: ModelConfig, width: int | None = None) -> float:
@@ -108,9 +110,37 @@ class MLP(FeedForward):
         """Map x [B, S, H] to [B, S, H], through [B, S, F]."""
         splits_rows = sequences.splits_rows
         if self.axis is not None:
-            x = self.axis.enter(x, splits_rows)
+            x = enter(x, self.axis, splits_rows)
         if self.activation is not None:
             return self.output(self.activation(self.input(x)), splits_rows)
         if self.gate is None:
             return self.output(activate(self.input(x), self.config), splits_rows)
         return self.output(gated(self.gate(x), self.input(x), self.config), splits_rows)
+
+
+class XIELU(nn.Module):
+    """xIELU (Huang and Schlag 2024, arXiv 2411.13010) with two learned numbers.
+
+    For x > 0 it is p x² + βx, else n (eˣ - 1 - x) + βx, with p = softplus(alpha_p) and n = β +
+    softplus(alpha_n). β and the largest x of which eˣ is computed are stored with the weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.empty(1))
+        self.alpha_n = nn.Parameter(torch.empty(1))
+        self.register_buffer("beta", torch.empty(()))
+        self.register_buffer("eps", torch.empty(()))
+
+    def reset(self) -> None:
+        """Set first values: p and n 0.8, β 0.5."""
+        for name, value in (("alpha_p", 0.8), ("alpha_n", 0.3)):
+            local_part(getattr(self, name)).fill_(math.log(math.expm1(value)))
+        self.beta.fill_(0.5)
+        self.eps.fill_(-1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map each x of [B, S, F]."""
+        p, n = F.softplus(local_part(self.alpha_p)), F.softplus(local_part(self.alpha_n))
+        slope = torch.expm1(torch.minimum(x, self.eps.to(x.dtype))) - x
+        return torch.where(x > 0, p * x * x, slope * (n + self.beta)) + self.beta * x

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from megatron_zpp.model.part import TORCH_NORMS, NormClasses, Part
 from megatron_zpp.model.tensor_parallel import ParallelRMSNorm
-from megatron_zpp.parallel.axes import TensorAxis
+from megatron_zpp.parallel.axes import part_of
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim import local_part
+from zeropp.wire import RankGroup
 
 
 def make_norm(
@@ -58,13 +59,14 @@ class NormPerHead(nn.Module):
     The gains of all heads are one tensor [heads * D], which ranks may split.
     """
 
-    def __init__(self, config: ModelConfig, heads: int, axis: TensorAxis | None) -> None:
+    def __init__(self, config: ModelConfig, heads: int, axis: RankGroup | None) -> None:
         super().__init__()
         self.is_rms, self.eps = config.normalization == "RMSNorm", config.layernorm_epsilon
         self.weight = nn.Parameter(torch.ones(heads * config.head_dim))
         self.split_dims: dict[str, int] = {}
         if axis is not None:
-            self.split_dims["weight"], self.weight = 0, axis.part(self.weight, 0)
+            self.split_dims["weight"] = 0
+            self.weight = part_of(self.weight, 0, axis.size, axis.mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize this rank's heads x [B, S, K, Q, D], of which there are K * Q."""

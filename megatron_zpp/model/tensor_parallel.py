@@ -12,7 +12,7 @@
 | latent down-projections                    |                 | all, with its delta  |
 
 Of K heads of keys and values, each with Q / K heads of queries, rank r of a tensor axis of T ranks
-holds those from r K / T to (r + 1) K / T - 1, in order; `megatron_zpp/parallel/rank_grid.py` says
+holds those from r K / T to (r + 1) K / T - 1, in order; `megatron_zpp/parallel/mesh.py` says
 which rank of the job that is. With T = n K ranks, n of them share a head of keys and values: each
 computes a part of its channels and of those of its queries, all are gathered, and each attends with
 1 / n of the queries. No weight is on two ranks. Without an axis layers compute the plain thing.
@@ -23,14 +23,14 @@ gradient.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.delta import TakesDelta
-from megatron_zpp.parallel.axes import TensorAxis
+from megatron_zpp.parallel.axes import leave, part_of
 from megatron_zpp.parallel.collectives import moved, sum_whole
 from zeropp.optim import gradient_parts, local_part
 from zeropp.wire import RankGroup
@@ -47,7 +47,7 @@ class LocalLinear(nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool,
-        axis: TensorAxis | None,
+        axis: RankGroup | None,
         dim: int,
         grad_is_partial: tuple[str, ...] = (),
     ) -> None:
@@ -55,9 +55,11 @@ class LocalLinear(nn.Linear):
         self.axis, self.grad_is_partial = axis, grad_is_partial
         self.split_dims: dict[str, int] = {}
         if axis is not None:
-            self.split_dims["weight"], self.weight = dim, axis.part(self.weight, dim)
+            self.split_dims["weight"] = dim
+            self.weight = part_of(self.weight, dim, axis.size, axis.mesh)
         if axis is not None and bias and dim == 0:
-            self.split_dims["bias"], self.bias = dim, axis.part(self.bias, dim)
+            self.split_dims["bias"] = dim
+            self.bias = part_of(self.bias, dim, axis.size, axis.mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to this rank's channels of the result, or to its term of the sum."""
@@ -73,10 +75,14 @@ class ParallelLinear(TakesDelta, LocalLinear):
     dim: int
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, axis: TensorAxis | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        axis: RankGroup | None = None,
+        splits_rows: bool = False,
     ) -> None:
-        has_rows = axis is not None and axis.sequence_parallel
-        partial = ("bias",) if has_rows and self.dim == 1 else ()
+        partial = ("bias",) if splits_rows and self.dim == 1 else ()
         super().__init__(in_features, out_features, bias, axis, self.dim, partial)
 
     def factors(self, rank: int) -> tuple[LocalLinear, LocalLinear]:
@@ -129,7 +135,7 @@ class RowParallelLinear(ParallelLinear):
             dropout = self.delta.dropout if self.training else 0.0
             with own_random_numbers(self.axis, splits_rows, dropout, x.device):
                 y = y + self.delta.term(self, x)
-        y = self.axis.leave(y, splits_rows)
+        y = leave(y, self.axis, splits_rows)
         return y if self.bias is None else y + self.bias
 
 
@@ -137,44 +143,45 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding whose vocabulary is split: tokens of other ranks are zeros before the sum."""
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, axis: TensorAxis | None = None
+        self, num_embeddings: int, embedding_dim: int, axis: RankGroup | None = None
     ) -> None:
         super().__init__(num_embeddings, embedding_dim)
         self.axis = axis
         self.split_dims: dict[str, int] = {}
         if axis is not None:
-            self.split_dims["weight"], self.weight = 0, axis.part(self.weight, 0)
+            self.split_dims["weight"] = 0
+            self.weight = part_of(self.weight, 0, axis.size, axis.mesh)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids int64 [B, S] to [B, S, H]."""
         if self.axis is None:
             return super().forward(tokens)
         weight = local_part(self.weight)
-        index = tokens - self.axis.place * len(weight)
+        index = tokens - self.axis.index * len(weight)
         is_other = (index < 0) | (index >= len(weight))
         x = F.embedding(index.masked_fill(is_other, 0), weight)
-        return self.axis.leave(x.masked_fill(is_other[..., None], 0))
+        return leave(x.masked_fill(is_other[..., None], 0), self.axis)
 
 
 class ParallelRMSNorm(nn.RMSNorm):
     """A normalization over channels that are split: the squares of all ranks are summed."""
 
-    def __init__(self, size: int, eps: float, axis: TensorAxis) -> None:
+    def __init__(self, size: int, eps: float, axis: RankGroup) -> None:
         super().__init__(size, eps)
         self.axis = axis
-        self.split_dims, self.weight = {"weight": 0}, axis.part(self.weight, 0)
+        self.split_dims, self.weight = {"weight": 0}, part_of(self.weight, 0, axis.size, axis.mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize this rank's channels x [..., size/T]."""
         values = x.float()
         squares = values.square().sum(-1, keepdim=True)
-        total = moved(squares, self.axis.group, sum_whole, sum_whole)
+        total = moved(squares, self.axis, sum_whole, sum_whole)
         normalized = values * torch.rsqrt(total / (x.shape[-1] * self.axis.size) + self.eps)
         return (normalized * local_part(self.weight).float()).to(x.dtype)
 
 
 def own_random_numbers(
-    axis: TensorAxis | None, splits_rows: bool, dropout: float, device: torch.device
+    axis: RankGroup | None, splits_rows: bool, dropout: float, device: torch.device
 ) -> AbstractContextManager[None]:
     """Return a context for dropout of channels or heads that are split over the axis, if any.
 
@@ -182,7 +189,17 @@ def own_random_numbers(
     """
     if axis is None or splits_rows or dropout == 0:
         return nullcontext()
-    return axis.own_random_numbers(device)
+    return _own_random_numbers(axis, device)
+
+
+@contextmanager
+def _own_random_numbers(axis: RankGroup, device: torch.device) -> Iterator[None]:
+    """Use this rank's own random numbers inside, and afterwards again the same on all ranks."""
+    seed = axis.own_seed()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
 
 
 def sum_partial_gradients(

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.settings.capability_flags import CAPABILITIES
-from megatron_zpp.settings.config import Config
 from zeropp.errors import InputError
-from zeropp.settings import declared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,49 +55,8 @@ class StepWatch:
         )
 
 
-def settings_key(config: Config, num_ranks: int) -> dict[str, Any]:
-    """Return what a step's time depends on in the settings of a run, as JSON holds it.
-
-    The configuration is one that capabilities have settled (`settled`).
-    """
-    model, zero = config.model, config.zero
-    optimization, own = zero.zero_optimization, zero.zeropp
-    parallel = config.parallel
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    is_full = config.recompute.recompute_granularity == "full"
-    key = {
-        "tensor": tensor,
-        "sequence_parallel": tensor > 1 and parallel.sequence_parallel,
-        "context": context,
-        "context_by": parallel.cp_comm_type if context > 1 else None,
-        "pipeline": parallel.pipeline_model_parallel_size,
-        "stages": [len(stage) for stage in parallel.stages(model.num_layers)],
-        "ranks": num_ranks,
-        "layers": model.num_layers,
-        "hidden": model.hidden_size,
-        "ffn": model.ffn_size,
-        "heads": [model.num_attention_heads, model.kv_heads, model.head_dim],
-        "tokens": model.seq_length,
-        "format": zero.compute_format,
-        "global_batch": config.batch.global_batch_size,
-        "micro_batch": config.batch.micro_batch_size,
-        "recompute": config.recompute.recompute_granularity,
-        "recompute_layers": config.recompute.recompute_num_layers if is_full else None,
-        "stage": zero.stage,
-        "qwz": own.weight_bits if optimization.zero_quantized_weights else None,
-        "hpz": optimization.zero_hpz_partition_size,
-        "qgz": list(own.gradient_bits) if optimization.zero_quantized_gradients else None,
-        "steps": zero.updates_copies,
-        "coded": own.code_messages,
-        "once": zero.reduces_once,
-    }
-    for each in declared("STEP_KEYS", CAPABILITIES):
-        key |= each(config)
-    return key
-
-
 def read_expected_step(path: str, key: Mapping[str, Any]) -> ExpectedStep:
-    """Return what the plan in a file expected of a run with this `settings_key`.
+    """Return what the plan in a file expected of a run with this `Config.step_key`.
 
     Raises InputError for a file that is no plan, and for one without this run.
     """

@@ -2,21 +2,32 @@
 
 The measured rate exists for any device, and holds for the clock and the cores that this run has.
 Model FLOPs utilization (MFU) is a share of the data sheet's peak (Chowdhery et al. 2022, arXiv
-2204.02311, appendix B).
+2204.02311, appendix B). Dense peaks of NVIDIA GPUs are in `gpu_peaks.toml`. A GPU is recognized by
+its whole name as CUDA reports it, so that a variant that is not listed (a laptop's GPU, a MIG
+slice) has no peak rather than a wrong one.
 """
 
 import logging
 import time
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
-from megatron_zpp.monitor.gpu_peaks import peak_flops
+from zeropp.settings import read_toml
 
 SMALLEST, LARGEST = 256, 8192  # rows and columns
 ENOUGH_SECONDS = 2e-3  # a product that takes so long is large enough
 TOO_LONG_SECONDS = 2e-2  # to be repeated
 REPETITIONS = 10
+FORMATS = MappingProxyType({torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"})
+BY_NAME = MappingProxyType(  # TFLOP/s by format
+    {
+        name: row["peaks"]
+        for row in read_toml(__package__, "gpu_peaks.toml")["gpus"]
+        for name in row["names"]
+    }
+)
 
 log = logging.getLogger("megatron_zpp")
 
@@ -47,6 +58,24 @@ def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
         if seconds >= ENOUGH_SECONDS or size == LARGEST:
             return best
         size *= 2
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the data sheet's dense FLOP/s of products in `dtype`; None where it is not known.
+
+    fp32 products use TF32 where `torch.set_float32_matmul_precision` allows it.
+    """
+    if device.type != "cuda":
+        return None
+    return peak_of(torch.cuda.get_device_name(device), dtype)
+
+
+def peak_of(name: str, dtype: torch.dtype) -> float | None:
+    """`peak_flops` of the GPU that CUDA calls `name`."""
+    peaks, kind = BY_NAME.get(name, {}), FORMATS[dtype]
+    if kind == "fp32" and torch.get_float32_matmul_precision() != "highest" and "tf32" in peaks:
+        kind = "tf32"
+    return peaks[kind] * 1e12 if kind in peaks else None
 
 
 def warn_if_float32_is_faster(device: torch.device, dtype: torch.dtype) -> None:

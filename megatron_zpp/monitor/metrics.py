@@ -169,10 +169,6 @@ class Metrics:
         self._memory_reported = False
         self._facts: Callable[[], RunFacts] | None = None
 
-    def use_writers(self, writers: Sequence[Writer]) -> None:
-        """Let the next numbers go to these writers, where there were none before."""
-        self.writers = tuple(writers)
-
     def use_facts(self, facts: Callable[[], RunFacts]) -> None:
         """Let the writers get what `facts` says of the run, with the next log line."""
         self._facts = facts

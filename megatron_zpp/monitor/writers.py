@@ -53,14 +53,14 @@ def open_writers(
         return []
     names = ScalarNames(config, world_size)
     writers: list[Writer] = []
+    if config.wandb_project:
+        writers.append(WeightsAndBiases(config, names, settings or {}))
     if config.tensorboard_dir:
         axes = ALL_AXES if config.log_all_axes_to_tensorboard else ITERATIONS
         folder = _prepare_folder(config.tensorboard_dir, axes, resumed_at)
+        writers.append(JsonLines(folder))
         queue = config.tensorboard_queue_size
-        tensorboard = TensorBoard(folder, names, axes, queue, resumed_at, settings or {})
-        writers += [tensorboard, JsonLines(folder)]
-    if config.wandb_project:
-        writers.append(WeightsAndBiases(config, names, settings or {}))
+        writers.append(TensorBoard(folder, names, axes, queue, resumed_at, settings or {}))
     return writers
 
 

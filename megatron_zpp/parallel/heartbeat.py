@@ -39,7 +39,7 @@ WAITING_IN = (
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
-    "zeropp/ranks/waits.py",
+    "zeropp/ranks/groups.py",
     "zeropp/wire/in_flight.py",
     "zeropp/wire/rank_group.py",
 )

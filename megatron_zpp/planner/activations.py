@@ -22,11 +22,10 @@ from torch.utils._pytree import tree_leaves
 from megatron_zpp.model.attention.prefix_attention import lower_right_mask
 from megatron_zpp.model.attention.rotary import GLOBAL, KINDS, rotary_tables
 from megatron_zpp.model.attention.sequences import Sequences
-from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import CPU_CHUNK, DEVICE_CHUNK
 from megatron_zpp.model.mlp import FeedForward
-from megatron_zpp.model.part import Part
+from megatron_zpp.model.part import Execution, Part
 from megatron_zpp.planner.parts.balanced_routing import BalancedRouting
 from megatron_zpp.planner.parts.meta_model import META, largest_block, own_axes
 from megatron_zpp.planner.parts.meta_tensors import AsOnCpus, AttentionOfCpus, run_backward

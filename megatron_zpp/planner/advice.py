@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-from megatron_zpp.planner.candidates import why_undivided
 from megatron_zpp.planner.replicas import loss_change
 from megatron_zpp.planner.search import MUCH_FASTER, TIE, ClusterPlan, Row, Search
 from megatron_zpp.planner.timing.hardware import GIB
-from zeropp.wire import Nodes
 
 MOST_RANKS = 8192
 ALONE = "Local SGD: each replica trains independently between outer steps"
@@ -38,11 +36,10 @@ def about_flags(plan: ClusterPlan) -> str:
 
 def not_compared(plan: ClusterPlan) -> list[str]:
     """Say why no configuration has tensor ranks, or pipelines, if the trainer refuses them."""
-    ranks = plan.cluster.num_ranks
-    nodes, said = Nodes.of(range(ranks), plan.cluster.gpus_per_node), []
+    said = []
     for place, axis in enumerate(("tensor", "pipeline")):
         if len(plan.rows) > 1 and all(row.candidate.sizes[place] == 1 for row in plan.rows):
-            why = why_undivided(plan.config, nodes, f"{axis}_model_parallel_size")
+            why = plan.space.why_undivided(f"{axis}_model_parallel_size")
             said += [f"Not compared: {axis} parallelism, as the trainer says: {why}"] if why else []
     return said
 
@@ -175,6 +172,6 @@ def _nodes_that_fit(search: Search, smallest: Row) -> int | None:
         multiple = num_replicas * config.batch.micro_batch_size
         batch = replace(config.batch, global_batch_size=-(-samples // multiple) * multiple)
         candidate = replace(smallest.candidate, config=replace(config, batch=batch))
-        if Search(search.base, search.vocab_size, larger).row(candidate).fits:
+        if Search(search.space.base, search.vocab_size, larger).row(candidate).fits:
             return num_nodes
     return None

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.replicas import with_interval
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.hardware import TERA, Cluster, Range
@@ -46,7 +45,8 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
     the cluster's nodes cannot have held.
     """
     run = read_log(path, config.model.seq_length)
-    _require_same_model(run, config, vocab_size)
+    flops = TokenFlops.of(config.model, config.recompute, vocab_size)
+    _require_same_model(run, flops.performed)
     per_node = min(cluster.gpus_per_node, run.num_ranks)
     micro_batch = config.batch.micro_batch_size
     replicas = config.parallel.data_parallel_size(run.num_ranks)
@@ -60,10 +60,11 @@ def calibrate_by_log(cluster: Cluster, config: Config, vocab_size: int, path: st
     batch = replace(config.batch, global_batch_size=run.global_batch_size)
     config = replace(config, batch=batch)
     if run.num_ranks == per_node:  # one node has no others, from which it would step apart
-        config = with_interval(config, 1)
+        config = replace(config, zero=with_interval(config.zero, 1))
     measured_on = replace(cluster, num_nodes=run.num_ranks // per_node, gpus_per_node=per_node)
 
-    planned = Search(config, vocab_size, measured_on).row(given_candidate(config)).forecast
+    search = Search(config, vocab_size, measured_on)
+    planned = search.row(search.space.given).forecast
 
     is_one_node = measured_on.num_nodes == 1
 
@@ -130,8 +131,8 @@ def read_log(path: str, seq_length: int) -> MeasuredRun:
     )
 
 
-def _require_same_model(run: MeasuredRun, config: Config, vocab_size: int) -> None:
-    planned = TokenFlops.of(config.model, config.recompute, vocab_size).performed
+def _require_same_model(run: MeasuredRun, planned: float) -> None:
+    """Raise InputError unless a run computed what is planned for a token."""
     if abs(run.flops_per_token / planned - 1) > SAME_MODEL:
         raise InputError(
             f"--calibrate {run.path}: that run computed {run.flops_per_token / 1e9:.3g} billion "

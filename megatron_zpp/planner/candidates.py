@@ -1,6 +1,7 @@
 """What a plan compares: sizes of axes, settings of ZeRO, micro-batches, recomputation."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import gcd, prod
@@ -71,13 +72,14 @@ class Candidate:
 
     def every(self, interval: int) -> "Candidate":
         """Return this configuration of replicas with another interval."""
-        config = with_interval(self.config, interval)
+        zero = with_interval(self.config.zero, interval)
+        config = replace(self.config, zero=zero)
         return replace(self, settings=self.settings.every(interval), config=config)
 
     @property
     def interval(self) -> int:
         """The steps that nodes take alone between exchanges; 1: they take each step together."""
-        return interval_of(self.config)
+        return interval_of(self.config.zero)
 
     @property
     def is_divided(self) -> bool:
@@ -129,156 +131,150 @@ class Candidate:
         return f"{name}, micro-batch {self.micro_batch}, {RECOMPUTED_IN_WORDS[self.recomputed]}"
 
 
-def all_parallel(
-    base: Config, nodes: Nodes, seconds: LayerSeconds
-) -> Iterator[tuple[ParallelConfig, Nodes]]:
-    """Yield how ranks of `nodes` may share the work of `base`, and the nodes of the data axis.
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What a plan compares on `nodes`: the configuration of the flags, `base`, and others."""
 
-    The first is without axes beside the data axis. Tensor ranks stay in a node, with sequence
-    parallelism; context ranks are for long sequences, or where `base` has them. Stages are balanced
-    by the `seconds` of layers.
-    """
-    length, own_size = base.model.seq_length, base.parallel.context_parallel_size
-    own_pipe, layers = base.parallel.pipeline_model_parallel_size, base.model.num_layers
-    own_chunks = len(base.parallel.stages(layers)) // own_pipe
-    contexts = {1, own_size, *(2**i for i in range(1, 7) if length >= 2 ** (i - 1) * LONG_SEQUENCE)}
-    pipes = sorted({*range(1, min(LARGEST_PIPELINE, layers) + 1), own_pipe})
-    all_chunks = sorted({*NUMBERS_OF_STAGES, own_chunks})
-    for tensor, pipe, context, chunks in product(
-        _divisors(nodes.ranks_per_node), pipes, sorted(contexts), all_chunks
-    ):
-        if chunks > 1 and pipe == 1 or nodes.num_ranks % pipe:
-            continue
-        sized = replace(
-            base.parallel,
-            tensor_model_parallel_size=tensor,
-            sequence_parallel=tensor > 1,
-            pipeline_model_parallel_size=pipe,
-            num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
-            num_layers_per_virtual_pipeline_stage=None,
-            context_parallel_size=context,
-        )
-        for staged, size in product(
-            balanced_stages(sized, base.parallel, seconds, TIE), _expert_sizes(base, sized, nodes)
+    base: Config
+    nodes: Nodes
+
+    def all_parallel(self, seconds: LayerSeconds) -> Iterator[tuple[ParallelConfig, Nodes]]:
+        """Yield how the ranks may share the work of `base`, and the nodes of the data axis.
+
+        The first is without axes beside the data axis. Tensor ranks stay in a node, with sequence
+        parallelism; context ranks are for long sequences, or where `base` has them. Stages are
+        balanced by the `seconds` of layers.
+        """
+        base, nodes = self.base, self.nodes
+        length, own_size = base.model.seq_length, base.parallel.context_parallel_size
+        own_pipe, layers = base.parallel.pipeline_model_parallel_size, base.model.num_layers
+        own_chunks = len(base.parallel.stages(layers)) // own_pipe
+        powers = (2**i for i in range(1, 7) if length >= 2 ** (i - 1) * LONG_SEQUENCE)
+        contexts = sorted({1, own_size, *powers})
+        pipes = sorted({*range(1, min(LARGEST_PIPELINE, layers) + 1), own_pipe})
+        all_chunks = sorted({*NUMBERS_OF_STAGES, own_chunks})
+        for tensor, pipe, context, chunks in product(
+            _divisors(nodes.ranks_per_node), pipes, contexts, all_chunks
         ):
-            parallel = replace(staged, expert_model_parallel_size=size)
-            data_nodes = _data_nodes(base, parallel, nodes)
-            if data_nodes is not None:
-                yield parallel, data_nodes
+            if chunks > 1 and pipe == 1 or nodes.num_ranks % pipe:
+                continue
+            sized = replace(
+                base.parallel,
+                tensor_model_parallel_size=tensor,
+                sequence_parallel=tensor > 1,
+                pipeline_model_parallel_size=pipe,
+                num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
+                num_layers_per_virtual_pipeline_stage=None,
+                context_parallel_size=context,
+            )
+            for staged, size in product(
+                balanced_stages(sized, base.parallel, seconds, TIE), self._expert_sizes(sized)
+            ):
+                parallel = replace(staged, expert_model_parallel_size=size)
+                with suppress(InputError):  # of sizes that the trainer would refuse
+                    yield parallel, self._data_nodes(parallel)
 
+    def _expert_sizes(self, parallel: ParallelConfig) -> list[int | None]:
+        """Return how many ranks may split experts, the first by default.
 
-def _expert_sizes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> list[int | None]:
-    """Return how many ranks may split experts, the first by default.
+        Alone, all experts on each rank, the most ranks of a node and all numbers of whole nodes are
+        compared; where other axes split the model, the most ranks of a node.
+        """
+        base, nodes = self.base, self.nodes
+        if not base.model.has_experts:
+            return [base.parallel.expert_model_parallel_size]
+        stage_ranks = nodes.num_ranks // parallel.pipeline_model_parallel_size
+        in_node = gcd(base.model.num_experts, stage_ranks, nodes.ranks_per_node)
+        default = in_node if in_node % parallel.tensor_model_parallel_size == 0 else 1
+        if stage_ranks < nodes.num_ranks or parallel.tensor_model_parallel_size > 1:
+            return [default]
+        whole_nodes = [
+            size
+            for size in _divisors(gcd(base.model.num_experts, stage_ranks))
+            if size > nodes.ranks_per_node and size % nodes.ranks_per_node == 0
+        ]
+        return [*dict.fromkeys((default, 1, *whole_nodes))]
 
-    Alone, all experts on each rank, the most ranks of a node and all numbers of whole nodes are
-    compared; where other axes split the model, the most ranks of a node.
-    """
-    if not base.model.has_experts:
-        return [base.parallel.expert_model_parallel_size]
-    stage_ranks = nodes.num_ranks // parallel.pipeline_model_parallel_size
-    in_node = gcd(base.model.num_experts, stage_ranks, nodes.ranks_per_node)
-    default = in_node if in_node % parallel.tensor_model_parallel_size == 0 else 1
-    if stage_ranks < nodes.num_ranks or parallel.tensor_model_parallel_size > 1:
-        return [default]
-    whole_nodes = [
-        size
-        for size in _divisors(gcd(base.model.num_experts, stage_ranks))
-        if size > nodes.ranks_per_node and size % nodes.ranks_per_node == 0
-    ]
-    return [*dict.fromkeys((default, 1, *whole_nodes))]
+    def _data_nodes(self, parallel: ParallelConfig) -> Nodes:
+        """Return the nodes of the data axis; raises InputError as the trainer does."""
+        batch = replace(self.base.batch, micro_batch_size=1)  # others are compared
+        config = replace(self.base, batch=batch, parallel=parallel)
+        replicas = parallel.data_parallel_size(self.nodes.num_ranks)
+        config.schedules.batch_size.check(replicas)
+        config.require_divisible(replicas)
+        ranks = PlannedRanks(config=config, nodes=self.nodes)
+        if ranks.inner_size > 1:
+            ranks.nodes_of(ranks.inner_size)
+        return ranks.data_nodes
+
+    def why_undivided(self, name: str) -> str | None:
+        """Return what the trainer says to the smallest size of an axis; None if it takes it."""
+        base, nodes = self.base, self.nodes
+        in_node = name == "tensor_model_parallel_size"
+        sizes = _divisors(nodes.ranks_per_node if in_node else nodes.num_ranks)
+        plain = dict.fromkeys((*LAYERS_OF_ENDS, *STAGES_PER_RANK))
+        shares = plain | {"pp_partition_method": BY_TYPE[0]}  # which need not be equal
+        try:
+            for size in sizes[1:2]:
+                parallel = replace(base.parallel, **({} if in_node else shares), **{name: size})
+                parallel = replace(parallel, sequence_parallel=in_node)
+                experts, *_ = self._expert_sizes(parallel)
+                parallel = replace(parallel, expert_model_parallel_size=experts)
+                parallel.stages(base.model.num_layers)
+                self._data_nodes(parallel)
+        except InputError as error:
+            return str(error)
+        return None
+
+    def candidates(
+        self, settings: ZeroSettings, num_replicas: int, parallel: ParallelConfig | None = None
+    ) -> Iterator[Candidate]:
+        """Yield `base` with other settings, with every micro-batch and recomputation.
+
+        The global batch stays, and if `parallel` is None the sizes of axes. Micro-batches ascend,
+        so that what follows one that does not fit in memory need not be looked at.
+        """
+        base = self.base if parallel is None else replace(self.base, parallel=parallel)
+        final = base.schedules.batch_size.final
+        share = 0 if final % num_replicas else final // num_replicas
+        most = min(share, LARGEST_MICRO_BATCH)
+        sizes = [size for size in range(1, most + 1) if share % size == 0]
+        if base.parallel.num_virtual_stages_per_pipeline_rank:
+            group = base.parallel.pipeline_model_parallel_size
+            sizes = [size for size in sizes if share // size % group == 0]
+        zeros = {
+            size: _with_settings(base.zero, settings, size, share // size)
+            for size in sizes
+            if size & (size - 1) == 0
+        }
+        for recomputed, granularity in RECOMPUTED.items():
+            recompute = replace(
+                base.recompute,
+                recompute_granularity=granularity,
+                recompute_method="uniform" if granularity == "full" else None,
+                recompute_num_layers=1,
+            )
+            for size, zero in zeros.items():
+                batch = replace(base.batch, micro_batch_size=size)
+                config = replace(base, zero=zero, recompute=recompute, batch=batch)
+                yield Candidate(
+                    settings=settings, micro_batch=size, recomputed=recomputed, config=config
+                )
+
+    @property
+    def given(self) -> Candidate:
+        """The configuration that the flags ask for."""
+        base, names = self.base, {value: name for name, value in RECOMPUTED.items()}
+        return Candidate(
+            settings=ZeroSettings.given(base.zero),
+            micro_batch=base.batch.micro_batch_size,
+            recomputed=names[base.recompute.recompute_granularity],
+            config=base,
+        )
 
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _data_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes | None:
-    """Return the nodes of the data axis; None for sizes that the trainer would refuse."""
-    try:
-        return _checked_nodes(base, parallel, nodes)
-    except InputError:
-        return None
-
-
-def _checked_nodes(base: Config, parallel: ParallelConfig, nodes: Nodes) -> Nodes:
-    base = replace(base, batch=replace(base.batch, micro_batch_size=1))  # others are compared
-    replicas = parallel.data_parallel_size(nodes.num_ranks)
-    base.schedules.batch_size.check(replicas)
-    config = replace(base, parallel=parallel)
-    config.require_divisible(replicas)
-    ranks = PlannedRanks(config=config, nodes=nodes)
-    if ranks.inner_size > 1:
-        ranks.nodes_of(ranks.inner_size)
-    return ranks.data_nodes
-
-
-def why_undivided(base: Config, nodes: Nodes, name: str) -> str | None:
-    """Return what the trainer says to the smallest size of an axis; None if it takes it."""
-    in_node = name == "tensor_model_parallel_size"
-    sizes = _divisors(nodes.ranks_per_node if in_node else nodes.num_ranks)
-    plain = dict.fromkeys((*LAYERS_OF_ENDS, *STAGES_PER_RANK))
-    shares = plain | {"pp_partition_method": BY_TYPE[0]}  # which need not be equal
-    try:
-        for size in sizes[1:2]:
-            parallel = replace(base.parallel, **({} if in_node else shares), **{name: size})
-            parallel = replace(parallel, sequence_parallel=in_node)
-            experts, *_ = _expert_sizes(base, parallel, nodes)
-            parallel = replace(parallel, expert_model_parallel_size=experts)
-            parallel.stages(base.model.num_layers)
-            _checked_nodes(base, parallel, nodes)
-    except InputError as error:
-        return str(error)
-    return None
-
-
-def candidates_of(
-    base: Config,
-    settings: ZeroSettings,
-    num_replicas: int,
-    parallel: ParallelConfig | None = None,
-) -> Iterator[Candidate]:
-    """Yield `base` with other settings, with every micro-batch and recomputation.
-
-    The global batch stays, and if `parallel` is None the sizes of axes. Micro-batches ascend, so
-    that what follows one that does not fit in memory need not be looked at.
-    """
-    base = base if parallel is None else replace(base, parallel=parallel)
-    final = base.schedules.batch_size.final
-    share = 0 if final % num_replicas else final // num_replicas
-    sizes = [size for size in range(1, min(share, LARGEST_MICRO_BATCH) + 1) if share % size == 0]
-    if base.parallel.num_virtual_stages_per_pipeline_rank:
-        group = base.parallel.pipeline_model_parallel_size
-        sizes = [size for size in sizes if share // size % group == 0]
-    zeros = {
-        size: _with_settings(base.zero, settings, size, share // size)
-        for size in sizes
-        if size & (size - 1) == 0
-    }
-    for recomputed, granularity in RECOMPUTED.items():
-        recompute = replace(
-            base.recompute,
-            recompute_granularity=granularity,
-            recompute_method="uniform" if granularity == "full" else None,
-            recompute_num_layers=1,
-        )
-        for size, zero in zeros.items():
-            batch = replace(base.batch, micro_batch_size=size)
-            config = replace(base, zero=zero, recompute=recompute, batch=batch)
-            yield Candidate(
-                settings=settings, micro_batch=size, recomputed=recomputed, config=config
-            )
-
-
-def given_candidate(base: Config) -> Candidate:
-    """Return the configuration that the flags ask for."""
-    granularity = base.recompute.recompute_granularity
-    names = {value: name for name, value in RECOMPUTED.items()}
-    return Candidate(
-        settings=ZeroSettings.given(base.zero),
-        micro_batch=base.batch.micro_batch_size,
-        recomputed=names[granularity],
-        config=base,
-    )
 
 
 def _with_settings(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -14,7 +14,8 @@ from megatron_zpp.monitor.communication import COUNTS, size
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.planner import run_forecast as kinds
 from megatron_zpp.planner.parts.balanced_routing import assumption
-from megatron_zpp.planner.run_forecast import RunForecast
+from megatron_zpp.planner.run_forecast import RunForecast, rank_memory
+from megatron_zpp.planner.state_memory import host_bytes
 from megatron_zpp.settings.config import Config
 from zeropp.ranks import Environment, free_bytes
 from zeropp.sharding import describe
@@ -39,7 +40,7 @@ ADVICE = MappingProxyType(
     }
 )
 OFFLOAD_MORE = "; --cpu-optimizer moves fp32 weights, gradients and moments to the host"
-OFFLOAD_LESS = "; offload_optimizer.ratio below 1 keeps some of it on the device"
+OFFLOAD_LESS = "; offload_optimizer.ratio = {} fits, and the device then needs {:.2f} GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,8 @@ def dry_run(
     """
     config, _ = with_initial_model(requested, open_model)
     gpu = find_gpu(environment)
-    nodes, ranks_per_machine = _nodes(config, environment)
+    ranks = config.training.dry_run_ranks, config.zero.zeropp.ranks_per_node
+    nodes, ranks_per_machine = _nodes(*ranks, environment)
     vocab_size = resolve_vocab_size(config.data, config.tokenizer)
     run = RunForecast.of(config, vocab_size, nodes, is_cpu=gpu is None)
     memories = _memories(run, gpu, ranks_per_machine)
@@ -99,12 +101,14 @@ def find_gpu(environment: Environment) -> tuple[str, int] | None:
     return properties.name, properties.total_memory
 
 
-def _nodes(config: Config, environment: Environment) -> tuple[Nodes, int]:
+def _nodes(
+    num_ranks: int | None, ranks_per_node: int | None, environment: Environment
+) -> tuple[Nodes, int]:
     """Return the nodes of the run, and the number of ranks that share this machine's memory."""
-    num_ranks = config.training.dry_run_ranks or environment.world_size
-    is_launched = environment.launched and not config.training.dry_run_ranks
+    is_launched = environment.launched and not num_ranks
+    num_ranks = num_ranks or environment.world_size
     node_size = environment.local_world_size if is_launched else num_ranks
-    node_size = config.zero.zeropp.ranks_per_node or node_size
+    node_size = ranks_per_node or node_size
     nodes = Nodes.of(range(num_ranks), min(node_size, num_ranks))
     if is_launched:
         return nodes, math.ceil(num_ranks / environment.machines)
@@ -154,18 +158,18 @@ def _rows(run: RunForecast, vocab_size: int) -> list[tuple[str, object]]:
         *([("axes", "\n".join(shared))] if shared else []),
         ("precision", str(plan.compute_dtype).removeprefix("torch.")),
         ("ZeRO stage", plan.stage),
-        *_optimizer_rows(config, run.optimizer_flops),
+        *_optimizer_rows(config.optimizer.optimizer, run.optimizer_flops),
         *(row for each in rank.capabilities for row in each.rows()),
         *describe(plan, rank.num_micro_batches, run.sent),
         ("memory", _memory_table(memory) + assumption(model)),
     ]
 
 
-def _optimizer_rows(config: Config, flops: float | None) -> list[tuple[str, str]]:
+def _optimizer_rows(optimizer: str, flops: float | None) -> list[tuple[str, str]]:
     if flops is None:
         return []
-    name, number = config.optimizer.optimizer.title(), size(flops, COUNTS)
-    return [("optimizer", f"{name}: {number} operations of the busiest rank in a step")]
+    text = f"{size(flops, COUNTS)} operations of the busiest rank in a step"
+    return [("optimizer", f"{optimizer.title()}: {text}")]
 
 
 def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> str:
@@ -194,4 +198,17 @@ def _advice(memory: Memory, run: RunForecast) -> str:
         return advice
     if not run.first.config.zero.offloads_optimizer:
         return advice + OFFLOAD_MORE
-    return advice + (OFFLOAD_LESS if is_host else "")
+    return advice + (_fitting_ratio(memory, run) if is_host else "")
+
+
+def _fitting_ratio(host: Memory, run: RunForecast) -> str:
+    """Say which part of the optimizer fits on the host, if any and not all has to be there."""
+    rank, zero = run.fullest, run.fullest.config.zero
+    optimization, now = zero.zero_optimization, host_bytes(rank).total()
+    for percent in () if zero.offloads_weights else range(99, -1, -1):
+        offload = replace(optimization.offload_optimizer, ratio=percent / 100)
+        kept = replace(zero, zero_optimization=replace(optimization, offload_optimizer=offload))
+        other = replace(rank, ranks=replace(rank.ranks, config=replace(rank.config, zero=kept)))
+        if replace(host, needed=host.needed - now + host_bytes(other).total()).fits:
+            return OFFLOAD_LESS.format(percent / 100, sum(rank_memory(other)[0].values()) / GIB)
+    return ""

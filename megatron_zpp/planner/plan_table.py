@@ -10,7 +10,6 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_zpp.monitor.expected_step import settings_key
 from megatron_zpp.planner.advice import (
     ALONE,
     about_alone,
@@ -218,7 +217,7 @@ def _row_json(row: Row, place: int | None, num_ranks: int) -> dict[str, Any]:
         "json": candidate.settings.to_json(),
         "micro_batch": candidate.micro_batch,
         "recomputed": candidate.recomputed,
-        "key": settings_key(candidate.config, num_ranks),
+        "key": candidate.config.step_key(num_ranks),
         "place": place,
         "memory_bytes": dict(row.memory),
         "usable_bytes": row.usable_bytes,

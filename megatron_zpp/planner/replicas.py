@@ -19,7 +19,8 @@ from megatron_zpp.planner.parts.planned_unit import FP32_BYTES
 from megatron_zpp.planner.state_memory import MOMENTS, SAVED_COPY, WEIGHTS
 from megatron_zpp.planner.timing.hardware import GB, Rates, hardware_table
 from megatron_zpp.planner.timing.links import exchange
-from megatron_zpp.settings.config import Config
+from megatron_zpp.settings.config import ParallelConfig
+from zeropp import ZeroConfig
 from zeropp.capabilities.local_sgd import PURPOSE, OuterMean, SyncSchedule, places_in
 from zeropp.errors import InputError
 from zeropp.settings import read_toml
@@ -39,27 +40,29 @@ FP32_BITS = 32  # which are not coded
 class PlannedReplicas:
     """The replicas of a run with local SGD, and the part of the run that is one replica's.
 
-    config, nodes: of the ranks of one replica, with its share of the batch.
+    nodes: of the ranks of one replica.
     """
 
-    config: Config
+    zero: ZeroConfig
     nodes: Nodes
     num_replicas: int
 
     @classmethod
-    def of(cls, config: Config, nodes: Nodes) -> "PlannedReplicas | None":
+    def of(
+        cls, zero: ZeroConfig, parallel: ParallelConfig, nodes: Nodes
+    ) -> "PlannedReplicas | None":
         """Return the plan for all ranks of `nodes`, None if they take each step together.
 
         With `sync_store` these are the ranks of one launch, which is one of `sync_nodes`. Raises
         InputError for ranks that cannot be cut into several nodes.
         """
-        settings = config.zero.zeropp
+        settings = zero.zeropp
         if settings.sync_every == 1:
             return None
         if settings.sync_store is not None:
             size, count, rest = nodes.num_ranks, settings.sync_nodes, 0
         else:
-            size = config.parallel.world_ranks(nodes.ranks_per_node)
+            size = parallel.world_ranks(nodes.ranks_per_node)
             count, rest = divmod(nodes.num_ranks, size)
         if rest or (count == 1 and settings.sync_store is None):
             raise InputError(
@@ -67,13 +70,8 @@ class PlannedReplicas:
                 f"{nodes.num_ranks} ranks are not several of them: give a multiple, or set "
                 "zeropp.ranks_per_node"
             )
-        batch = config.batch
-        share = replace(batch, global_batch_size=batch.global_batch_size // count)
-        return cls(
-            config=replace(config, batch=share),
-            nodes=Nodes.of(range(size), min(nodes.ranks_per_node, size)),
-            num_replicas=count,
-        )
+        its_nodes = Nodes.of(range(size), min(nodes.ranks_per_node, size))
+        return cls(zero=zero, nodes=its_nodes, num_replicas=count)
 
     def __str__(self) -> str:
         number, when = self.num_replicas, self.schedule
@@ -82,7 +80,7 @@ class PlannedReplicas:
     @cached_property
     def schedule(self) -> SyncSchedule:
         """When the replicas exchange."""
-        settings = self.config.zero.zeropp
+        settings = self.zero.zeropp
         return SyncSchedule.of(settings.sync_every, settings.sync_fragments, settings.sync_delay)
 
     @property
@@ -92,7 +90,7 @@ class PlannedReplicas:
 
     @property
     def bits(self) -> int:
-        return self.config.zero.zeropp.sync_bits
+        return self.zero.zeropp.sync_bits
 
     @property
     def hidden_share(self) -> float:
@@ -105,7 +103,7 @@ class PlannedReplicas:
     def state_bytes(self, run: PlannedRun) -> tuple[int, int]:
         """Return a rank's global parameters, and its outer momentum with what rounding has lost."""
         (sizes, *_) = _sizes_by_rank(run)
-        feeds = self.config.zero.zeropp.sync_feedback
+        feeds = self.zero.zeropp.sync_feedback
         mean = _mean(sizes, self.num_replicas, self.bits, feeds)
         unsent = sum(each.nbytes for each in mean.unsent)
         owned = 2 * FP32_BYTES * mean.error.numel()
@@ -158,7 +156,7 @@ class PlannedReplicas:
         """
         agreed, owned = self.state_bytes(run)
         result, on_host = Counter(device or host), Counter(host)
-        (on_host if self.config.zero.zeropp.sync_on_host and device else result)[AGREED] = agreed
+        (on_host if self.zero.zeropp.sync_on_host and device else result)[AGREED] = agreed
         result[OUTER_STATE] = owned
         kept = {kind: result[kind] for kind in (WEIGHTS, MOMENTS, AGREED, OUTER_STATE, SAVED_COPY)}
         exchange = Counter({**kept, EXCHANGE: self.buffer_bytes(run)})
@@ -167,15 +165,14 @@ class PlannedReplicas:
         return (peak, on_host) if device else (device, peak)
 
 
-def interval_of(config: Config) -> int:
+def interval_of(zero: ZeroConfig) -> int:
     """Return the steps between exchanges at the end of a run; 1 if all ranks step together."""
-    return SyncSchedule.of(config.zero.zeropp.sync_every).last_interval
+    return SyncSchedule.of(zero.zeropp.sync_every).last_interval
 
 
-def with_interval(config: Config, interval: int) -> Config:
-    """Return a configuration with another interval between exchanges."""
-    zeropp = replace(config.zero.zeropp, sync_every=interval)
-    return replace(config, zero=replace(config.zero, zeropp=zeropp))
+def with_interval(zero: ZeroConfig, interval: int) -> ZeroConfig:
+    """Return settings with another interval between exchanges."""
+    return replace(zero, zeropp=replace(zero.zeropp, sync_every=interval))
 
 
 @cache

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 
 from megatron_zpp.planner.activations import traced
 from megatron_zpp.planner.parts.meta_model import MetaModel
+from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.parts.planned_run import Places, PlannedRun, Sent, plan_places
 from megatron_zpp.planner.replicas import (
     AGREED,
@@ -47,6 +48,7 @@ from megatron_zpp.planner.timing.hardware import (
 )
 from megatron_zpp.planner.timing.pipeline import PassSeconds, pipeline_seconds
 from megatron_zpp.planner.timing.timeline import Streams, step_seconds
+from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.settings.config import Config
 from zeropp.wire import Nodes
 
@@ -107,12 +109,21 @@ class RunForecast:
         recomputation alone. Raises InputError for ranks that the nodes cannot hold alike, or that
         are not several replicas, and for an hpZ partition that does not divide them.
         """
-        replicas = PlannedReplicas.of(config, nodes)
+        replicas = PlannedReplicas.of(config.zero, config.parallel, nodes)
         if replicas is not None:
-            config, nodes = replicas.config, replicas.nodes
-        if like is None:
-            return cls(plan_places(config, vocab_size, nodes, is_cpu=is_cpu, model=model), replicas)
-        return cls([(replace(run, config=config), count) for run, count in like.places], replicas)
+            samples = config.batch.global_batch_size // replicas.num_replicas
+            batch, nodes = replace(config.batch, global_batch_size=samples), replicas.nodes
+            config = replace(config, batch=batch)
+        if like is not None:
+            places = [
+                (replace(run, ranks=replace(run.ranks, config=config)), count)
+                for run, count in like.places
+            ]
+            return cls(places, replicas)
+        if model is None:
+            model = MetaModel(config.model, vocab_size, capabilities_of(config))
+        ranks = PlannedRanks(config=config, nodes=nodes)
+        return cls(plan_places(model, ranks, is_cpu=is_cpu), replicas)
 
     @property
     def first(self) -> PlannedRun:

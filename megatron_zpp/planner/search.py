@@ -8,13 +8,7 @@ from math import prod
 import torch
 
 from megatron_zpp.model.flops import TokenFlops
-from megatron_zpp.planner.candidates import (
-    TIE,
-    Candidate,
-    all_parallel,
-    candidates_of,
-    given_candidate,
-)
+from megatron_zpp.planner.candidates import TIE, Candidate, SearchSpace
 from megatron_zpp.planner.crossing import Crossing, crossing_of
 from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.replicas import compared_intervals
@@ -23,7 +17,7 @@ from megatron_zpp.planner.timing.balanced_stages import LayerSeconds
 from megatron_zpp.planner.timing.computing import Computing
 from megatron_zpp.planner.timing.hardware import GIB, TYPICAL, Cluster
 from megatron_zpp.planner.zero_settings import compared_settings
-from megatron_zpp.recipe.capability import settled
+from megatron_zpp.recipe.capability import capabilities_of, settled
 from megatron_zpp.settings.config import Config, ParallelConfig
 from zeropp.optim import OPTIMIZER
 from zeropp.wire import HOPS, Nodes
@@ -136,12 +130,17 @@ class ClusterPlan:
     """
 
     cluster: Cluster
-    config: Config
+    space: SearchSpace
     rows: tuple[Row, ...]
     places: tuple[int, ...]
     row_of_flags: Row
     crossing: Crossing | None = None
     alone: tuple[Row, ...] = ()
+
+    @property
+    def config(self) -> Config:
+        """What the flags ask for."""
+        return self.space.base
 
     @property
     def fitting(self) -> tuple[Row, ...]:
@@ -171,16 +170,19 @@ class Search:
 
     def __init__(self, base: Config, vocab_size: int, cluster: Cluster) -> None:
         self.vocab_size, self.cluster = vocab_size, cluster
-        self.nodes = Nodes.of(range(cluster.num_ranks), cluster.gpus_per_node)
-        self.base = settled(base, self.nodes)
-        self._model = MetaModel(base, vocab_size)
+        nodes = Nodes.of(range(cluster.num_ranks), cluster.gpus_per_node)
+        capabilities = capabilities_of(base)
+        base = replace(base, parallel=settled(base.parallel, capabilities, nodes))
+        self.space = SearchSpace(base=base, nodes=nodes)
+        self.model = MetaModel(base.model, vocab_size, capabilities)
 
     @cached_property
     def _layer_seconds(self) -> LayerSeconds:
         """The seconds of layers with the sizes of the flags."""
-        dtype = getattr(torch, self.base.zero.compute_format)
+        base = self.space.base
+        dtype = getattr(torch, base.zero.compute_format)
         rates = self.cluster.at(TYPICAL, dtype)
-        computing = Computing(config=self.base, itemsize=dtype.itemsize, rates=rates)
+        computing = Computing(config=base, itemsize=dtype.itemsize, rates=rates)
         return computing.layer_seconds(self.vocab_size)
 
     def run(
@@ -190,7 +192,7 @@ class Search:
 
         `on_row` is called with the number of configurations compared so far.
         """
-        row_of_flags = self.row(given_candidate(self.base))
+        row_of_flags = self.row(self.space.given)
         rows, alone = [row_of_flags] if only_flags else [], []
         for row in () if only_flags else self._rows():
             rows.append(row)
@@ -205,7 +207,7 @@ class Search:
         too_large = sorted((row for row in rows if not row.fits), key=lambda row: row.memory_bytes)
         plan = ClusterPlan(
             cluster=self.cluster,
-            config=self.base,
+            space=self.space,
             rows=(*fitting, *too_large),
             places=tuple(places),
             row_of_flags=row_of_flags,
@@ -217,7 +219,7 @@ class Search:
     def _crossing(self, rows: Iterable[Row]) -> Crossing | None:
         """Return what crosses nodes, of the first row with a choice."""
         crossings = (
-            crossing_of(row.candidate, self.nodes, self._model)
+            crossing_of(row.candidate, self.space.nodes, self.model)
             for row in rows
             if row.candidate.interval == 1
         )
@@ -225,7 +227,7 @@ class Search:
 
     def _rows(self) -> Iterator[Row]:
         """Yield all rows of steps that all ranks take together."""
-        for parallel, nodes in all_parallel(self.base, self.nodes, self._layer_seconds):
+        for parallel, nodes in self.space.all_parallel(self._layer_seconds):
             yield from self._rows_with(parallel, nodes, self.cluster.num_ranks)
 
     def _alone(self) -> list[Row]:
@@ -234,7 +236,7 @@ class Search:
         What a node does between exchanges does not depend on the interval, so that its layout is
         found once. If nothing fits in a node, the smallest row is returned.
         """
-        delay = self.base.zero.zeropp.sync_delay
+        delay = self.space.base.zero.zeropp.sync_delay
         intervals = [each for each in compared_intervals() if each > delay]
         if self.cluster.num_nodes == 1 or not intervals:
             return []
@@ -248,12 +250,13 @@ class Search:
     def _rows_alone(self, interval: int) -> Iterator[Row]:
         """Yield rows of replicas, which divide the model if it does not fit whole."""
         size, num_nodes = self.cluster.gpus_per_node, self.cluster.num_nodes
-        samples, rest = divmod(self.base.schedules.batch_size.final, num_nodes)
+        base = self.space.base
+        samples, rest = divmod(base.schedules.batch_size.final, num_nodes)
         if rest:
             return
-        share = replace(self.base, batch=replace(self.base.batch, global_batch_size=samples))
-        fits, alone = False, Nodes.of(range(size), size)
-        for parallel, nodes in all_parallel(share, alone, self._layer_seconds):
+        share = replace(base, batch=replace(base.batch, global_batch_size=samples))
+        fits, alone = False, SearchSpace(base=share, nodes=Nodes.of(range(size), size))
+        for parallel, nodes in alone.all_parallel(self._layer_seconds):
             if fits and parallel.data_parallel_size(size) < size:
                 return
             for row in self._rows_with(parallel, nodes, size, interval):
@@ -270,13 +273,13 @@ class Search:
         """
         num_replicas = parallel.data_parallel_size(num_ranks)
         is_divided = num_replicas < num_ranks
-        has_adapters = self.base.lora.lora_rank > 0
+        has_adapters = self.space.base.lora.lora_rank > 0
         for each in compared_settings(nodes, is_divided=is_divided, has_adapters=has_adapters):
             if interval > 1 and each.inexactness:
                 continue
             settings = each if interval == 1 else each.every(interval)
             all_replicas = num_replicas * self.cluster.num_ranks // num_ranks
-            candidates = candidates_of(self.base, settings, all_replicas, parallel)
+            candidates = self.space.candidates(settings, all_replicas, parallel)
             yield from self._rows_of(candidates, skips_recomputed=is_divided)
 
     def _rows_of(self, candidates: Iterable[Candidate], *, skips_recomputed: bool) -> Iterator[Row]:
@@ -316,9 +319,9 @@ class Search:
         forecast = RunForecast.of(
             candidate.config,
             self.vocab_size,
-            self.nodes,
+            self.space.nodes,
             is_cpu=False,
-            model=self._model,
+            model=self.model,
             like=like and like.forecast,
         )
         return Row(candidate=candidate, cluster=self.cluster, forecast=forecast)

@@ -2,11 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
 
 from megatron_zpp.planner.parts.planned_run import PlannedRun
 from megatron_zpp.planner.parts.planned_unit import FP32_BYTES
-from zeropp.ranks import pinned_bytes
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "optimizer state", "gradients"
 SAVED_COPY = "copy for --async-save"
@@ -17,10 +15,7 @@ def initial_bytes(run: PlannedRun) -> Counter:
     trained, frozen = run.trained, run.frozen
     if not run.offloads:
         return Counter({WEIGHTS: FP32_BYTES * trained + frozen, MOMENTS: moments_bytes(run)})
-    not_offloaded = trained - sum(run.offloaded_shards)
-    masters = _master_bytes(
-        run, (not_offloaded,), is_separate=run.config.zero.zeropp.delayed_param_update
-    )
+    masters = _master_bytes(run, trained - sum(run.offloaded_shards), is_separate=False)
     if run.config.zero.offloads_weights and not run.is_cpu:
         return masters
     return Counter({WEIGHTS: run.compute_dtype.itemsize * trained + frozen}) + masters
@@ -56,46 +51,33 @@ def host_bytes(run: PlannedRun) -> Counter:
     """
     if not run.offloads:
         return Counter()
-    offload_optimizer = run.config.zero.zero_optimization.offload_optimizer
-    allocated_bytes: Callable[[int], int] = int
-    if offload_optimizer.pin_memory and not run.is_cpu:
-        allocated_bytes = pinned_bytes
-    offloaded = _master_bytes(
-        run,
-        run.offloaded_shards,
-        is_separate=run.config.zero.zeropp.delayed_param_update or not run.is_cpu,
-        allocated_bytes=allocated_bytes,
-    )
+    elements = sum(run.offloaded_shards)
+    offloaded = _master_bytes(run, elements, is_separate=not run.is_cpu)
     if not run.is_cpu and not run.plan.reduces_once and run.num_micro_batches > 1:
-        offloaded[GRADIENTS] += sum(
-            allocated_bytes(FP32_BYTES * elements) for elements in run.offloaded_shards
-        )
+        offloaded[GRADIENTS] += _gradient_bytes(run) * elements
     if run.config.zero.offloads_weights and not run.is_cpu:
         offloaded[WEIGHTS] += run.frozen
-    if not run.is_cpu:  # all are drawn there, those too that stay on the device
-        offloaded[WEIGHTS] += max(0, FP32_BYTES * run.trained - offloaded.total())
     return offloaded
 
 
-def _master_bytes(
-    run: PlannedRun,
-    shard_sizes: Sequence[int],
-    *,
-    is_separate: bool,
-    allocated_bytes: Callable[[int], int] = int,
-) -> Counter:
+def _gradient_bytes(run: PlannedRun) -> int:
+    return FP32_BYTES // (1 if run.config.zero.masters["gradient_type"] == "fp32" else 2)
+
+
+def _master_bytes(run: PlannedRun, elements: int, *, is_separate: bool) -> Counter:
     """Return the fp32 weights, gradients and moments of an offloaded optimizer.
 
-    shard_sizes: elements of each parameter's shard. is_separate: the fp32 weights and the 16-bit
-    weights that are sent cannot share memory with the model. allocated_bytes: the bytes that are
-    allocated for a tensor of a size.
+    elements: of this rank's shards. is_separate: the fp32 weights and the 16-bit weights that are
+    sent cannot share memory with the model, as always if updates are delayed.
     """
-    width, sets = run.compute_dtype.itemsize, 1 + run.config.zero.zeropp.delayed_param_update
-    is_16_bit = width < FP32_BYTES
-    widths = FP32_BYTES * (is_16_bit or is_separate), width * (is_16_bit and is_separate)
-    weights = sum(allocated_bytes(each * size) for size in shard_sizes for each in widths)
-    gradients = sets * sum(allocated_bytes(FP32_BYTES * size) for size in shard_sizes)
-    share = sum(shard_sizes) / run.trained if run.trained else 0.0
+    width, is_delayed = run.compute_dtype.itemsize, run.config.zero.zeropp.delayed_param_update
+    is_16_bit, is_separate = width < FP32_BYTES, is_separate or is_delayed
+    weights = FP32_BYTES * (is_16_bit or is_separate) + width * (is_16_bit and is_separate)
+    share = elements / run.trained if run.trained else 0.0
     return Counter(
-        {WEIGHTS: weights, MOMENTS: round(share * moments_bytes(run)), GRADIENTS: gradients}
+        {
+            WEIGHTS: weights * elements,
+            MOMENTS: round(share * moments_bytes(run)),
+            GRADIENTS: (1 + is_delayed) * _gradient_bytes(run) * elements,
+        }
     )

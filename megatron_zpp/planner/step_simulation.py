@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from megatron_zpp.model.execution import Execution
-from megatron_zpp.model.part import Part
+from megatron_zpp.model.part import Execution, Part
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from megatron_zpp.planner.activations import Activations
 from megatron_zpp.planner.parts.planned_run import PlannedRun
@@ -72,7 +71,7 @@ class StepSimulation:
         self._roots = {chunk.root for chunk in self._chunks}
         self._gathered: set[int] = set()  # units with gathered weights
         self._copied: set[int] = set()  # units with a secondary copy (hpZ)
-        self._accumulated: set[int] = set()  # units with whole gradients of earlier micro-batches
+        self._accumulated: dict[int, int] = {}  # bytes of units' gradients of earlier micro-batches
         self._reduced: set[int] = set()  # units with reduced gradients
         self._in_flight: list[tuple[int, ...]] = []  # bytes of each reduction, by remaining hop
         self._reduced_gradient = 0  # whole gradient of the last one, which FSDP2 keeps to the next
@@ -260,24 +259,22 @@ class StepSimulation:
         was_accumulated = index in self._accumulated
         new_gradient = 0 if is_fp32 and was_accumulated else gradient
         if not is_last and run.plan.reduces_once:
-            converted = 0 if is_fp32 else unit.fp32_gradient
-            self._record({IN_FLIGHT: new_gradient + converted})
-            self._accumulate(index, unit.fp32_gradient)
+            is_alone = run.ranks.num_ranks == 1 and not run.offloads
+            stays = is_fp32 or is_alone and not was_accumulated  # in the compute format
+            self._record({IN_FLIGHT: new_gradient + (0 if stays else unit.fp32_gradient)})
+            self._accumulate(index, unit.gradient if stays else unit.fp32_gradient)
             return
         if not unit.trained:
             return
         self._reduced_gradient = 0
         self._count_in_flight()
         self._record({IN_FLIGHT: unit.fp32_gradient + (0 if was_accumulated else new_gradient)})
-        if was_accumulated:
-            self._accumulated.remove(index)
-            self.allocated[GRADIENTS] -= unit.fp32_gradient
+        self.allocated[GRADIENTS] -= self._accumulated.pop(index, 0)
         self._reduce(index, unit)
 
     def _accumulate(self, index: int, num_bytes: int) -> None:
-        if index not in self._accumulated:
-            self._accumulated.add(index)
-            self.allocated[GRADIENTS] += num_bytes
+        self.allocated[GRADIENTS] += num_bytes - self._accumulated.get(index, 0)
+        self._accumulated[index] = num_bytes
 
     def _reduce(self, index: int, unit: Unit) -> None:
         """Reduce the gradients of a unit; on a CPU earlier reductions may still be in flight."""

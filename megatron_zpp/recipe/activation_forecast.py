@@ -14,10 +14,9 @@ from torch import nn
 
 from megatron_zpp.model.attention.attention import CoreAttention
 from megatron_zpp.model.attention.latent_attention import LatentAttention
-from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.mlp import feed_forward
-from megatron_zpp.model.part import Part
+from megatron_zpp.model.part import Execution, Part
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.pipeline import Pipeline
@@ -188,7 +187,7 @@ class Forecast:
         key_bytes, value_bytes = (
             self.tokens * channels * self.width for channels in (config.head_dim, config.value_dim)
         )
-        if self.model.part.context.gathers_keys:
+        if self.model.part.gathers_keys:
             both = kv_heads * (key_bytes + value_bytes)
             again = layers if is_selective else again
             yield from in_layers(group, (GATHER,), both, layers, again)

@@ -15,8 +15,8 @@ from zeropp.wire import Message, Nodes, Traffic
 if TYPE_CHECKING:  # a capability of one module has settings, too, that the configuration waits for
     from megatron_zpp.model.attention.sequences import PassRecord
     from megatron_zpp.model.gpt import GPT
-    from megatron_zpp.parallel.rank_grid import RankGrid
-    from megatron_zpp.settings.config import Config
+    from megatron_zpp.parallel.mesh import RankGrid
+    from megatron_zpp.settings.config import Config, ParallelConfig
     from zeropp import Sharding
 
 
@@ -46,13 +46,13 @@ class Capability:
     own_group: ClassVar[OwnGroup | None] = None  # of its optimizer
     ledger: ClassVar[Traffic | None] = None  # of what it sends; an instance may have one
 
-    @classmethod
-    def is_on(cls, config: "Config") -> bool:
+    @property
+    def is_on(self) -> bool:
         """Whether a run has the capability."""
-        if cls.setting is None:
+        if self.setting is None:
             return True
-        name, expected = cls.setting
-        value = attrgetter(name)(config)
+        name, expected = self.setting
+        value = attrgetter(name)(self.config)
         return expected(value) if callable(expected) else value == expected
 
     def settled(self, nodes: Nodes) -> Mapping[str, Any]:
@@ -140,7 +140,8 @@ class Capability:
 def capabilities_of(config: "Config", ranks: "RankGrid | None" = None) -> tuple[Capability, ...]:
     """Return the capabilities of a run, by their names; without ranks, those of its model."""
     kinds = (module.CAPABILITY for module in modules_of("capability", CAPABILITIES))
-    return tuple(kind(config=config, ranks=ranks) for kind in kinds if kind.is_on(config))
+    every = (kind(config=config, ranks=ranks) for kind in kinds)
+    return tuple(each for each in every if each.is_on)
 
 
 def extended(model: "GPT", capabilities: Iterable[Capability]) -> "GPT":
@@ -150,15 +151,17 @@ def extended(model: "GPT", capabilities: Iterable[Capability]) -> "GPT":
     return model
 
 
-def settled(config: "Config", nodes: Nodes) -> "Config":
-    """Return a configuration that leaves nothing open that follows from the nodes.
+def settled(
+    parallel: "ParallelConfig", capabilities: Iterable[Capability], nodes: Nodes
+) -> "ParallelConfig":
+    """Return settings of ranks that leave nothing open that follows from the nodes.
 
     Raises InputError for what does not fit them.
     """
     settings = {}
-    for each in capabilities_of(config):
+    for each in capabilities:
         settings |= each.settled(nodes)
-    return replace(config, parallel=replace(config.parallel, **settings))
+    return replace(parallel, **settings)
 
 
 def states_of(capabilities: Sequence[Capability]) -> dict[str, Tensor]:

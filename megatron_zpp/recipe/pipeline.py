@@ -3,11 +3,14 @@
 Between its passes a stage's weights are sharded as ZeRO says, and hpZ's copy serves all
 micro-batches. PyTorch's own runtime for pipelines keeps weights and gradients whole during a step,
 and some of its schedules give wrong gradients at stage 3 (docs/adr/0017).
+Ranks send their neighbours activations onward and gradients back. Each direction has a process
+group of its own, so that on no communicator two ranks wait for each other. The tensors of a channel
+arrive in the order in which they were sent.
 Shapes: B batch, S sequence, H hidden, V padded vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import zip_longest
 
@@ -21,11 +24,10 @@ from megatron_zpp.model.attention.sequences import PassRecord
 from megatron_zpp.model.gpt import GPT, Blocks
 from megatron_zpp.parallel.collectives import sum_whole
 from megatron_zpp.parallel.mesh import Ranks
-from megatron_zpp.parallel.pipeline_channels import connect
 from megatron_zpp.parallel.pipeline_schedule import Pass, passes
 from zeropp import Sharding
 from zeropp.optim import gradient_parts
-from zeropp.wire import Transfer
+from zeropp.wire import RankGroup, Transfer
 
 SeedDropout = Callable[[int, int], None]  # by the micro-batch's first sample, and the stage
 
@@ -258,3 +260,32 @@ def _names(model: nn.Module) -> frozenset[str]:
     """Return the names of parameters and buffers."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return frozenset(name for name, _ in tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channels:
+    """Pairs of this rank and the one before or after it in a pipeline; None at an end."""
+
+    activations_in: RankGroup | None
+    activations_out: RankGroup | None
+    gradients_in: RankGroup | None
+    gradients_out: RankGroup | None
+
+
+def connect(ranks: Ranks, *, is_ring: bool) -> Channels:
+    """Connect this rank with its neighbours in the pipeline; all ranks call it.
+
+    In a ring, the last sends activations to the first, which has several stages.
+    """
+    line, place = ranks.pipeline, ranks.pipeline_rank
+    channels: dict[str, RankGroup] = dict.fromkeys(field.name for field in fields(Channels))
+    for index in range(len(line) if is_ring else len(line) - 1):
+        following = (index + 1) % len(line)
+        for what, end, other_end in (("activations", "out", "in"), ("gradients", "in", "out")):
+            for own, way in ((index, end), (following, other_end)):
+                if own == place:  # the members meet here, in the same order on every rank
+                    members = line[index], line[following]
+                    group = ranks.rank_group("pipeline", members, name=f"{what} {index}")
+                    dist.barrier(group=group.group)  # else it may connect at the first message
+                    channels[f"{what}_{way}"] = group
+    return Channels(**channels)

@@ -41,6 +41,7 @@ class TrainingConfig(Section):
     compile: bool = _flag(False)
     dry_run: bool = _flag(False)
     dry_run_ranks: int | None = _flag(None)
+    rehearse_ranks: int | None = _flag(None)
 
     rules = (
         requires(
@@ -48,6 +49,7 @@ class TrainingConfig(Section):
             "dry_run",
             "{} needs --dry-run; a run's own number of ranks is given to torchrun or zeropp",
         ),
+        one_of("dry_run", "rehearse_ranks", message="{}: give one of them"),
         one_of("train_iters", "train_samples", message="{}: give the length in one unit only"),
     )
 

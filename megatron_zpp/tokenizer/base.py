@@ -20,6 +20,7 @@ import numpy as np
 from zeropp.errors import InputError
 
 END_OF_DOCUMENT = "<|endoftext|>"
+NUM_BYTES = 256
 
 
 class Tokenizer(ABC):
@@ -198,6 +199,24 @@ def _digest(parts: Iterable[str | bytes | int]) -> str:
         data = part if isinstance(part, bytes) else str(part).encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
+
+
+class ByteLevelTokenizer(Tokenizer):
+    """Needs no files: ids 0 to 255 are the bytes of UTF-8; end of document is 256."""
+
+    name = "ByteLevelTokenizer"
+
+    def __init__(self, extra_ids: int = 0):
+        super().__init__(
+            size=NUM_BYTES, eod=NUM_BYTES, added=[END_OF_DOCUMENT], extra_ids=extra_ids, identity=[]
+        )
+
+    def encode_part(self, text: str) -> list[int]:
+        """Return the bytes of `text` in UTF-8."""
+        return list(text.encode())
+
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
 
 
 class NullTokenizer(Tokenizer):

@@ -6,8 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_zpp.settings.config import TokenizerConfig
-from megatron_zpp.tokenizer.base import NullTokenizer, Tokenizer
-from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.base import ByteLevelTokenizer, NullTokenizer, Tokenizer
 from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron_zpp.tokenizer.hugging_face import TOKENIZER_JSON, HFTokenizer
 from megatron_zpp.tokenizer.sentence_piece import (

@@ -5,35 +5,31 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder
 from megatron_zpp.checkpoint.open_model import OpenModel
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.monitor.communication import CommunicationMeter, size
 from megatron_zpp.monitor.console import Console
-from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step, settings_key
+from megatron_zpp.monitor.expected_step import StepWatch, read_expected_step
 from megatron_zpp.monitor.log_lines import MegatronLines, ShortLines
 from megatron_zpp.monitor.matmul_rate import MatmulRate, matmul_rate, warn_if_float32_is_faster
 from megatron_zpp.monitor.metrics import Metrics
 from megatron_zpp.monitor.report.run_record import RunFacts
-from megatron_zpp.monitor.step_profiler import StepProfiler
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.parallel.pipeline_schedule import waiting_share
-from megatron_zpp.recipe.apex import find_apex
 from megatron_zpp.recipe.capability import capabilities_of, settled
-from megatron_zpp.recipe.model import build_model
-from megatron_zpp.recipe.one_stage import OneStage
-from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.recipe.model import build_model, build_optimizer, find_apex
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config, PrecisionConfig
-from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN, open_inputs
-from megatron_zpp.train.resume import load
+from megatron_zpp.train.resume import load, saved_run, with_source
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.saved_run import saved_run, with_source
 from megatron_zpp.train.stop import Stopping
-from megatron_zpp.train.trainer import Counters, Trainer
+from megatron_zpp.train.trainer import Counters, OneStage, Trainer
 from zeropp import LossScaler, ZeroConfig, __version__
 from zeropp.checkpoint import AsyncWriter, FolderLock
 from zeropp.optim import sharded, state_numbers_per_weight
@@ -60,20 +56,17 @@ def build_run(
     checkpoint = with_source(requested.checkpoint, source, ranks)
     requested = replace(requested, checkpoint=checkpoint)
     config, tokenizer, batches, pretrained = open_inputs(requested, ranks, open_model)
-    fill = pretrained and pretrained.fill
+    fill, save = pretrained and pretrained.fill, config.checkpoint.save
     trainer = build_trainer(config, ranks, tokenizer.vocab_size, fill)
-    saves = bool(config.checkpoint.save)
     run = Run(
         console=console,
         tokenizer=tokenizer,
         batches=batches,
         trainer=trainer,
-        save_lock=save_lock,
-        writer=AsyncWriter() if saves and config.checkpoint.async_save else None,
+        checkpoints=checkpoint_folder(Path(save), save_lock) if save else None,
+        writer=AsyncWriter() if save and config.checkpoint.async_save else None,
         metrics=build_metrics(trainer, console, tokenizer.vocab_size),
         stopping=stopping,
-        profiler=StepProfiler(config.log, ranks.rank),
-        garbage=GarbageCollection(config.training),
         step_watch=open_step_watch(trainer),
     )
     load(run, source)
@@ -149,7 +142,8 @@ def open_step_watch(trainer: Trainer) -> StepWatch | None:
     if config.log.plan_file is None:
         return None
     with fail_together():
-        key = settings_key(settled(config, ranks.nodes), ranks.world_size)
+        parallel = settled(config.parallel, trainer.capabilities, ranks.nodes)
+        key = replace(config, parallel=parallel).step_key(ranks.world_size)
         return StepWatch(read_expected_step(config.log.plan_file, key))
 
 

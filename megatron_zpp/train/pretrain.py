@@ -2,10 +2,11 @@
 
 import logging
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,10 @@ from megatron_zpp.settings.arguments import parse, require_pretrained
 from megatron_zpp.settings.config import CheckpointConfig, Config, LogConfig
 from megatron_zpp.text.generate import generate
 from megatron_zpp.train.build import build_run
-from megatron_zpp.train.determinism import deterministic_kernels
-from megatron_zpp.train.evaluate import evaluate_split
-from megatron_zpp.train.inputs import TEST, VALIDATION
-from megatron_zpp.train.loop import train
+from megatron_zpp.train.inputs import TEST, TRAIN, VALIDATION
+from megatron_zpp.train.loop import evaluate_split, train
+from megatron_zpp.train.resume import with_own_folders
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Interrupted, Stopping
 from zeropp import InputError, __version__
 from zeropp.checkpoint import hold_folder
@@ -39,26 +38,26 @@ from zeropp.ranks import (
     refuse_to_start,
     report_on_each_machine,
     report_once,
+    use_deterministic_cublas,
 )
 
 USAGE_ERROR, FAILED = 2, 1
 PACKAGES = (Path(__file__).resolve().parents[1], PACKAGE)
 DIGITS = 8  # of a hash, to show
-DryRun = Callable[[Config, Environment, Console, OpenModel], int]
 
 
 def main(
     argv: Sequence[str],
     program: str,
-    load_dry_run: Callable[[], DryRun],
+    load_planner: Callable[[str, str], ModuleType],
     open_model: OpenModel,
     *,
     needs_pretrained: bool = False,
 ) -> int:
     """Pretrain a GPT with the flags in `argv`; return the exit status.
 
-    `program` is the name in `--help` and in messages. `load_dry_run` returns what `--dry-run`
-    calls; that returns the status. `open_model` opens `--pretrained-checkpoint`, which
+    `program` is the name in `--help` and in messages. `load_planner` returns a module of the
+    planner for a flag that needs it. `open_model` opens `--pretrained-checkpoint`, which
     `needs_pretrained` makes a required flag.
     """
     with Console() as console:
@@ -71,7 +70,11 @@ def main(
             if needs_pretrained:
                 require_pretrained(config.pretrained_checkpoint, program)
             if config.training.dry_run:
-                return load_dry_run()(config, environment, console, open_model)
+                planner = load_planner("--dry-run", "dry_run")
+                return planner.dry_run(config, environment, console, open_model)
+            place = environment
+            if num_ranks := config.training.rehearse_ranks:
+                place = environment.planned(num_ranks, config.zero.zeropp.ranks_per_node)
             with (
                 Stopping(config.training) as stopping,
                 deterministic_kernels() if config.training.deterministic_mode else nullcontext(),
@@ -79,21 +82,18 @@ def main(
                 per_node = config.zero.zeropp.ranks_per_node
                 settings = {**versions(), **config.shared()}
                 sections = config.zero, config.checkpoint, config.parallel
-                ranks = join_ranks(
-                    environment,
-                    config.parallel,
-                    per_node,
-                    settings,
-                    joining_of(*sections, environment, settings),
-                )
-                checkpoint = with_own_folders(config.checkpoint, ranks)
-                return RankProgram(
-                    config=replace(config, checkpoint=checkpoint),
+                joining = joining_of(*sections, place, settings)
+                ranks = join_ranks(place, config.parallel, per_node, settings, joining)
+                program = RankProgram(
+                    config=replace(config, checkpoint=with_own_folders(config.checkpoint, ranks)),
                     ranks=ranks,
                     console=console,
                     stopping=stopping,
                     open_model=open_model,
-                ).run()
+                )
+                if num_ranks:
+                    return program.rehearse(load_planner("--rehearse-ranks", "rehearsal"))
+                return program.run()
         except NetworkError as error:
             message = str(error)
             report_on_each_machine(environment, lambda: console.notice(logging.ERROR, message))
@@ -106,6 +106,22 @@ def main(
         except Interrupted as interruption:
             console.notice(logging.ERROR, str(interruption))
             return interruption.code
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """`--deterministic-mode`: kernels that give the same digits every time they run.
+
+    PyTorch raises RuntimeError for an operation without one. It has to be entered before the first
+    product of matrices on a GPU.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    use_deterministic_cublas()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def versions() -> dict[str, str]:
@@ -159,6 +175,20 @@ class RankProgram:
                     config, self.ranks, self.console, self.stopping, self.open_model, save_lock
                 )
             )
+
+    def rehearse(self, rehearsal: ModuleType) -> int:
+        """Print what a few steps take beside what is foretold; return the exit status."""
+        self.console.table("Rehearsal", rehearsal.rows(self._steps(), self.ranks.device))
+        dist.destroy_process_group()
+        return 0
+
+    def _steps(self) -> Iterator[Run]:
+        """Take all steps of a run, and nothing else; yield it after each."""
+        run = build_run(self.config, self.ranks, self.console, self.stopping, self.open_model)
+        with run.batches.loader(TRAIN, 0) as batches:
+            for _ in range(run.trainer.schedules.length.iterations):
+                run.trainer.step(batches)
+                yield run
 
     def _report(self) -> int:
         """Run `pretrain` and report its failure, on several ranks only the first one's."""

@@ -10,17 +10,15 @@ from megatron_zpp.checkpoint.training_state import TrainingState, architecture
 from megatron_zpp.monitor.console import Console
 from megatron_zpp.monitor.expected_step import StepWatch
 from megatron_zpp.monitor.metrics import Metrics
-from megatron_zpp.monitor.step_profiler import StepProfiler
 from megatron_zpp.monitor.writers import open_writers
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.capability import states_of
 from megatron_zpp.settings.config import Config
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import Batches, data_bytes
 from megatron_zpp.train.stop import Stopping
 from megatron_zpp.train.trainer import STATE_COUNTERS, Trainer
-from zeropp.checkpoint import AsyncWriter, FolderLock
+from zeropp.checkpoint import AsyncWriter, CheckpointFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +31,7 @@ class Run:
     trainer: Trainer
     metrics: Metrics
     stopping: Stopping
-    profiler: StepProfiler
-    garbage: GarbageCollection
-    save_lock: FolderLock | None  # of the folder that `--save` names
+    checkpoints: CheckpointFolder | None  # that `--save` names
     writer: AsyncWriter | None  # with --async-save
     step_watch: StepWatch | None  # with --plan-file
 
@@ -74,14 +70,13 @@ class Run:
         """Let the first rank write curves, which go on behind the run's counters."""
         counters, ranks = self.trainer.counters, self.ranks
         sections = self.config.to_dict().values()
-        writers = open_writers(
+        self.metrics.writers = open_writers(
             self.config.log,
             rank=ranks.global_rank,
             world_size=ranks.num_ranks,
             resumed_at=counters if counters.iteration else None,
             settings={name: value for each in sections for name, value in each.items()},
         )
-        self.metrics.use_writers(writers)
 
     def save(self) -> None:
         """Save a checkpoint in the folder that `--save` names, if any; all ranks call it.
@@ -90,21 +85,20 @@ class Run:
         """
         trainer = self.trainer
         options, counters = self.config.checkpoint, trainer.counters
-        if options.save is None:
+        if self.checkpoints is None:
             return
         self.ranks.main_thread.mark()
         self.metrics.flush()
         trainer.sharding.require_same_order()
         counters.saved_iteration = counters.iteration
         path = checkpoint.save(
-            options.save,
+            self.checkpoints,
             trainer.sharding.model,
             trainer.optimizer,
             self._training_state(),
             keep=self._keep(),
             save_optimizer=not options.no_save_optim,
             writer=self.writer,
-            lock=self.save_lock,
             others={**self.ranks.replicas.state(), **states_of(trainer.capabilities)},
         )
         if self.writer is None:

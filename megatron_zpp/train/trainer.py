@@ -3,19 +3,22 @@
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_zpp.data.loader import Batch, Loader
+from megatron_zpp.model.attention.sequences import PassRecord
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.tensor_parallel import sum_partial_gradients
 from megatron_zpp.monitor.communication import CommunicationMeter
 from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.optimizer_norms import optimizer_norms
+from megatron_zpp.parallel.heartbeat import MainThread
 from megatron_zpp.parallel.mesh import Ranks
 from megatron_zpp.recipe.capability import Capability
-from megatron_zpp.recipe.one_stage import OneStage
 from megatron_zpp.recipe.pipeline import Pipeline
 from megatron_zpp.settings.config import Config
 from megatron_zpp.settings.scheduled_values import Schedules, is_due
@@ -88,7 +91,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None
     capabilities: Sequence[Capability]
-    passes: OneStage | Pipeline
+    passes: "OneStage | Pipeline"
     schedules: Schedules
     counters: Counters
     communication: CommunicationMeter
@@ -244,7 +247,7 @@ class Trainer:
         return global_batch_size // (self.config.batch.micro_batch_size * self.ranks.num_parts)
 
     def _micro_batches(
-        self, batches: Loader, count: int, num_empty: torch.Tensor
+        self, batches: Loader, count: int, num_empty: Tensor
     ) -> Iterator[tuple[int, Batch]]:
         """Yield this rank's next micro-batches, each after the number of its first sample.
 
@@ -316,9 +319,49 @@ class Trainer:
         return time.perf_counter()
 
 
-def shares_of_tokens(
-    batches: Sequence[Batch], ranks: Ranks
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+@dataclass(frozen=True, kw_only=True)
+class OneStage:
+    """Runs a step with the interface of `Pipeline`, one micro-batch after another."""
+
+    sharding: Sharding
+    main_thread: MainThread
+
+    @property
+    def roots(self) -> tuple[GPT, ...]:
+        """The models that are called one by one: only the whole one."""
+        return (self.sharding.model,)
+
+    def forward_backward(
+        self,
+        samples: Iterator[tuple[int, Batch]],
+        scales: Sequence[float | Tensor],
+        seed_dropout: Callable[[int], None],
+        routing: Sequence[PassRecord] | None = None,
+    ) -> list[Tensor]:
+        """Run all passes of a step; return the losses, unscaled, 0-d.
+
+        `samples` yields the number of each micro-batch's first sample, and the micro-batch.
+        Gradients are those of the sum of the losses, each times its scale. `routing` has a record
+        for each micro-batch, if layers record anything.
+        """
+        losses: list[Tensor] = []
+        for (first_sample, batch), scale in zip(samples, scales, strict=True):
+            self.main_thread.mark()
+            seed_dropout(first_sample)
+            with self.sharding.micro_step(last=len(losses) == len(scales) - 1):
+                record = None if routing is None else routing[len(losses)]
+                loss = self.sharding.model(*batch.inputs(), routing=record)
+                (loss * scale).backward()
+            if record is not None:
+                record.forget_tokens(self.sharding.model.part.layers)
+            losses.append(loss.detach())
+        return losses
+
+    def sum_tied_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the ends of the model are on the same rank."""
+
+
+def shares_of_tokens(batches: Sequence[Batch], ranks: Ranks) -> tuple[list[Tensor], Tensor]:
     """Return how many tokens of each of this rank's micro-batches have a loss, 0-d fp32 each.
 
     And how many tokens a micro-batch has in all. The unit is the mean of those with a loss over the

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_zpp.checkpoint import checkpoint
-from megatron_zpp.checkpoint.iteration_folders import Retention
+from megatron_zpp.checkpoint.iteration_folders import Retention, checkpoint_folder
 from megatron_zpp.checkpoint.training_state import TrainingState
 from tests.ranks import ranks
 
@@ -112,13 +112,18 @@ def state_at(iteration: int, **other: object) -> TrainingState:
     return TrainingState(**(facts | other))
 
 
+def save_in(folder: Path, *arguments: object, **options: object) -> Path:
+    """Save a checkpoint in a folder that nobody else uses."""
+    return checkpoint.save(checkpoint_folder(folder), *arguments, **options)
+
+
 @ranks(4)
 def save_on_four(folder: Path, stage: int, iterations: tuple[int, ...], keep: int | None) -> None:
     model, optimizer = build(stage, seed=1)
     for iteration in iterations:
         train(model, optimizer, 2)
         state = state_at(iteration, stage=stage)
-        checkpoint.save(folder, model, optimizer, state, keep=Retention(newest=keep))
+        save_in(folder, model, optimizer, state, keep=Retention(newest=keep))
         expected = contents(model, optimizer)
         if dist.get_rank() == 0:
             torch.save(expected, folder / f"expected_{iteration}.pt")

@@ -15,7 +15,7 @@ from megatron_zpp.commands.generate_text import UNPRINTABLE, main
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.text.generate import Request, complete
 from megatron_zpp.text.sampling import Sampling
-from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.base import ByteLevelTokenizer
 from tests.launched import ROOT, start, wait_for, zeropp
 from tests.megatron_zpp.interchange.foreign_models import WORDS, add_tokenizer, llama
 from tests.megatron_zpp.interchange.foreign_models import saved as saved_in

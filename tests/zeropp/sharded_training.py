@@ -1,5 +1,9 @@
 """Steps and evaluations of a sharded small model, and random weights for it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,14 +13,28 @@ from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Sharding, shard
 from zeropp.checkpoint.kept_codes import codes_to_load
+from zeropp.wire import coding_choice, rank_group
 
 QWZ = {"stage": 3, "zero_quantized_weights": True}
 HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
 BOTH = QWZ | HPZ
+ALL = BOTH | {"zero_quantized_gradients": True}
 
 
 def shard_on_nodes(zero: dict, model: nn.Module | None = None, **settings: object) -> Sharding:
     return shard(model or small_model(), data_mesh(), zero_config(zero, 2, **settings))
+
+
+@contextmanager
+def two_machines(*, without_gloo: bool = False) -> Iterator[None]:
+    """Where "auto" tries in all steps whether to code; ranks send lengths first `without_gloo`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_WORLD_SIZE", "2")
+        patch.setattr(coding_choice, "PAUSE", 0)
+        patch.setattr(coding_choice, "SHARE", 1e9)
+        if without_gloo:
+            patch.setattr(rank_group, "uses_gloo", lambda _: False)
+        yield
 
 
 def step(sharding: Sharding, optimizer, number: int, *, micro_batches: int = 1) -> list[float]:

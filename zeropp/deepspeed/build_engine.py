@@ -33,9 +33,8 @@ from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import require_common_steps, require_same_model
 from zeropp.sharding.grid import data_axis
-from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.recorded_tensor import not_recording
-from zeropp.sharding.shard import shard
+from zeropp.sharding.shard import copy_from_first_rank, shard
 from zeropp.wire.rank_group import AXES
 from zeropp.wire.traffic import Traffic
 

@@ -25,8 +25,8 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.fsdp_adapter import local_part
 from zeropp.optim.sharded_optimizer import sharded
-from zeropp.sharding.materialize import part_for_rank
 from zeropp.sharding.recorded_tensor import RecordedTensor
+from zeropp.sharding.shard import part_for_rank
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.shard_holders import holders, notify_written
 

@@ -19,8 +19,8 @@ from zeropp.errors import InputError
 from zeropp.optim.sharded_optimizer import sharded
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.cut import Place, Subunits, by_unit, by_user, cut, places_of, unit_of
-from zeropp.sharding.materialize import copy_from_first_rank
 from zeropp.sharding.plan import UnitPlan
+from zeropp.sharding.shard import copy_from_first_rank
 from zeropp.sharding.sharding import Sharding
 
 

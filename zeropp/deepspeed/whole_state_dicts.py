@@ -22,7 +22,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.deepspeed.parameter_values import found
 from zeropp.errors import InputError
 from zeropp.ranks.meeting import AbsentRanksError, meet
-from zeropp.sharding.materialize import is_whole, part_for_rank
+from zeropp.sharding.shard import is_whole, part_for_rank
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.quantized_shard import as_numbers
 

@@ -31,9 +31,9 @@ from zeropp.ranks.meeting import come, raising_together
 from zeropp.ranks.process_group import pick_device
 from zeropp.ranks.topology import Environment
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.materialize import is_whole, part_for_rank
 from zeropp.sharding.recorded_tensor import RecordedTensor, not_recording, recording
 from zeropp.sharding.root import Root
+from zeropp.sharding.shard import is_whole, part_for_rank
 from zeropp.wire.gradients import ScalarGradients
 from zeropp.wire.kept_weights import KeptWeights
 from zeropp.wire.shard_holders import holders, notify_written

@@ -13,6 +13,7 @@ attributes of its parameter groups: FSDP2's methods for that refuse units of sev
 | `final_callback`                 |                              | pipelines reduced gradients    |
 | `FSDPParamGroup.unshard`         | `gathered`                   | what is gathered of is noted   |
 |                                  |                              | whole parameters are used      |
+| `FSDPParamGroup.wait_for_unshard`| `gathered`                   | one rank copies shards once    |
 | `FSDPParamGroup.post_backward`   | `gradients`                  | all ranks reduce one buffer    |
 | `FSDPParamGroup.reshard`         | `gradients`                  | weights stay for later passes  |
 | `FSDPParamGroup._to_sharded`     | `gathered`                   | weights stay between passes    |
@@ -101,10 +102,10 @@ from zeropp.fsdp_adapter.units import (
     UnitCollectives,
     collectives_of,
     device_of,
-    divide_gradients,
     gather_ahead,
     gather_back,
     gather_in_turn,
+    gather_input,
     has_run,
     is_on_host,
     is_trainable,

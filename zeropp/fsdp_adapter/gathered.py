@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate
@@ -179,8 +179,7 @@ def own_rows(unit: FSDPModule) -> Iterator[OwnRows]:
         if not each.zeropp_values.is_floating_point():
             continue
         dim, local = each.fsdp_placement.dim, shard._local_tensor
-        has_shards = isinstance(each.mesh_info, FSDPMeshInfo)
-        place = each.mesh_info.shard_mesh_rank if has_shards else 0
+        place = each.mesh_info.shard_mesh_rank
         begin = min(place * each.padded_sharded_param_size[dim], each._orig_size[dim])
         length = local.size(dim) if local.numel() else 0
         yield OwnRows(
@@ -255,9 +254,14 @@ def keep_shard_of_whole(parameter: FSDPParam) -> None:
 
 
 def use_whole_parameters(unit: FSDPModule) -> None:
-    """Let passes of a unit use those of its parameters that are whole."""
+    """Let passes of a unit use those of its parameters that are whole.
+
+    Where one rank has all shards, it copies them to be used, in one operation.
+    """
     for group in groups_of(unit):
         group.unshard = partial(_unshard, group, group.unshard)
+        if group.mesh_info.shard_mesh_size == 1:
+            group.wait_for_unshard = partial(_copy_shards, group, group.wait_for_unshard)
 
 
 def _gathered_between_passes(unit: FSDPModule) -> Iterator[FSDPParam]:
@@ -350,11 +354,26 @@ def _unshard(group: FSDPParamGroup, unshard: Callable, async_op: bool = False) -
             gathered.copy_(parameter.sharded_param.as_subclass(torch.Tensor))
 
 
+def _copy_shards(group: FSDPParamGroup, wait: Callable[[], None]) -> None:
+    parameters = group.fsdp_params
+    is_here = all(each._sharded_param_data.device == each.device for each in parameters)
+    if group._all_gather_result is None or not is_here or any(map(_is_extended, parameters)):
+        wait()
+        return
+    with torch.no_grad(), torch._C._DisableFuncTorch():
+        for each in parameters:
+            _allocate(each, group)
+        outputs = [each.all_gather_outputs[0] for each in parameters]
+        counted = tuple(each for each in outputs if not each.is_inference())
+        with torch.autograd._unsafe_preserve_version_counter(counted):
+            torch._foreach_copy_(outputs, [each._sharded_param_data for each in parameters])
+        group._to_unsharded()
+    group._all_gather_result = None
+
+
 def _allocate(parameter: FSDPParam, group: FSDPParamGroup) -> None:
     """Make room for the whole parameter as if it had been gathered."""
-    has_shards = isinstance(group.mesh_info, FSDPMeshInfo)
-    ranks = group._all_gather_process_group.size() if has_shards else 1
-    size = parameter.padded_sharded_param_size.numel()
+    size, ranks = parameter.padded_sharded_param_size.numel(), group.mesh_info.shard_mesh_size
     dtype = parameter.param_dtype or parameter.orig_dtype
     parameter.init_all_gather_outputs([size], [dtype], ranks, parameter.device)
     parameter.alloc_all_gather_outputs()

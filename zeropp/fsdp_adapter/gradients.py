@@ -10,13 +10,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from zeropp.fsdp_adapter import parameters
 from zeropp.fsdp_adapter.parameters import (
     Unit,
     groups_of,
     groups_of_state,
+    hook_gradient,
     parameters_of,
     state_of,
 )
@@ -32,10 +33,11 @@ def accumulates(unit: FSDPModule) -> bool:
 
 
 def unreduced_gradient(unit: FSDPModule, shard: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's whole gradient of a parameter that is to be reduced later."""
+    """Return this rank's whole gradient of a parameter, in fp32, that is to be reduced later."""
     for parameter in parameters_of(unit):
         if parameter.sharded_param is shard:
-            if parameter.unsharded_accumulated_grad is not None:
+            if (total := parameter.unsharded_accumulated_grad) is not None:
+                parameter.unsharded_accumulated_grad = total.to(parameter.reduce_dtype)
                 return parameter.unsharded_accumulated_grad
             return getattr(parameter, "_unsharded_param", shard).grad
     return None
@@ -88,8 +90,8 @@ def before_reduction(
     FSDP2 leaves parameters without a gradient out of the buffer that it reduces, so ranks that use
     different parameters would add up the wrong ones. Here trained parameters of a unit that was
     used get zeros instead. `report` gets indices in `own_specs`: of the parameters that have a
-    gradient of their own, and of all that are in the buffer, in its order. Without `report`, as on
-    one rank, gradients are only converted to the dtype of those that FSDP2 has accumulated.
+    gradient of their own, and of all that are in the buffer, in its order. Without `report` there
+    is one rank, and what it has summed up is its mean: no buffer is filled, where FSDP2 allows it.
 
     Returns what undoes this.
     """
@@ -161,9 +163,13 @@ class _Reducer:
             return
         if self.state._is_root:
             self.reduce_others()
+        fills = self.report is not None
+        if not fills and _adds_alone(group):
+            self.is_due = self.is_due and not group.reduce_grads
+            _add_alone(group)
+            return
         if group.reduce_grads and (self.is_due or group._training_state != TrainingState.IDLE):
             self.is_due = False
-            fills = self.report is not None
             with_gradient, reduced = _complete_gradients(group.fsdp_params, fills=fills)
             if fills and reduced:
                 self.report(with_gradient, reduced)
@@ -177,7 +183,7 @@ class _Reducer:
         """
         for parameter in filter(_was_gathered, self.group.fsdp_params):
             if parameter._unsharded_param.requires_grad:
-                parameters.hook_gradient(parameter._unsharded_param, self.note_pass)
+                hook_gradient(parameter._unsharded_param, self.note_pass)
 
     def reduce_others(self) -> None:
         """Reduce the units inside the root whose input needs no gradient before the root itself.
@@ -263,6 +269,64 @@ def _complete_gradients(parameters: list[FSDPParam], *, fills: bool) -> tuple[li
     return with_gradient, reduced
 
 
+def _adds_alone(group: FSDPParamGroup) -> bool:
+    """Whether one rank's 16-bit gradients become fp32 sums on its device, and nothing else."""
+    dtype, factor, hook = group._reduce_dtype, group.gradient_divide_factor, group._all_reduce_hook
+    if dtype is None or dtype != group._orig_dtype or factor is not None or hook is not None:
+        return False
+    return not any(e.offload_to_cpu or e.is_dtensor for e in group.fsdp_params)
+
+
+@torch.no_grad()
+def _add_alone(group: FSDPParamGroup) -> None:
+    """Do what FSDP2's `post_backward` does on one rank, without its copies.
+
+    The first gradients of a step stay in 16 bit until others are added to them, in fp32 as always.
+    With two micro-batches, activations are never in memory beside sums of 4 bytes.
+    """
+    group._training_state = TrainingState.POST_BACKWARD
+    if group.reshard_after_backward:
+        group.reshard()
+    gathered, added = [*filter(_was_gathered, group.fsdp_params)], {}
+    for each in gathered:
+        gradient, each._unsharded_param.grad = each._unsharded_param.grad, None
+        if gradient is not None and each.unsharded_accumulated_grad is not None:
+            added[each] = gradient
+        elif gradient is not None and gradient.numel():
+            each.unsharded_accumulated_grad = gradient.detach()
+    given = [each for each in gathered if each.unsharded_accumulated_grad is not None]
+    dtype, summed = group._reduce_dtype, given if group.reduce_grads else [*added]
+    if narrow := [each for each in summed if each.unsharded_accumulated_grad.dtype != dtype]:
+        wide = _copies([each.unsharded_accumulated_grad for each in narrow], dtype)
+        for each, total in zip(narrow, wide, strict=True):
+            each.unsharded_accumulated_grad = total
+    if added:
+        totals = [each.unsharded_accumulated_grad for each in added]
+        torch._foreach_add_(totals, _copies([*added.values()], dtype))
+    if group.reduce_grads:
+        _give_to_shards(given)
+
+
+def _give_to_shards(parameters: list[FSDPParam]) -> None:
+    """Let one rank's sums be the gradients of its shards, or be added to these."""
+    if again := [each for each in parameters if each.sharded_param.grad is not None]:
+        totals = [each.sharded_param.grad._local_tensor for each in again]
+        torch._foreach_add_(totals, [each.unsharded_accumulated_grad for each in again])
+    for each in parameters:
+        shard, total = each.sharded_param, each.unsharded_accumulated_grad
+        each.unsharded_accumulated_grad = None
+        if shard.grad is None:
+            shard.grad = each.to_sharded_dtensor(total)
+        for hook in [*(shard._post_accumulate_grad_hooks or {}).values()]:
+            hook(shard)
+
+
+def _copies(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    copies = [each.new_empty(each.shape, dtype=dtype) for each in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
 def _placeholder(parameter: FSDPParam, gradient: torch.Tensor) -> DTensor:
     return parameter.sharded_param.detach()
 
@@ -305,5 +369,11 @@ def discard_gradients(unit: FSDPModule, set_to_none: bool = True) -> None:
     """Clear the unit's gradients, those included that FSDP2 accumulates until it reduces them."""
     for group in groups_of(unit):
         forget_forward(group)
-    for parameter in parameters_of(unit):
-        parameters.discard_gradients(parameter, set_to_none)
+    for each in parameters_of(unit):
+        holders = [each.sharded_param, getattr(each, "_unsharded_param", each.sharded_param)]
+        if set_to_none:
+            each.unsharded_accumulated_grad = holders[0].grad = holders[1].grad = None
+            continue
+        for gradient in (each.unsharded_accumulated_grad, *(holder.grad for holder in holders)):
+            if gradient is not None:
+                gradient.detach().zero_()

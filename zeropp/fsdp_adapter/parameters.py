@@ -132,18 +132,3 @@ def inherit_when_gathered(parameter: Any) -> None:
             whole._backward_hooks = hooks
 
     parameter.init_unsharded_param = init_and_inherit
-
-
-def discard_gradients(parameter: Any, set_to_none: bool) -> None:
-    """Clear all gradients of an `FSDPParam`: sharded, whole, and accumulated in another dtype."""
-    holders = [parameter.sharded_param]
-    if hasattr(parameter, "_unsharded_param"):
-        holders.append(parameter._unsharded_param)
-    if set_to_none:
-        parameter.unsharded_accumulated_grad = None
-        for holder in holders:
-            holder.grad = None
-        return
-    for gradient in (parameter.unsharded_accumulated_grad, *(holder.grad for holder in holders)):
-        if gradient is not None:
-            gradient.detach().zero_()

@@ -189,11 +189,6 @@ def use_reduce_scatter(unit: Unit, comm: ReduceScatter, *, divides: bool) -> Non
             group.gradient_divide_factor = 1.0
 
 
-def divide_gradients(unit: FSDPModule, divisor: int) -> None:
-    """Divide the gradients of a unit on one rank, for which FSDP2 calls no collective."""
-    unit.set_gradient_divide_factor(float(divisor))
-
-
 def gather_ahead(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:
     """Issue each unit's gather while the `AHEAD` units before it compute.
 
@@ -280,6 +275,12 @@ def store(shard: Shard, stored: torch.Tensor) -> None:
     parameter.all_gather_outputs = []
     if hasattr(parameter, "_unsharded_param"):
         del parameter._unsharded_param
+
+
+def gather_input(unit: Unit) -> torch.Tensor:
+    """Return what FSDP2 would gather of a unit that is not gathered: this rank's shard (C,)."""
+    inputs = (each for parameter in parameters_of(unit) for each in parameter.all_gather_inputs)
+    return torch.cat([*inputs])
 
 
 def is_trainable(unit: Unit) -> bool:

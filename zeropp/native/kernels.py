@@ -33,6 +33,10 @@ FUNCTIONS = MappingProxyType(
         "zpp_reduce_dequantize": (ADDRESS, ADDRESS, ADDRESS, INT, INT),
         # an AdamCall, see csrc/adam/call.h
         "zpp_adam": (ADDRESS,),
+        # a Coding, see csrc/messages/math.h, rows, held, coded, lengths, scratch
+        "zpp_encode": (ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS),
+        # a Coding, coded, lengths, rows, status, scratch
+        "zpp_decode": (ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS),
     }
 )
 CPU_FUNCTIONS = MappingProxyType(

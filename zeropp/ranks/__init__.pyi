@@ -8,11 +8,11 @@ from zeropp.ranks.coordination import require_same as require_same
 from zeropp.ranks.coordination import world_size as world_size
 from zeropp.ranks.exit import OTHER_RANK_FAILED as OTHER_RANK_FAILED
 from zeropp.ranks.exit import exit_process as exit_process
+from zeropp.ranks.groups import WaitError as WaitError
 from zeropp.ranks.groups import set_time_limit as set_time_limit
 from zeropp.ranks.groups import shared_group as shared_group
 from zeropp.ranks.groups import time_limit as time_limit
 from zeropp.ranks.host_memory import free_bytes as free_bytes
-from zeropp.ranks.host_memory import pinned_bytes as pinned_bytes
 from zeropp.ranks.process_group import pick_device as pick_device
 from zeropp.ranks.process_group import refuse_to_start as refuse_to_start
 from zeropp.ranks.process_group import start_process_group as start_process_group
@@ -22,4 +22,3 @@ from zeropp.ranks.pulse import Pulse as Pulse
 from zeropp.ranks.topology import Environment as Environment
 from zeropp.ranks.topology import use_deterministic_cublas as use_deterministic_cublas
 from zeropp.ranks.topology import use_one_rust_thread as use_one_rust_thread
-from zeropp.ranks.waits import WaitError as WaitError

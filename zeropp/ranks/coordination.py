@@ -18,9 +18,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from zeropp.errors import InputError, first_lines, picklable
+from zeropp.ranks.groups import explained_waits
 from zeropp.ranks.process_group import open_store
 from zeropp.ranks.topology import Environment
-from zeropp.ranks.waits import explained_waits
 
 REPORT_TIMEOUT = timedelta(seconds=10)
 REPORT_SECONDS = 2.0

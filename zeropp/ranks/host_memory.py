@@ -46,14 +46,6 @@ def free_bytes() -> int | None:
     return None
 
 
-def pinned_bytes(num_bytes: int) -> int:
-    """Return the page-locked memory that a tensor of `num_bytes` occupies, in bytes.
-
-    PyTorch's allocator rounds each request up to a power of two.
-    """
-    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
-
-
 def _bytes_left_in_groups() -> Iterator[int]:
     """Yield the bytes left below each limit that applies to this process."""
     try:

@@ -77,6 +77,13 @@ class Environment:
             raise InputError(f"RANK={environment.rank} is not below WORLD_SIZE={world_size}")
         return environment
 
+    def planned(self, num_ranks: int, ranks_per_node: int) -> "Environment":
+        """Return that of the first of `num_ranks` planned ranks; this process has to be alone."""
+        if self.world_size > 1:
+            raise InputError("--rehearse-ranks needs one process, without torchrun or zeropp")
+        machines = -(-num_ranks // ranks_per_node)
+        return Environment(world_size=num_ranks, local_world_size=ranks_per_node, machines=machines)
+
     def within(self, size: int) -> "Environment":
         """Return this process's environment in a world of `size` consecutive ranks.
 

@@ -1,6 +1,6 @@
-from zeropp.settings.capabilities import CAPABILITIES as CAPABILITIES
-from zeropp.settings.capabilities import declared as declared
-from zeropp.settings.capabilities import modules_of as modules_of
+from zeropp.exports import CAPABILITIES as CAPABILITIES
+from zeropp.exports import declared as declared
+from zeropp.exports import modules_of as modules_of
 from zeropp.settings.deepspeed_json import JsonValues as JsonValues
 from zeropp.settings.deepspeed_json import all_keys as all_keys
 from zeropp.settings.deepspeed_json import read_json as read_json

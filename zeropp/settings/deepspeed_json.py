@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import CAPABILITIES, declared
+from zeropp.exports import CAPABILITIES, declared
 from zeropp.settings.json_keys import JsonSection, Key, json_text, read_phases
 from zeropp.settings.no_effect_tables import keys_without_effect, read_toml
 from zeropp.settings.schema import settings_of

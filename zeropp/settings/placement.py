@@ -8,13 +8,14 @@ from typing import ClassVar
 class Placement:
     """Where ranks keep shards between their uses: "cpu", or None for the device that computes.
 
-    weights: of all. trained: of trained ones until their optimizer is made. is_pinned: in
-    page-locked memory. frozen_bits: of the codes as which frozen matrices are kept; None for
-    numbers. keys: those of `zero_optimization` that say so.
+    weights: of all. trained_on_cpu: of trained ones, the part of their elements that is there when
+    they get their values, as whole parameters. is_pinned: in page-locked memory. frozen_bits: of
+    the codes as which frozen matrices are kept; None for numbers. keys: those of
+    `zero_optimization` that say so.
     """
 
     weights: str | None = None
-    trained: str | None = None
+    trained_on_cpu: float = 0.0
     is_pinned: bool = False
     frozen_bits: int | None = None
     keys: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Which keys of the JSON contradict each other."""
 
-from zeropp.settings.capabilities import CAPABILITIES, declared
+from zeropp.exports import CAPABILITIES, declared
 from zeropp.settings.schema import Rule, one_of, requires
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import keys_of
+from zeropp.exports import keys_of
 from zeropp.settings.json_keys import JsonSection, NoEffect, key, needs
 from zeropp.settings.no_effect_tables import read_toml
 from zeropp.settings.schema import settings_of

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from zeropp.errors import InputError
-from zeropp.settings.capabilities import keys_of
+from zeropp.exports import keys_of
 from zeropp.settings.deepspeed_json import (
     OLD_NAMES,
     JsonValues,

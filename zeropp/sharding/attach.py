@@ -20,8 +20,8 @@ from torch import nn
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.exports import CAPABILITIES, declared
 from zeropp.ranks.coordination import among, fail_together_along, require_same
-from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.checks import (
     Units,
@@ -40,6 +40,7 @@ from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.sharding.root import Wiring
 from zeropp.wire.gradients import GradientUse
 from zeropp.wire.kept_weights import kept_weights
+from zeropp.wire.rank_group import everyone
 from zeropp.wire.traffic import Traffic
 
 log = logging.getLogger("zeropp")
@@ -179,8 +180,6 @@ class Attached:
         units = [*self._planned.values()]
         route = max((unit.axis.weights for unit in self.plan.units), key=attrgetter("keeps"))
         self.kept = kept_weights(self.model, self.group, route, self.config.zeropp)
-        if self.plan.axis.nodes.machines > 1:
-            self.plan = self.plan.with_coding(fsdp.device_of(units[0]))
         groups = [self.group, *filter(None, map(fsdp.replica_group, units))][:2]
         use = GradientUse(groups, fsdp.device_of(units[0]))
         self._wiring = Wiring(self.traffic, use, self.kept, divides=False)
@@ -296,7 +295,8 @@ def _axes_of(units: Units, config: ZeroConfig) -> dict[str, DataAxis]:
         group = fsdp.shard_group(unit)
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in axes:
-            axes[ranks] = DataAxis.of(config, find_nodes_of(group, config), ranks, group.rank())
+            nodes = find_nodes_of(group, config)
+            axes[ranks] = DataAxis.of(config, everyone(nodes, group.rank(), ranks))
         by_name[name] = axes[ranks]
     return by_name
 

@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
+from zeropp.exports import CAPABILITIES, declared
 from zeropp.quant.packing import FLOATS
 from zeropp.ranks.coordination import among, require_same
-from zeropp.settings.capabilities import CAPABILITIES, declared
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.cut import Place
 from zeropp.sharding.own_meshes import Parts, require_apart

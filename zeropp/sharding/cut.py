@@ -24,9 +24,10 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.ranks.groups import shared_group
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding.grid import device_of, find_nodes, first_axis, ranks_of
+from zeropp.sharding.grid import find_nodes, first_axis, ranks_of
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.wire.quantized_shard import stored_layout
+from zeropp.wire.rank_group import everyone
 
 
 class Place(NamedTuple):
@@ -141,8 +142,7 @@ def plan_model(
         apart={module: axes[each] for module, each in own_meshes.items()},
         casts_inputs=casts_inputs,
     )
-    plan = replace(plan, units=units)
-    return plan.with_coding(device_of(data)) if axis.nodes.machines > 1 else plan
+    return replace(plan, units=units)
 
 
 def plan_units(
@@ -228,7 +228,7 @@ def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
     """Make FSDP2's units as planned, in place, each over its axis; return them in order."""
     copies: dict[DeviceMesh, DeviceMesh] = {}
     for plan in plans:
-        mesh = plan.axis.mesh
+        mesh = plan.axis.group.mesh
         if plan.num_shards < mesh.size() and mesh not in copies:  # shards of one rank, averaged
             same = (
                 parameter
@@ -240,10 +240,11 @@ def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
                 mesh, with_others=any(isinstance(each, DTensor) for each in same)
             )
     for plan in sorted(plans, key=lambda plan: plan.is_apart):  # a unit cut first hides its modules
+        mesh = plan.axis.group.mesh
         fsdp.shard_unit(
             plan.modules,
             plan.parameters,
-            copies.get(plan.axis.mesh, plan.axis.mesh),
+            copies.get(mesh, mesh),
             fsdp.MixedPrecisionPolicy(
                 param_dtype=plan.dtype,
                 reduce_dtype=torch.float32,
@@ -251,7 +252,7 @@ def cut(plans: Sequence[UnitPlan]) -> tuple[fsdp.FSDPModule, ...]:
             ),
             reshard_after_forward=plan.regathers,
             on_host=plan.placement.weights is not None,
-            pin_memory=plan.placement.is_pinned and plan.axis.mesh.device_type != "cpu",
+            pin_memory=plan.placement.is_pinned and mesh.device_type != "cpu",
         )
     return tuple(plan.modules[0] for plan in plans)
 
@@ -310,8 +311,8 @@ def sharded_parameters(places: Places) -> list[nn.Parameter]:
 
 def _axis_of(mesh: DeviceMesh, data: DeviceMesh, config: ZeroConfig, num_losses: int) -> DataAxis:
     """Return the axis of units that are sharded over `data`, an axis of `mesh`."""
-    nodes, place = find_nodes(mesh, config, data), data.get_local_rank()
-    return DataAxis.of(config, nodes, ranks_of(data), place, num_losses=num_losses, mesh=data)
+    group = everyone(find_nodes(mesh, config, data), data.get_local_rank(), ranks_of(data))
+    return DataAxis.of(config, replace(group, mesh=data), num_losses=num_losses)
 
 
 def _replicas(mesh: DeviceMesh, *, with_others: bool) -> DeviceMesh:

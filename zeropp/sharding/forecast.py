@@ -41,7 +41,7 @@ def rank_bytes(
         for message in unit_messages(
             plan,
             unit,
-            unit.axis.position if position is None else position,
+            unit.axis.group.position if position is None else position,
             num_micro_batches,
             count,
             typical=typical,
@@ -204,8 +204,11 @@ def describe(plan: Plan, num_micro_batches: int = 1, sent: Sent | None = None) -
         means = f"all-to-all, {hops}\nsummed in fp32, whatever the wire carries"
         rows = [("weights", _gathers(plan)), ("gradients", means)]
     table = _table(sent or node_bytes(plan, num_micro_batches, typical=True))
-    if any(unit.axis.weights.is_coded or unit.axis.gradients.is_coded for unit in plan.units):
+    coded = {route.is_coded for axis in plan.axes for route in (axis.weights, axis.gradients)}
+    if True in coded:
         table += "\nacross nodes as in typical runs: messages are coded"
+    elif None in coded and nodes.machines > 1:
+        table += "\nacross nodes at most: messages are coded where that takes less time"
     size = nodes.ranks_per_node * nodes.parts
     return (("nodes", f"{nodes.count} of {size} ranks"), *rows, ("sends", table))
 

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeropp.errors import InputError
-from zeropp.ranks.groups import inherit_time_limit
+from zeropp.ranks.groups import explained_waits, inherit_time_limit
 from zeropp.ranks.topology import Environment
-from zeropp.ranks.waits import explained_waits
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.rank_group import Nodes
 

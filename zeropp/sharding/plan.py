@@ -4,20 +4,18 @@
 and a planner of runs for models on the meta device. See docs/adr/0021.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.settings.placement import Placement
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.wire.coding_choice import with_choice
-from zeropp.wire.rank_group import Nodes
+from zeropp.wire.rank_group import Nodes, RankGroup, everyone
 from zeropp.wire.route import Route, gradient_route, weight_route
 
 
@@ -25,45 +23,34 @@ from zeropp.wire.route import Route, gradient_route, weight_route
 class DataAxis:
     """The ranks that share units, and the routes of weights and gradients among them.
 
-    `ranks` are global, in the order of the axis, and this one is at `position`; they are empty
-    where nothing is to be sent. Gradients are the mean over the losses of `num_losses` ranks, which
-    are more than `ranks` for layers that get the tokens of others too. `mesh` has the ranks.
+    `group` has all ranks of the axis, not connected, and global ones where something is to be sent.
+    Gradients are the mean over the losses of `num_losses` ranks, which are more than these for
+    layers that get the tokens of others too.
     """
 
+    group: RankGroup
     weights: Route
     gradients: Route
     num_losses: int
-    ranks: tuple[int, ...] = ()
-    position: int = 0
-    mesh: DeviceMesh | None = field(default=None, repr=False)
 
     @classmethod
     def of(
-        cls,
-        config: ZeroConfig,
-        nodes: Nodes,
-        ranks: Sequence[int] = (),
-        position: int = 0,
-        *,
-        num_losses: int | None = None,
-        mesh: DeviceMesh | None = None,
+        cls, config: ZeroConfig, group: RankGroup, *, num_losses: int | None = None
     ) -> "DataAxis":
-        """Return the axis of ranks on these nodes; `num_losses` is by default their number.
+        """Return the axis of these ranks; `num_losses` is by default their number.
 
         Raises InputError for an hpZ partition that does not divide them.
         """
         return cls(
-            weights=weight_route(config, nodes),
-            gradients=gradient_route(config, nodes),
-            num_losses=num_losses or nodes.num_ranks,
-            ranks=tuple(ranks),
-            position=position,
-            mesh=mesh,
+            group=group,
+            weights=weight_route(config, group.nodes),
+            gradients=gradient_route(config, group.nodes),
+            num_losses=num_losses or group.size,
         )
 
     @property
     def nodes(self) -> Nodes:
-        return self.weights.nodes
+        return self.group.nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +141,8 @@ class Plan:
             own = axis.nodes.num_ranks
             nodes = replace(axis.nodes, num_ranks=worlds * own)
             route = Route(nodes=nodes, inner=nodes.num_ranks)
-            position = world * own + axis.position
-            flat[axis] = replace(axis, weights=route, gradients=route, position=position)
+            group = everyone(nodes, world * own + axis.group.position)
+            flat[axis] = replace(axis, group=group, weights=route, gradients=route)
         shards = worlds if self.stage else 1  # of what is a shard now
         units = tuple(
             replace(
@@ -166,22 +153,6 @@ class Plan:
             for unit in self.units
         )
         return replace(self, units=units, is_plain=True)
-
-    def with_coding(self, device: torch.device) -> "Plan":
-        """Return the plan with the choices made whether messages between nodes are coded.
-
-        They may be measured with tensors on `device`; all ranks call it.
-        """
-        axes = {}
-        for axis in self.axes:
-            weights, gradients = axis.weights, axis.gradients
-            if None in (weights.is_coded, gradients.is_coded):
-                place = axis.ranks, axis.position, device
-                weights = with_choice(weights, "weights", *place)
-                gradients = with_choice(gradients, "gradients", *place)
-                axes[axis] = replace(axis, weights=weights, gradients=gradients)
-        units = tuple(replace(unit, axis=axes.get(unit.axis, unit.axis)) for unit in self.units)
-        return replace(self, units=units)
 
     def with_specs_of(self, units: Iterable[fsdp.FSDPModule]) -> "Plan":
         """Return the plan with what FSDP2's units hold now."""

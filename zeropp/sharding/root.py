@@ -28,11 +28,12 @@ from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.sharding.whole_weights import WholeWeights
+from zeropp.wire.coding_choice import CodingTrials
 from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.gradients import Gradients, GradientUse, ScalarGradients
 from zeropp.wire.in_flight import Reductions
 from zeropp.wire.kept_weights import KeptWeights, kept_weights
-from zeropp.wire.rank_group import RankGroup, everyone
+from zeropp.wire.rank_group import RankGroup
 from zeropp.wire.shard_holders import ShardHolder, add_holder
 from zeropp.wire.traffic import Traffic
 
@@ -72,10 +73,10 @@ class Wiring:
         if stage == 0 or plan.axis.nodes.num_ranks == 1:
             self.watch(unit)
             if plan.axis.num_losses > plan.axis.nodes.num_ranks:
-                fsdp.divide_gradients(unit, plan.axis.num_losses)
+                unit.set_gradient_divide_factor(float(plan.axis.num_losses))
             return
         self.undo.callback(fsdp.restore_collectives, unit, fsdp.collectives_of(unit))
-        weights, gradients = self._hops_of(plan.axis)
+        weights, gradients = self._hops_of(plan.axis, fsdp.device_of(unit))
         rounds = fsdp.replica_group(unit) is not None
         is_cpu = fsdp.device_of(unit).type == "cpu"
         self.gathers[unit] = WeightGather(unit, plan.axis.weights, weights, self._kept)
@@ -101,14 +102,18 @@ class Wiring:
             note = partial(self._use.note, unit)
         self.undo.callback(fsdp.before_reduction(unit, note))
 
-    def _hops_of(self, axis: DataAxis) -> tuple[Hops, Hops]:
+    def _hops_of(self, axis: DataAxis, device: torch.device) -> tuple[Hops, Hops]:
         """Connect this rank, once, to the inner and the outer hop of weights and of gradients."""
         if axis not in self._hops:
-            whole = everyone(axis.nodes, axis.position, axis.ranks)
             self._hops[axis] = tuple(
-                whole.hops(route.inner, self._traffic, purpose, is_coded=bool(route.is_coded))
+                axis.group.hops(route.inner, self._traffic, purpose, route.coding)
                 for route, purpose in ((axis.weights, "weights"), (axis.gradients, "gradients"))
             )
+            outer = [hop.coding for _, hop in self._hops[axis] if hop is not None]
+            if tried := [coding for coding in outer if coding.is_tried]:
+                trials = CodingTrials(axis.group.ranks, tried, device)
+                self._kept.at_begin.append(trials.begin_pass)
+                self._use.at_end.append(trials.end_pass)
         return self._hops[axis]
 
 

@@ -8,6 +8,7 @@ and back.
 from collections.abc import Generator
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from zeropp import fsdp_adapter as fsdp
 from zeropp.quant.coded_message import Spans, decode, encode
 from zeropp.quant.ops import quantize
 from zeropp.quant.packing import RowLayout
+from zeropp.wire.cross_stream import HostCopy
 from zeropp.wire.rank_group import RankGroup
 
 
@@ -61,12 +63,20 @@ def exchange_rows(
         encode(host[member], threes=threes) if member != own else host[own, :0]
         for member in range(outer.size)
     ]
-    work, arrived = outer.exchange_coded(messages, layout, purpose, unit=unit, async_op=async_op)
+    rooms = None
+    if outer.coding.sends_lengths:
+        lengths = torch.tensor([*map(len, messages)], device=rows.device)
+        come = torch.empty_like(lengths)
+        yield outer.all_to_all(come, lengths, purpose, unit=unit, async_op=async_op)
+        rooms = HostCopy(come).tolist()  # there, if something was computed meanwhile
+    work, arrived = outer.exchange_coded(
+        messages, layout, purpose, unit=unit, async_op=async_op, rooms=rooms
+    )
     yield work
     received = host.new_empty(host.shape)
     received[own] = host[own]
     for member, each in arrived.items():
-        decode(each, received[member], threes=threes)
+        decode(each.cpu(), received[member], threes=threes)
     return received.to(rows.device)
 
 

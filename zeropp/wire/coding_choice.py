@@ -1,81 +1,85 @@
-"""Whether coding messages takes less time than it saves: measured once, agreed on by all ranks.
+"""Whether coding messages takes less time than it saves: steps of training show it.
 
-A sample crosses nodes as it is, on all ranks at once, as in a step; then it is coded and decoded.
+What is quantized does not depend on it, so that no digit of a run does.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from collections.abc import Generator, Sequence
+from itertools import cycle
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from zeropp.quant.coded_message import decode, encode
-from zeropp.quant.ops import quantize
-from zeropp.quant.packing import row_layout
-from zeropp.ranks.groups import shared_group, uses_gloo
-from zeropp.wire.route import Route
+from zeropp.ranks.groups import explained_waits, shared_group
+from zeropp.wire.kept_weights import holds_shards
+from zeropp.wire.shard_holders import ShardHolder, add_holder
+from zeropp.wire.traffic import Coding
 
-SAMPLE = 2**20  # numbers
-REPEATS = 3  # of which the fastest counts
-BITS = MappingProxyType({"weights": 8, "gradients": 4})
-MOVED = 0.2  # of the codes of weights, from one step to the next, in a typical run
+PAIRS = 5  # of steps of a trial, one as those before it, and one with the other choice
+CLEAR = 1.25  # times as long, after which a trial ends
+PAUSE = 8  # steps between two trials, at least
+SHARE = 0.01  # of the time that trials may cost
+GAIN = 0.01  # of a step's time, for which a choice is changed
 
 
-def with_choice(
-    route: Route, purpose: str, axis: Sequence[int], position: int, device: torch.device
-) -> Route:
-    """Return the route with the choice made whether messages between nodes are coded.
+class CodingTrials(ShardHolder):
+    """Times passes of training with and without coding, of one purpose after another.
 
-    `axis` are the ranks of the data axis, all of which call it and get the same answer.
+    After a trial all ranks, `axis`, keep what took less time. The next one begins when the slower
+    steps of this one come to a SHARE of the time, so that a choice follows links that change.
     """
-    if route.is_coded is not None:
-        return route
-    members = [axis[member] for member in route.outer_hop(position).members]
-    group = shared_group(purpose, members, axis)
-    is_faster = uses_gloo(group) and _is_coding_faster(group, axis, purpose, device)
-    return replace(route, is_coded=is_faster)
 
+    def __init__(self, axis: Sequence[int], tried: Sequence[Coding], device: torch.device) -> None:
+        self._axis, self._device = axis, device
+        self._has_stepped = self._is_timed = False
+        self._begin: float | None = None  # of the first pass since a step
+        self._trials = self._try(tried)
+        next(self._trials)
+        add_holder(self)
 
-def _is_coding_faster(
-    group: dist.ProcessGroup, axis: Sequence[int], purpose: str, device: torch.device
-) -> bool:
-    row, held = _sample(purpose)
-    message = encode(row, held=held)
-    size = dist.get_world_size(group)
-    rows = row.to(device).repeat(size, 1)
-    arrived = torch.empty_like(rows)
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step that all ranks make together."""
+        self._has_stepped = self._has_stepped or holds_shards(optimizer)
 
-    def cross() -> None:
-        dist.all_to_all_single(arrived, rows, group=group)
-        arrived[0, 0].item()  # the host waits for it
+    def begin_pass(self) -> None:
+        """Take note that a forward pass begins; time the first that trains after a step."""
+        if self._has_stepped and torch.is_grad_enabled():
+            self._has_stepped, self._begin = False, self._now()
 
-    def code() -> None:
-        encode(row, held=held)
-        decode(message, row.clone() if held is None else held.clone(), holds=held is not None)
+    def end_pass(self) -> None:
+        """Take note that a backward pass has ended on all ranks."""
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            self._trials.send(self._now() - begin)
 
-    saved = _seconds(cross) * (1 - len(message) / len(row)) - size * _seconds(code)
-    total = torch.tensor([saved])
-    dist.all_reduce(total, group=shared_group("coding", axis, axis))
-    return total.item() > 0
+    def _try(self, tried: Sequence[Coding]) -> Generator[None, float, None]:
+        """Take the seconds of steps, and change what takes less time when it is changed."""
+        pause = PAUSE
+        for coding in cycle(tried):
+            for _ in range(pause):
+                yield
+            self._is_timed, ratios = True, []
+            while len(ratios) < PAIRS and max(ratios, default=0) < CLEAR:
+                kept = yield
+                coding.is_on = not coding.is_on
+                other = yield
+                coding.is_on = not coding.is_on
+                ratios.append(self._ratio(other, kept))
+            self._is_timed, ratio = False, median(ratios)
+            pause = max(PAUSE, round(len(ratios) * (ratio - 1) / SHARE))
+            if ratio < 1 - GAIN:
+                coding.is_on = not coding.is_on
 
+    def _ratio(self, *seconds: float) -> float:
+        """Return the ratio of two times, summed over all ranks."""
+        total = torch.tensor(seconds)
+        group = shared_group("coding", self._axis, self._axis)
+        with explained_waits(group, lambda: "a comparison of steps with and without coding"):
+            dist.all_reduce(total, group=group)
+        return (total[0] / total[1]).item()
 
-def _sample(purpose: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a packed row (P,), and for weights what is held of it."""
-    generator = torch.Generator().manual_seed(0)
-    layout = row_layout((SAMPLE,), (BITS[purpose],), torch.bfloat16)
-    row = quantize(torch.randn(1, SAMPLE, generator=generator), layout)[0]
-    if purpose == "gradients":
-        return row, None
-    moves = torch.rand(len(row), generator=generator) < MOVED
-    return row, row - moves.to(torch.uint8)
-
-
-def _seconds(action: Callable[[], None]) -> float:
-    times = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    def _now(self) -> float:
+        if self._is_timed and self._device.type == "cuda":  # whose work the host only queues
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

@@ -90,24 +90,28 @@ class WeightGather(fsdp.AllGather):
         dequantize(quantize(shard.view(1, -1), layout), result.view(1, -1), layout)
         return result
 
-    def _hops(self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool) -> Hops:
+    def outer_gather(self, shard: torch.Tensor, purpose: str, *, async_op: bool) -> OuterGather:
+        """Return the outer hop of a gather of this rank's shard (C,)."""
         is_stored = shard.dtype == torch.uint8  # the codes of frozen weights, numbers as bytes
         layout = None
         if not is_stored:
             layout = weight_layout(fsdp.own_specs(self.unit), self.route, shard.dtype)
+        return OuterGather(self.unit, self.outer, shard, layout, purpose, async_op)
+
+    def _hops(self, whole: torch.Tensor, shard: torch.Tensor, purpose: str, async_op: bool) -> Hops:
+        hop = self.outer_gather(shard, purpose, async_op=async_op)
         rows = self.kept.copy_of(self.unit) if self.kept else None
         if rows is None:
-            hop = OuterGather(self.unit, self.outer, shard, layout, purpose, async_op)
             rows = yield from (self.kept.gather(hop) if self.kept else hop.rows())
         if self.inner:
             arrived = rows.new_empty(self.inner.size * rows.shape[0], rows.shape[1])
             yield self.inner.all_gather(arrived, rows, purpose, unit=self.unit, async_op=async_op)
             rows = arrived
-        if is_stored:
+        if hop.layout is None:
             by_hop = self.route.inner, self.route.outer, -1
             whole.view(by_hop[1], by_hop[0], -1).copy_(rows.view(by_hop).transpose(0, 1))
         else:
-            dequantize(rows, whole.view(len(rows), -1), layout, fold=self.route.inner)
+            dequantize(rows, whole.view(len(rows), -1), hop.layout, fold=self.route.inner)
         if self.kept:
             self.kept.note_read(self.unit)
 
@@ -214,7 +218,7 @@ class GradientMean(fsdp.ReduceScatter):
         self, rows: torch.Tensor, layout: RowLayout, *, async_op: bool
     ) -> Generator[dist.Work | None, None, torch.Tensor]:
         """Return the rows (N, P') that the members of the outer hop have for this rank."""
-        if self.outer.is_coded:
+        if self.outer.coding.is_on:
             return (
                 yield from exchange_rows(
                     self.outer, rows, layout, "gradients", unit=self.unit, async_op=async_op

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
-from zeropp.ranks.waits import explained_waits
+from zeropp.ranks.groups import explained_waits
 from zeropp.wire.cross_stream import HostCopy, refuse_capture
 from zeropp.wire.shard_holders import add_holder
 
@@ -195,6 +195,7 @@ class GradientUse:
         self._used = bytearray()
         self._passes: set[int] = set()  # running backward passes at whose end ranks compare
         self._last: _Comparison | None = None  # of a pass that ended, not looked at yet
+        self.at_end: list[Callable[[], None]] = []  # called when a pass has ended on all ranks
         self.discard()
 
     def add(self, unit: fsdp.Unit) -> None:
@@ -266,6 +267,8 @@ class GradientUse:
             last, self._last = self._last, comparison
             if last is not None:
                 last.require_same_order(LAST_PASS)
+        for each in self.at_end:
+            each()
 
     def _exchange_notes(self) -> _Comparison:
         """Begin a collective about the pass that ends, and forget its notes."""

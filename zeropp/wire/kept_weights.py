@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
-from zeropp.ranks.groups import shared_group
-from zeropp.ranks.waits import explained_waits
-from zeropp.settings.capabilities import CAPABILITIES, declared
+from zeropp.exports import CAPABILITIES, declared
+from zeropp.ranks.groups import explained_waits, shared_group
 from zeropp.settings.sections import Zeropp
 from zeropp.wire.coded_collectives import OuterGather
 from zeropp.wire.cross_stream import CrossStreamTensor, refuse_capture
@@ -84,6 +83,7 @@ class KeptWeights(ShardHolder):
         self._states: dict[fsdp.Unit, _State] = {}
         self._hooked: set[nn.Module] = set()
         self._parameter_of: Callable[[nn.Parameter], nn.Parameter] = lambda master: master
+        self.at_begin: list[Callable[[], None]] = []  # called when a forward pass begins
         self._undo = ExitStack()
         self._undo.callback(fsdp.before_pass(model, self._before_pass))
         add_holder(self)
@@ -187,7 +187,7 @@ class KeptWeights(ShardHolder):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop what a step of shards, or of masters of them, may have changed."""
-        if not _holds_shards(optimizer):
+        if not holds_shards(optimizer):
             for state in self._states.values():
                 state.change = max(state.change, Change.STEPPED)
             return
@@ -255,6 +255,8 @@ class KeptWeights(ShardHolder):
         return hop.rows()
 
     def _before_pass(self, inside: Container[nn.Module]) -> None:
+        for each in self.at_begin:
+            each()
         self._drop_written([unit for unit in self._states if fsdp.module_of(unit) in inside])
 
     def _before_use(self, unit: fsdp.Unit) -> None:
@@ -344,7 +346,7 @@ def _free(units: Iterable[fsdp.Unit]) -> None:
             fsdp.free_gathered(unit)
 
 
-def _holds_shards(optimizer: torch.optim.Optimizer) -> bool:
+def holds_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all ranks step it together, as it holds parts of some model's weights."""
     return any(
         isinstance(parameter, DTensor)

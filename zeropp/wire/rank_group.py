@@ -14,15 +14,15 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from zeropp import fsdp_adapter as fsdp
 from zeropp.errors import InputError
 from zeropp.quant.coded_message import most_bytes
 from zeropp.quant.packing import RowLayout
-from zeropp.ranks.groups import shared_group, uses_gloo
-from zeropp.ranks.waits import NamedWork
-from zeropp.wire.traffic import Traffic
+from zeropp.ranks.groups import NamedWork, is_planned, shared_group, uses_gloo
+from zeropp.wire.traffic import Coding, Traffic
 
 # torch 2.13 renamed it
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -145,7 +145,8 @@ class RankGroup:
     members: positions among the ranks of `nodes`. ranks: the global ranks at all positions, where
     they can be connected. purpose: of messages, unless a call says another.
     ledger: where they are entered. group: None where the ranks are planned, or not connected yet.
-    is_coded: whether `exchange_coded` is to be used across nodes.
+    coding: whether `exchange_coded` is to be used across nodes. mesh: of the members, where each
+    has a part of the same parameters.
     """
 
     members: tuple[int, ...]
@@ -155,7 +156,8 @@ class RankGroup:
     purpose: str = ""
     ledger: Traffic | None = field(default=None, compare=False, repr=False)
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    is_coded: bool = False
+    coding: Coding = field(default_factory=Coding, compare=False, repr=False)
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -180,37 +182,39 @@ class RankGroup:
     def consecutive(self, size: int) -> "RankGroup":
         """Return the `size` consecutive members of which this rank is one, not connected."""
         first = self.index - self.index % size
-        return replace(self, members=self.members[first : first + size], group=None)
+        return replace(self, members=self.members[first : first + size], group=None, mesh=None)
 
     def strided(self, stride: int) -> "RankGroup":
         """Return every `stride`-th member, this rank among them, not connected."""
-        return replace(self, members=self.members[self.index % stride :: stride], group=None)
+        members = self.members[self.index % stride :: stride]
+        return replace(self, members=members, group=None, mesh=None)
 
     def connected(
-        self, ledger: Traffic, purpose: str, *, is_coded: bool = False
+        self, ledger: Traffic, purpose: str, *, coding: Coding | None = None
     ) -> "RankGroup | None":
         """Return this group with a process group and a ledger; None for a group of one rank.
 
         Only the members need to call it. Models on the same ranks share the process group of a
         `purpose`, as with FSDP2 they share the mesh's.
         Gathers and reductions overlap, so that on one communicator they would wait for each other:
-        they have different purposes. Coded messages are lost on a group that has no gloo: there
-        they are not coded.
+        they have different purposes. Without gloo, messages are coded if that is not only tried,
+        and their lengths are sent.
         """
         if self.size == 1:
             return None
         members = [self.ranks[member] for member in self.members]
         group = shared_group(purpose, members, self.ranks)
-        coded = is_coded and uses_gloo(group)
-        return replace(self, purpose=purpose, ledger=ledger, group=group, is_coded=coded)
+        if coding is None or not uses_gloo(group):
+            is_coded = bool(coding and coding.is_on and not coding.is_tried)
+            coding = Coding(is_coded, sends_lengths=True)
+        return replace(self, purpose=purpose, ledger=ledger, group=group, coding=coding)
 
     def hops(
-        self, inner: int, ledger: Traffic, purpose: str, *, is_coded: bool
+        self, inner: int, ledger: Traffic, purpose: str, coding: Coding
     ) -> "tuple[RankGroup | None, RankGroup | None]":
         """Return the inner hop, of `inner` consecutive members, and the outer one, connected."""
         near, far = self.consecutive(inner), self.strided(inner)
-        connected = near.connected(ledger, purpose)
-        return connected, far.connected(ledger, purpose, is_coded=is_coded)
+        return near.connected(ledger, purpose), far.connected(ledger, purpose, coding=coding)
 
     def message(self, kind: str, num_bytes: int | tuple[int, ...], **others: object) -> Message:
         """Return a collective of this group as data; `others` are further fields of `Message`."""
@@ -252,8 +256,9 @@ class RankGroup:
         Planned members send each other the same numbers.
         """
         self.count(EXCHANGE, parts.nbytes // self.size, purpose)
-        if self.group is None:
+        if is_planned(self.group):
             received.copy_(parts)
+        if self.group is None:
             return None
         with self.traced("all_to_all", purpose):
             is_named = self._is_named(parts)
@@ -272,6 +277,8 @@ class RankGroup:
         width = rows[:1].nbytes if len(rows) else 0
         self.count(EXCHANGE, tuple(count * width for count in sent))
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        if is_planned(self.group):
+            arrived.zero_()[: len(rows)].copy_(rows[: len(arrived)])
         if self.group is None:
             return None, arrived
         with self.traced("all_to_all"):
@@ -296,26 +303,31 @@ class RankGroup:
         *,
         unit: fsdp.Unit,
         async_op: bool = False,
+        rooms: Sequence[int] | None = None,
     ) -> tuple[dist.Work | None, Mapping[int, Tensor]]:
         """Send each member its coded row of a layout; return what will hold theirs.
 
-        Messages are uint8, on the host. Nobody is told how long they are: gloo receives one that is
-        shorter than the memory for it, at its beginning, so that lengths cost no round trip. What
-        comes must say itself where it ends.
+        Messages are uint8, on the host. `rooms` are the lengths of what comes. Without them nobody
+        is told: gloo receives a message that is shorter than the memory for it, at its beginning,
+        so that lengths cost no round trip. What comes must say itself where it ends.
         """
-        own, room = self.index, most_bytes(layout.packed_bytes)
-        others = [member for member in range(self.size) if member != own]
-        rooms = [room if member != own else 0 for member in range(self.size)]
+        own, device = self.index, "cpu" if self._is_gloo else fsdp.device_of(unit)
+        most = self.size * [most_bytes(layout.packed_bytes)] if rooms is None else rooms
+        rooms = [room if member != own else 0 for member, room in enumerate(most)]
         lengths = [len(message) for message in messages]
         self.count(EXCHANGE, tuple(lengths), purpose)
-        self.ledger.add_coded(purpose, layout.elements * len(others), sum(lengths))
-        received = torch.empty(sum(rooms), dtype=torch.uint8)
+        self.ledger.add_coded(purpose, layout.elements * (self.size - 1), sum(lengths))
+        received = torch.empty(sum(rooms), dtype=torch.uint8, device=device)
+        sent = torch.cat([*messages]).to(device)
         with self.traced("exchange", purpose):
             work = dist.all_to_all_single(
-                received, torch.cat([*messages]), rooms, lengths, group=self.group, async_op=True
+                received, sent, rooms, lengths, group=self.group, async_op=async_op or self._is_gloo
             )
+        if is_planned(self.group):
+            received.copy_(sent)
+        if self._is_gloo:
             work = self._named(work, "exchange", purpose, unit, async_op)
-        return work, dict(zip(others, received.view(-1, room), strict=True))
+        return work, {at: each for at, each in enumerate(received.split(rooms)) if at != own}
 
     def send(self, x: Tensor) -> Transfer:
         """Begin to send x to the other one of two members."""
@@ -326,7 +338,8 @@ class RankGroup:
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Transfer:
         """Begin to receive a tensor from the other one of two members."""
-        x = torch.empty(*shape, dtype=dtype, device=device)
+        new = torch.zeros if is_planned(self.group) else torch.empty
+        x = new(*shape, dtype=dtype, device=device)
         return Transfer(x, dist.irecv(x, group=self.group, group_src=1 - self.index))
 
     def maximize(self, x: Tensor) -> None:
@@ -346,8 +359,7 @@ class RankGroup:
 
     def own_seed(self) -> int:
         """Draw a number from the random state that all members share, and add this one's index."""
-        shared = 0 if self.group is None else int(torch.randint(2**31, ()))
-        return shared + self.index
+        return self.index + (0 if self.group is None else int(torch.randint(2**31, ())))
 
     def traced(self, operation: str, purpose: str = "") -> record_function:
         """Return a context that gives what runs in it a name in a profiler's trace."""

@@ -7,6 +7,7 @@ direct messages between its members.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
@@ -14,6 +15,15 @@ PURPOSES = ("weights_forward", "weights_backward", "gradients")
 HOPS = ("in_node", "across_nodes")
 
 Sent = Mapping[tuple[str, str], float]  # (purpose, hop) -> bytes
+
+
+@dataclass
+class Coding:
+    """Whether messages are coded; that may change between passes, on all ranks alike."""
+
+    is_on: bool = False
+    is_tried: bool = False  # by steps of training, whether it takes less time
+    sends_lengths: bool = False  # before messages, which only gloo receives otherwise
 
 
 class CodedMessages(NamedTuple):

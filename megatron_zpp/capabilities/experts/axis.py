@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.model.part import Part
 from megatron_zpp.parallel.axes import part_of
-from megatron_zpp.parallel.rank_grid import RankGrid
+from megatron_zpp.parallel.mesh import RankGrid
 from megatron_zpp.settings.config import ModelConfig, ParallelConfig
 from zeropp.errors import InputError
 from zeropp.wire import Nodes, RankGroup

@@ -18,5 +18,9 @@ OBSTACLES = {
     "--skip-samples names samples of whole batches, and with zeropp.sync_store the size of a batch "
     "follows the number of nodes: leave one of them out": (
         lambda c: c.data.skipped and c.zero.zeropp.sync_store and c.zero.zeropp.sync_every != 1
-    )
+    ),
+    "--rehearse-ranks: replicas that train independently have no peers to plan: rehearse the ranks "
+    "of one of them, without zeropp.sync_every": (
+        lambda c: c.training.rehearse_ranks and c.zero.zeropp.sync_every != 1
+    ),
 }

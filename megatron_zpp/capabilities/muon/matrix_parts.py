@@ -49,7 +49,7 @@ def _of_qkv(module: Attention, config: ModelConfig, place: int | None, *, is_who
     weight, axis = module.qkv.weight, module.axis
     groups, queries = config.kv_heads, config.num_attention_heads // config.kv_heads
     shape = matrix_of(weight).shape
-    num_ranks, own_place = (1, 0) if axis is None else (axis.size, axis.place)
+    num_ranks, own_place = (1, 0) if axis is None else (axis.size, axis.index)
     is_uneven = groups % num_ranks != 0  # a rank has queries, keys, or values of a group
     bounds = (0, queries, queries + 1, queries + 2)  # heads of a group
     parts = []

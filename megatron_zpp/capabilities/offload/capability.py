@@ -19,7 +19,10 @@ class OffloadCapability(Capability):
 
     def before_allocation(self, sharding: Sharding, device: torch.device) -> None:
         """Raise InputError if the host has too little memory."""
-        require_host_memory(sharding, device, **self.config.zero.masters)
+        zero, samples = self.config.zero, self.config.schedules.batch_size.final
+        is_one_pass = samples <= self.config.batch.micro_batch_size * self.ranks.planned_parts
+        adds = not (is_one_pass or zero.reduces_once)
+        require_host_memory(sharding, device, adds_gradients=adds, **zero.masters)
 
     def build_optimizer(
         self, sharding: Sharding, groups: list[dict], device: torch.device, adam: Mapping[str, Any]

@@ -16,19 +16,27 @@ from megatron_zpp.model.attention.document_attention import attend
 from megatron_zpp.model.attention.rotary import GLOBAL, LOCAL, NONE, Rotary, rotate
 from megatron_zpp.model.attention.scores import Scores
 from megatron_zpp.model.attention.sequences import WHOLE_ROWS, Sequences
-from megatron_zpp.model.execution import recomputed
 from megatron_zpp.model.normalization import (
     NormPerHead,
     apply_norm,
     make_norm,
     norm_of_all_heads,
 )
-from megatron_zpp.model.part import WHOLE, Part
+from megatron_zpp.model.part import WHOLE, Part, recomputed
 from megatron_zpp.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     own_random_numbers,
 )
+from megatron_zpp.parallel.axes import (
+    enter,
+    exchange_heads,
+    exchange_rows,
+    gather_keys,
+    part_of,
+    parts_of_sequence,
+)
+from megatron_zpp.parallel.collectives import gather_columns, moved, sum_columns
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim import local_part
 
@@ -41,7 +49,7 @@ class CoreAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0, part: Part = WHOLE) -> None:
         super().__init__()
-        self.axis, self.context = part.tensor, part.context
+        self.axis, self.context, self.gathers_keys = part.tensor, part.context, part.gathers_keys
         has_window = config.windows[layer] is not None
         is_local = has_window and config.rotary_base_local is not None
         kind = NONE if config.layers_without_rope[layer] else LOCAL if is_local else GLOBAL
@@ -51,8 +59,9 @@ class CoreAttention(nn.Module):
         self.split_dims: dict[str, int] = {}
         if config.softmax_type == "learnable":
             self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
-            if part.tensor is not None:
-                self.split_dims["sinks"], self.sinks = 0, part.tensor.part(self.sinks, 0)
+            if (axis := part.tensor) is not None:
+                self.sinks = part_of(self.sinks, 0, axis.size, axis.mesh)
+                self.split_dims["sinks"] = 0
         self.scores = Scores.of(config, layer, part.tensor)
         self.is_recomputed = part.execution.recomputes_attention
 
@@ -82,21 +91,21 @@ class CoreAttention(nn.Module):
         """
         context = self.context if sequences.is_split else None
         dropout, edges = self.dropout if self.training else 0.0, sequences.edges
-        if context is not None and context.gathers_keys:
-            k, v = context.gather_keys(k, v)
-            parts = zip(context.parts, q.chunk(len(context.parts), dim=1), strict=True)
-            scores = self.scores_of(q)
+        if context is not None and self.gathers_keys:
+            k, v = gather_keys(k, v, context)
+            numbers, scores = parts_of_sequence(context, gathers_keys=True), self.scores_of(q)
+            parts = zip(numbers, q.chunk(len(numbers), dim=1), strict=True)
             attended = [
                 attend(part, k, v, edges, dropout, number * part.shape[1], scores)
                 for number, part in parts
             ]
             return torch.cat(attended, dim=1)
         if context is not None:
-            q, k, v = context.exchange_rows(q, k, v)
-        scores = self.scores_of(q, own_heads=None if context is None else context.group.index)
+            q, k, v = exchange_rows(q, k, v, context)
+        scores = self.scores_of(q, own_heads=None if context is None else context.index)
         with own_random_numbers(self.axis, sequences.splits_rows, dropout, q.device):
             attended = attend(q, k, v, edges, dropout, scores=scores)
-        return attended if context is None else context.exchange_heads(attended)
+        return attended if context is None else exchange_heads(attended, context)
 
 
 class Attention(CoreAttention):
@@ -131,13 +140,13 @@ class Attention(CoreAttention):
             self.k_norm = make_norm(config, self.head_dim, part.norms)
             self.grad_is_partial = ("q_norm", "k_norm")  # of a rank's heads
         bias = config.has_attention_output_bias
-        self.output = RowParallelLinear(width, hidden, bias, axis)
+        self.output = RowParallelLinear(width, hidden, bias, axis, part.splits_rows)
 
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H]."""
         splits_rows, cache = sequences.splits_rows, sequences.cache
         if self.axis is not None:
-            x = self.axis.enter(x, splits_rows)
+            x = enter(x, self.axis, splits_rows)
         queries = self.group_size
         shape = (*x.shape[:2], self.kv_heads, queries + 2, self.head_dim)
         qkv = self.qkv(x) if self.ranks_per_group == 1 else self._own_heads(self.qkv(x))
@@ -159,9 +168,10 @@ class Attention(CoreAttention):
 
         Several ranks share a group, of whose channels each has a part: qkv [B, S, (N + 2K)D/T].
         """
-        group, place = divmod(self.axis.place, self.ranks_per_group)
+        group, place = divmod(self.axis.index, self.ranks_per_group)
         num_groups = self.axis.size // self.ranks_per_group
-        whole = self.axis.all_columns(qkv).unflatten(-1, (num_groups, -1, self.head_dim))
+        columns = moved(qkv, self.axis, gather_columns, sum_columns)
+        whole = columns.unflatten(-1, (num_groups, -1, self.head_dim))
         queries = whole[:, :, group].narrow(2, place * self.group_size, self.group_size)
         return torch.cat((queries, whole[:, :, group, -2:]), dim=2)
 

@@ -23,6 +23,7 @@ from megatron_zpp.model.tensor_parallel import (
     RowParallelLinear,
     WholeLinear,
 )
+from megatron_zpp.parallel.axes import enter
 from megatron_zpp.settings.config import ModelConfig
 from zeropp.optim import local_part
 
@@ -61,7 +62,7 @@ class LatentAttention(CoreAttention):
         latents = ("q_down", "q_down_norm", "kv_down", "kv_down_norm")
         self.grad_is_partial = latents if part.splits_rows else ()
         width, bias = all_heads * config.v_head_dim, config.has_attention_output_bias
-        self.output = RowParallelLinear(width, hidden, bias, axis)
+        self.output = RowParallelLinear(width, hidden, bias, axis, part.splits_rows)
 
     def forward(self, x: Tensor, sequences: Sequences = WHOLE_ROWS) -> Tensor:
         """Map x [B, S, H] to [B, S, H]."""
@@ -94,7 +95,7 @@ class LatentAttention(CoreAttention):
         return self._with_turned(latent[:, :, None], self.latent, rotary)[:, :, 0]
 
     def _entered(self, x: Tensor, splits_rows: bool) -> Tensor:
-        return x if self.axis is None else self.axis.enter(x, splits_rows)
+        return x if self.axis is None else enter(x, self.axis, splits_rows)
 
     def _with_turned(self, x: Tensor, plain: int, rotary: Rotary | None) -> Tensor:
         """Return x [B, S, heads, plain + R] with its last R channels turned."""

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_zpp.parallel.axes import TensorAxis
 from megatron_zpp.settings.config import ModelConfig
+from zeropp.wire import RankGroup
 
 BLOCK = 512  # queries
 WIDTH_MULTIPLE = 8  # of a head's channels, for fused kernels
@@ -38,7 +38,7 @@ class Scores:
     sinks: Tensor | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, layer: int, axis: TensorAxis | None = None) -> "Scores":
+    def of(cls, config: ModelConfig, layer: int, axis: RankGroup | None = None) -> "Scores":
         """Return the scores of layer number `layer` of a model, of a rank's heads on an axis."""
         heads, scalar = config.num_attention_heads, config.query_pre_attn_scalar
         scale = None if scalar is None else scalar**-0.5
@@ -46,7 +46,7 @@ class Scores:
             is_yarn = config.rope_type == "yarn"
             growth = config.yarn_growth(config.mscale_all_dim) if is_yarn else 1.0
             scale = growth * growth * config.score_scalar**-0.5
-        count, place = (heads, 0) if axis is None else (heads // axis.size, axis.place)
+        count, place = (heads, 0) if axis is None else (heads // axis.size, axis.index)
         has_alibi = config.position_embedding_type == "alibi"
         return cls(
             window=config.windows[layer],

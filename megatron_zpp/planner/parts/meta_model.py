@@ -1,7 +1,7 @@
 """A model on the meta device, and the parts of it that the ranks of a planned run have."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -9,28 +9,28 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megatron_zpp.model.block import Block
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.gpt import GPT, Block
 from megatron_zpp.model.mlp import FeedForward
 from megatron_zpp.model.part import WHOLE, Part, parts_of_stages
 from megatron_zpp.model.tensor_parallel import partial_parameters
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
-from megatron_zpp.recipe.capability import capabilities_of, extended
-from megatron_zpp.settings.config import Config
+from megatron_zpp.recipe.capability import Capability, extended
+from megatron_zpp.settings.config import ModelConfig
 
 META = torch.device("meta")
 Kept = TypeVar("Kept")
 
 
 class MetaModel:
-    """The model of `config`, whole, and split as runs of different sizes split it.
+    """The model of a run, whole, and split as runs of different sizes split it.
 
     What is built once is kept: a plan compares many runs of one model.
     """
 
-    def __init__(self, config: Config, vocab_size: int) -> None:
-        self._config, self.vocab_size = config, vocab_size
-        self._capabilities = capabilities_of(config)
+    def __init__(
+        self, shape: ModelConfig, vocab_size: int, capabilities: Sequence[Capability] = ()
+    ) -> None:
+        self._shape, self.vocab_size, self._capabilities = shape, vocab_size, capabilities
         self.whole = self._build(GPT, WHOLE)
         self._kept: dict[tuple, Any] = {}
 
@@ -63,7 +63,7 @@ class MetaModel:
 
     def stages(self, ranks: PlannedRanks) -> list[Part]:
         """Return the stages of a rank."""
-        layers = ranks.parallel.stages(self._config.model.num_layers)
+        layers = ranks.parallel.stages(self._shape.num_layers)
         part = replace(WHOLE, axes=ranks.axes)
         return parts_of_stages(part, layers, ranks.pipeline_rank, ranks.pipeline_size)
 
@@ -125,11 +125,9 @@ class MetaModel:
 
     def _build(self, kind: type[GPT], part: Part, ranks: PlannedRanks | None = None) -> GPT:
         if ranks is not None:
-            parallel = ranks.parallel
-            tensor, context = ranks.tensor_axis(parallel), ranks.context_axis(parallel)
-            part = replace(part, tensor=tensor, context=context, axes=ranks.axes)
+            part = replace(part, axes=ranks.axes).over(ranks, ranks.parallel)
         with META:
-            model = kind(self._config.model, self.vocab_size, part)
+            model = kind(self._shape, self.vocab_size, part)
             return extended(model, self._capabilities) if kind is GPT else model
 
 

@@ -24,7 +24,6 @@ from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
 from megatron_zpp.planner.timing.computing import mean_width
 from megatron_zpp.planner.timing.hardware import Rates
 from megatron_zpp.planner.timing.links import Load, exchange
-from megatron_zpp.settings.config import Config
 from zeropp.capabilities.muon import (
     Exchange,
     Matrix,
@@ -116,7 +115,6 @@ class PlannedMuon:
     rows of these; where they do not, each orthogonalizes them whole.
     """
 
-    config: Config
     model: GPT
     ranks: PlannedRanks
     stages: Sequence[Part]
@@ -125,11 +123,11 @@ class PlannedMuon:
     @cached_property
     def options(self) -> MuonOptions:
         """Where matrices are orthogonalized, and in which numbers."""
-        return muon_options(self.config.muon, self.config.zero)
+        return muon_options(self.ranks.config.muon, self.ranks.config.zero)
 
     def has_momentum(self, spec: ShardSpec, *, is_root: bool) -> bool:
         """Whether a parameter has one number of state for each weight, and not Adam's two."""
-        return spec.ndim == 2 and not is_root and self.config.trains_all
+        return spec.ndim == 2 and not is_root and self.ranks.config.trains_all
 
     @cached_property
     def rounds(self) -> tuple[OptimizerRounds, ...]:
@@ -170,7 +168,8 @@ class PlannedMuon:
 
     def _matrices(self, place: int, *, inner: bool) -> Matrices:
         """Return the matrices of a rank at a place on the tensor axis, in the optimizer's order."""
-        parts = matrix_parts(self.model, self.config.model, self.config.muon, place=place)
+        config = self.ranks.config
+        parts = matrix_parts(self.model, config.model, config.muon, place=place)
         return tuple(
             parts.get(parameter) or matrix_of(parameter)
             for parameter in self._parameters()
@@ -206,7 +205,7 @@ class PlannedMuon:
         work: tuple[Counter[Sides], ...] = tuple(Counter() for _ in group.members)
         for block in blocks:
             sides = block.rows, block.columns
-            work[block.owner][sides] += flops(*sides, self.config.muon.muon_num_ns_steps)
+            work[block.owner][sides] += flops(*sides, self.ranks.config.muon.muon_num_ns_steps)
         near = max(each["in_node"] for each in sent) / 2
         far = total["across_nodes"] * group.nodes.parts / num_nodes / 2
         return OptimizerRound(load=exchange(near, far), work=work, sent=total)

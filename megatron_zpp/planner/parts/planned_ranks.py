@@ -1,15 +1,14 @@
 """Ranks that are only planned: who shares what with whom on which nodes, without process groups."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.parallel.mesh import mesh_sizes
-from megatron_zpp.parallel.rank_grid import RankGrid
+from megatron_zpp.parallel.mesh import RankGrid, mesh_sizes
 from megatron_zpp.recipe.capability import capabilities_of
 from megatron_zpp.settings.config import Config, ParallelConfig
 from zeropp.sharding import nodes_of_grid
@@ -18,7 +17,7 @@ from zeropp.wire import AXES, Nodes, RankGroup, Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRanks(RankGrid):
-    """A rank of a run on `nodes`, which are those of all ranks."""
+    """A rank of a run of `config` on `nodes`, which are those of all ranks."""
 
     config: Config
     nodes: Nodes
@@ -32,6 +31,10 @@ class PlannedRanks(RankGrid):
     @property
     def context_size(self) -> int:
         return self.parallel.context_parallel_size
+
+    def at(self, place: int) -> "PlannedRanks":
+        """Return the first rank at a place of the pipeline."""
+        return replace(self, rank=place * (self.num_ranks // self.pipeline_size))
 
     @cached_property
     def grid(self) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from megatron_zpp.capabilities.muon.capability import MuonCapability, muon_options
-from megatron_zpp.model.execution import Execution
-from megatron_zpp.model.part import Part
+from megatron_zpp.model.part import Execution, Part
 from megatron_zpp.planner.parts.meta_model import META, MetaModel, own_axes
 from megatron_zpp.planner.parts.planned_muon import PlannedMuon
 from megatron_zpp.planner.parts.planned_ranks import PlannedRanks
@@ -28,7 +27,7 @@ from zeropp.fsdp_adapter import ShardSpec
 from zeropp.optim import OPTIMIZER
 from zeropp.settings import declared
 from zeropp.sharding import DataAxis, Plan, node_bytes, places_of, plan_units
-from zeropp.wire import AXES, HOPS, PURPOSES, Message, Nodes, sum_of
+from zeropp.wire import AXES, HOPS, PURPOSES, Message, everyone, sum_of
 
 Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes
 Units = tuple[tuple[int | None, Unit], ...]  # each with its layer, None for a root
@@ -42,13 +41,17 @@ class PlannedRun:
     each, each block followed by what in it has an axis of its own, and then the root.
     """
 
-    config: Config
     model: MetaModel
     ranks: PlannedRanks
     stages: tuple[Part, ...]
     units_of_stages: tuple[Units, ...]
     plan: Plan
     is_cpu: bool
+
+    @property
+    def config(self) -> Config:
+        """Return the configuration of the run."""
+        return self.ranks.config
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -120,13 +123,12 @@ class PlannedRun:
     def optimizer(self) -> PlannedMuon | None:
         """Return what the optimizer adds to a step beside an update by AdamW, if anything."""
         config, ranks, stages = self.config, self.ranks, self.stages
-        if not MuonCapability.is_on(config):
+        if not any(isinstance(each, MuonCapability) for each in self.capabilities):
             return None
         layers, is_sharded = tuple(stage.layers for stage in stages), self.stage > 0
         key = ranks.parallel, ranks.nodes, layers, is_sharded
         make = partial(
             PlannedMuon,
-            config=config,
             model=self.model.split(ranks),
             ranks=ranks,
             stages=stages,
@@ -229,27 +231,14 @@ class PlannedRun:
 Places = list[tuple[PlannedRun, int]]  # how many ranks of a pipeline are like each, in its order
 
 
-def plan_run(
-    config: Config,
-    vocab_size: int,
-    nodes: Nodes,
-    *,
-    is_cpu: bool,
-    model: MetaModel | None = None,
-    place: int = 0,
-) -> PlannedRun:
-    """Return the planned run of a rank at a place in its pipeline, on CPUs or on GPUs.
+def plan_run(model: MetaModel, ranks: PlannedRanks, *, is_cpu: bool) -> PlannedRun:
+    """Return the planned run of a rank, on CPUs or on GPUs.
 
-    `nodes` are those of all ranks. `model` is that of another run of the same model. Raises
-    InputError for ranks that the nodes cannot hold alike, and for an hpZ partition that does not
-    divide them.
+    Raises InputError for ranks that the nodes cannot hold alike, and for an hpZ partition that does
+    not divide them.
     """
-    zero = config.zero
-    model = MetaModel(config, vocab_size) if model is None else model
-    stride = nodes.num_ranks // config.parallel.pipeline_model_parallel_size
-    ranks = PlannedRanks(config=config, nodes=nodes, rank=place * stride)
-    stages = model.stages(ranks)
-    units = tuple(_units_of_stages(config, model, ranks, stages))
+    zero, stages = ranks.config.zero, model.stages(ranks)
+    units = tuple(_units_of_stages(model, ranks, stages))
     plan = Plan(
         stage=zero.stage,
         reduces_once=zero.reduces_once,
@@ -258,7 +247,6 @@ def plan_run(
         units=tuple(part for each in units for _, unit in each for part in unit.parts),
     )
     return PlannedRun(
-        config=config,
         model=model,
         ranks=ranks,
         stages=tuple(stages),
@@ -269,10 +257,10 @@ def plan_run(
 
 
 def _units_of_stages(
-    config: Config, model: MetaModel, ranks: PlannedRanks, stages: Iterable[Part]
+    model: MetaModel, ranks: PlannedRanks, stages: Iterable[Part]
 ) -> Iterator[Units]:
     """Yield the units of each of a rank's stages; inner ones are on axes of their own."""
-    axis = DataAxis.of(config.zero, ranks.data_nodes)
+    axis = DataAxis.of(ranks.config.zero, everyone(ranks.data_nodes, 0))
     alike, blocks = model.alike(ranks), model.split(ranks).blocks
     by_layer: dict[int, list[Unit]] = {}
     for stage in stages:
@@ -281,57 +269,46 @@ def _units_of_stages(
         for layer in stage.layers:
             first = alike[layer]
             if first not in by_layer:
-                by_layer[first] = _units_of_block(config, blocks[first], ranks, axis)
+                by_layer[first] = _units_of_block(blocks[first], ranks, axis)
             units += ((layer, unit) for unit in by_layer[first])
-        cut = plan_units(root, (), places_of(root), axis, config.zero)
+        cut = plan_units(root, (), places_of(root), axis, ranks.config.zero)
         yield (*units, (None, Unit(parts=cut)))
 
 
-def _units_of_block(
-    config: Config, block: nn.Module, ranks: PlannedRanks, axis: DataAxis
-) -> list[Unit]:
+def _units_of_block(block: nn.Module, ranks: PlannedRanks, axis: DataAxis) -> list[Unit]:
     """Return a block, and what in it has an axis of its own."""
-    num_losses = axis.nodes.num_ranks
+    num_losses, zero = axis.nodes.num_ranks, ranks.config.zero
     apart = {
-        module: DataAxis.of(config.zero, ranks.nodes_of(own.size), num_losses=num_losses)
+        module: DataAxis.of(zero, everyone(ranks.nodes_of(own.size), 0), num_losses=num_losses)
         for module, own in own_axes(block).items()
     }
     root = nn.ModuleList([block])  # without parameters of its own
     places = places_of(root, (block, *apart))
-    *cut, _ = plan_units(root, [block], places, axis, config.zero, apart=apart)
+    *cut, _ = plan_units(root, [block], places, axis, zero, apart=apart)
     first = next((i for i, unit in enumerate(cut) if unit.modules[0] in apart), len(cut))
     own, its_own = Unit(parts=tuple(cut[:first])), tuple(cut[first:])
     return [own, Unit(parts=its_own, is_inner=True)] if its_own else [own]
 
 
-def plan_places(
-    config: Config, vocab_size: int, nodes: Nodes, *, is_cpu: bool, model: MetaModel | None = None
-) -> Places:
+def plan_places(model: MetaModel, ranks: PlannedRanks, *, is_cpu: bool) -> Places:
     """Return the run at the places of its pipeline that differ: its ends, and between them.
 
     Of the places between the ends, the first holds the activations of the most micro-batches, and
-    those differ that have other layers, or neighbours on another node. Takes and raises what
-    `plan_run` does.
+    those differ that have other layers, or neighbours on another node. Raises as `plan_run` does.
     """
-    model = MetaModel(config, vocab_size) if model is None else model
-    size = config.parallel.pipeline_model_parallel_size
-    stride = nodes.num_ranks // size
-
-    stages = config.parallel.stages(config.model.num_layers)
-    layers = model.layer_kinds(config.recompute.recompute_num_layers)
+    size, per_node = ranks.pipeline_size, ranks.nodes.ranks_per_node
+    stride = ranks.num_ranks // size
+    layers = model.layer_kinds(ranks.config.recompute.recompute_num_layers)
+    stages = ranks.parallel.stages(len(layers))
 
     def kind(place: int) -> tuple[object, ...]:
         """Return what places have in common: layers, ends of the pipeline, and ends of a node."""
         own = [layers[each.start : each.stop] for each in stages[place::size]]
         ends = place * stride, (place + 1) * stride
-        in_node = stride < nodes.ranks_per_node
-        begins, closes = (in_node and end % nodes.ranks_per_node == 0 for end in ends)
+        begins, closes = (stride < per_node and end % per_node == 0 for end in ends)
         return place == 0, place == size - 1, begins, closes, own
 
     return [
-        (
-            plan_run(config, vocab_size, nodes, is_cpu=is_cpu, model=model, place=first),
-            1 + len(rest),
-        )
+        (plan_run(model, ranks.at(first), is_cpu=is_cpu), 1 + len(rest))
         for _, (first, *rest) in groupby(range(size), kind)
     ]

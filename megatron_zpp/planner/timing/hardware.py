@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.monitor.gpu_peaks import peak_of
+from megatron_zpp.monitor.matmul_rate import peak_of
 from zeropp.errors import InputError
 from zeropp.settings import read_toml
 

@@ -75,7 +75,7 @@ def test_each_configuration_switches_on_what_its_name_says():
     assert bits["zeropp"] == (8, 4) and bits["zeropp-4-4"] == (4, 4)
     assert bits["code-steps-int3"] == (8, 3)
     messages = [configs[name].zeropp.code_messages for name in OURS if "code" in name]
-    assert messages == [True, True, None] and not configs["zeropp"].zeropp.code_messages
+    assert messages == [True, True, False, None] and not configs["zeropp"].zeropp.code_messages
     assert axes_of("zeropp-4-4") == ({}, "zeropp-4-4")
     assert axes_of("pp2-tp4-zero3-once") == ({"pp": 2, "tp": 4}, "zero3-once")
 
@@ -158,7 +158,7 @@ LINK = {"limit": 100.0, "measured": [99.0, 70.0]}
 def test_bytes_are_those_of_nodes_and_stand_beside_the_ledgers():
     plain, ours = example_result(LINK)["runs"][0]["rows"]
     assert plain["median"] == 3 and plain["quartiles"] == [1.5, 6.5]
-    assert ours["speedup"] == 2 and plain["speedup"] == 1
+    assert ours["speedup"] == ours["paired"] == 2 and plain["interval"] == [1, 1]
     assert ours["final_loss"] == 3.1 and ours["processor_seconds"] == 0.7
     assert plain["nodes"][0]["sent"] == 1030 and plain["nodes"][1]["received"] == 1030
     assert plain["nodes"][0]["ledger"] is None and plain["nodes"][0]["difference"] is None
@@ -176,7 +176,7 @@ def test_the_tables_and_the_chart_show_bytes_in_models(link, tmp_path: Path):
     _, ours = [row for row in cells if row[:1] == ["zeropp"]]  # times, and bytes
     _, plain = [row for row in cells if row[:1] == ["fsdp2"]]
     assert "1 steps before the timed ones, 20 ms from node to node and back" in printed
-    assert printed.count("2.00") == 1 and "without gradients" not in printed
+    assert printed.count("2.00") == 2 and "without gradients" not in printed
     if link is None:
         assert "one host, no network" in printed
         assert ours[1:] == ["-", "-", "-", "0.500", "0.0", "-", "0.250"]

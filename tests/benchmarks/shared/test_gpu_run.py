@@ -1,5 +1,6 @@
 """The program for machines with a GPU: its steps, its limits, and the Markdown it writes."""
 
+import os
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ def python(text: str, **more) -> Step:
 
 
 def options(**flags) -> SimpleNamespace:
-    return SimpleNamespace(**{"tiny": False, "kernels_flags": "", "train_flags": ""} | flags)
+    return SimpleNamespace(**{"minutes": 8, "tiny": False} | flags)
 
 
 def test_the_program_runs_from_any_folder_and_leaves_markdown(tmp_path: Path) -> None:
@@ -130,3 +131,21 @@ def test_the_steps_know_whether_there_is_a_gpu(tmp_path: Path) -> None:
     assert plan["kernels"].command[-2:] == ("--rounds", "3")
     assert plan["train"].command[-2:] == ("--micro-batch", "8")
     assert "tiny" not in plan["train"].command and plan["tests"].must_print == " passed"
+    assert "hf" not in plan["train"].command and plan["build"].share * 8 * 60 == 40
+    longer = {step.name: step for step in steps("cuda", options(minutes=14), tmp_path)}
+    assert "hf" in longer["train"].command and longer["build"].share == plan["build"].share
+
+
+def test_with_a_gpu_that_does_nothing_each_step_fails_and_the_report_names_it(
+    tmp_path: Path,
+) -> None:
+    program, report = tmp_path / "nvidia-smi", tmp_path / "report.md"
+    program.write_text("#!/bin/sh\necho NVIDIA Nothing, 1 MiB")
+    program.chmod(0o755)
+    command = [*SCRIPT, "--device", "cuda", "--output", str(report), "--only", "kernels", "train"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    text = report.read_text()
+    assert done.returncode == 1 and "| GPU | NVIDIA Nothing, 1 MiB |" in text
+    assert "| Kernels | failed: status 2 |" in text and "| Training | failed: status 2 |" in text
+    assert "PyTorch sees no GPU" in text

@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from zeropp.settings.capabilities import modules_of
+from zeropp.exports import modules_of
 
 sys.dont_write_bytecode = True
 modules_of.cache_clear()  # what is forked has read all settings already

@@ -33,6 +33,7 @@ from tests.megatron_zpp.small_net import (
     load_here,
     load_on_two,
     names,
+    save_in,
     save_on_four,
     state_at,
     train,
@@ -88,7 +89,7 @@ def save_both_ways(folder: Path, stage: int) -> None:
             train(model, optimizer, 1)
             for name, option in (("now", None), ("beside", writer)):
                 state = state_at(iteration)
-                checkpoint.save(
+                save_in(
                     folder / name, model, optimizer, state, keep=Retention(newest=2), writer=option
                 )
         writer.finish()
@@ -111,7 +112,7 @@ def test_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
     folder = shared_folder(str(tmp_path))
     model, optimizer = build(3, seed=1)
     train(model, optimizer, 2)
-    checkpoint.save(folder, model, optimizer, state_at(2))
+    save_in(folder, model, optimizer, state_at(2))
     train(model, optimizer, 2)
     again, optimizer_again = build(3, seed=5)
     checkpoint.load(folder, again, optimizer_again)
@@ -123,10 +124,10 @@ def test_state_survives_as_it_was_and_settings_are_not_state(tmp_path: Path) -> 
     model, optimizer = build(0, seed=1)
     for folder in (tmp_path / "nowhere", tmp_path):
         assert checkpoint.load(folder, model, optimizer) is None
-    checkpoint.save(tmp_path / "new", model, optimizer, state_at(0))  # before the first update
+    save_in(tmp_path / "new", model, optimizer, state_at(0))  # before the first update
     train(model, optimizer, 1)
     written = state_at(1, loss_scaler={"words": [2**63, 1]}, schedule={"lr": 1e-5 / 3})
-    path = checkpoint.save(tmp_path, model, optimizer, written)
+    path = save_in(tmp_path, model, optimizer, written)
     optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
     assert checkpoint.load(tmp_path, model, optimizer) == written == read_state(path)
     group = optimizer.param_groups[0]
@@ -142,7 +143,7 @@ def test_state_survives_as_it_was_and_settings_are_not_state(tmp_path: Path) -> 
 def test_optimizer_can_be_left_out(tmp_path: Path) -> None:
     model, optimizer = build(0, seed=1)
     train(model, optimizer, 1)
-    checkpoint.save(tmp_path, model, optimizer, state_at(1), save_optimizer=False)
+    save_in(tmp_path, model, optimizer, state_at(1), save_optimizer=False)
     other, fresh = build(0, seed=2)
     with pytest.raises(InputError, match="--no-load-optim"):
         checkpoint.load(tmp_path, other, fresh)
@@ -155,7 +156,7 @@ def test_pruning_spares_what_is_not_ours_or_newer(tmp_path: Path) -> None:
     model, optimizer = build(0, seed=1)
     (tmp_path / "iter_0000001").mkdir()
     for iteration in (2, 3, 9, 4):  # of which the newest one is kept
-        checkpoint.save(tmp_path, model, optimizer, state_at(iteration), keep=Retention(newest=1))
+        save_in(tmp_path, model, optimizer, state_at(iteration), keep=Retention(newest=1))
     assert names(tmp_path) == ["iter_0000001", "iter_0000004", "iter_0000009"]
     assert checkpoint.load(tmp_path, model, optimizer).iteration == 4  # the one pointed to
 
@@ -164,11 +165,11 @@ def test_pruning_spares_those_of_an_interval(tmp_path: Path) -> None:
     model, optimizer = build(0, seed=1)
     keep = Retention(interval=4)
     for iteration in (2, 4, 6, 8, 10):
-        checkpoint.save(tmp_path, model, optimizer, state_at(iteration), keep=keep)
+        save_in(tmp_path, model, optimizer, state_at(iteration), keep=keep)
     assert names(tmp_path) == ["iter_0000004", "iter_0000008", "iter_0000010"]
     keep = Retention(interval=4, newest=2)
     for iteration in (11, 12, 13):
-        checkpoint.save(tmp_path, model, optimizer, state_at(iteration), keep=keep)
+        save_in(tmp_path, model, optimizer, state_at(iteration), keep=keep)
     later = ["iter_0000012", "iter_0000013"]
     assert names(tmp_path) == ["iter_0000004", "iter_0000008", *later]
 
@@ -330,23 +331,23 @@ def test_what_fails_on_one_rank_fails_on_all(two_checkpoints: Path, tmp_path: Pa
     assert "iter_0000001: the content of __1_0.distcp changed" in str(error.value)
     assert "iter_0000002: __3_0.distcp is missing" in str(error.value)
     with pytest.raises(InputError, match="cannot save in .*file"):
-        checkpoint.save(shared / "file" / "save", model, optimizer, state_at(1))
+        save_in(shared / "file" / "save", model, optimizer, state_at(1))
     train(model, optimizer, 1)
-    checkpoint.save(folder, model, optimizer, state_at(1))
+    save_in(folder, model, optimizer, state_at(1))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     dist.barrier()
     with full_disk(4000) if is_second else nullcontext(), pytest.raises(InputError) as error:
-        checkpoint.save(folder, model, optimizer, state_at(2))
+        save_in(folder, model, optimizer, state_at(2))
     assert f"cannot save in {folder} (rank 1): File too large" in str(error.value)
     assert "needs" in str(error.value) and "are free" in str(error.value)
     dist.barrier()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    checkpoint.save(folder, model, optimizer, state_at(2))  # and the ranks still work together
+    save_in(folder, model, optimizer, state_at(2))  # and the ranks still work together
     assert checkpoint.choose(folder).name == "iter_0000002"
     if is_second:
         model.state_dict = None
     with pytest.raises((TypeError, RuntimeError), match="'NoneType' object is not callable"):
-        checkpoint.save(folder, model, optimizer, state_at(1))
+        save_in(folder, model, optimizer, state_at(1))
 
 
 @pytest.fixture
@@ -365,14 +366,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def fill_the_disk(folder: Path) -> None:
     large = nn.Linear(300, 300)  # 360 kB: the space is checked before writing
     with pytest.raises(InputError) as error:
-        checkpoint.save(folder / "large", large, None, state_at(1))
+        save_in(folder / "large", large, None, state_at(1))
     assert "too little space left" in str(error.value) and "361,200 bytes" in str(error.value)
     assert names(folder / "large") == []
     model, optimizer = build(3, seed=1)
     with pytest.raises(InputError, match="cannot save.*: No space left on device. The checkpoint"):
         for iteration in range(1, 100):
             train(model, optimizer, 1)
-            checkpoint.save(folder, model, optimizer, state_at(iteration))
+            save_in(folder, model, optimizer, state_at(iteration))
     assert iteration > 1
     assert checkpoint.load(folder, model, optimizer).iteration == iteration - 1
     assert names(folder) == [f"iter_{number:07d}" for number in range(1, iteration)]

@@ -23,7 +23,7 @@ from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.iteration_folders import Retention
 from megatron_zpp.checkpoint.training_state import TrainingState
 from tests.launched import call
-from tests.megatron_zpp.small_net import names, state_at
+from tests.megatron_zpp.small_net import names, save_in, state_at
 from zeropp.checkpoint.async_save import AsyncWriter
 from zeropp.checkpoint.memory_files import MemoryFiles
 from zeropp.checkpoint.writer_process import RankWrite, perform
@@ -89,9 +89,7 @@ def save_and_die(folder: Path, count: int, beside: bool) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    checkpoint.save(
-        folder, model, optimizer, state_at(2, seed=3), keep=Retention(newest=1), writer=writer
-    )
+    save_in(folder, model, optimizer, state_at(2, seed=3), keep=Retention(newest=1), writer=writer)
     if writer is not None:
         writer.finish()
 
@@ -115,7 +113,7 @@ def test_kill_before_every_change_of_a_file(beside: bool, stride: int, tmp_path:
     before, folders = tmp_path / "before", tmp_path / "killed"
     for iteration in (1, 2):
         model, optimizer = model_of(iteration)
-        checkpoint.save(before, model, optimizer, state_at(iteration, seed=iteration))
+        save_in(before, model, optimizer, state_at(iteration, seed=iteration))
     assert call(save_and_die_each_time, before, folders, beside, stride).wait(120) == 0
     seeds, counts = [], sorted(int(folder.name) for folder in folders.iterdir())
     for count in counts:
@@ -124,7 +122,7 @@ def test_kill_before_every_change_of_a_file(beside: bool, stride: int, tmp_path:
         assert state.iteration == 2  # the old or the new one, but never lost
         seeds.append(state.seed)
         model, optimizer = model_of(4)
-        checkpoint.save(folder, model, optimizer, state_at(3, seed=4), keep=Retention(newest=1))
+        save_in(folder, model, optimizer, state_at(3, seed=4), keep=Retention(newest=1))
         assert loaded(folder).iteration == 3
         assert names(folder) == ["iter_0000003"]
     assert counts[-1] > 25
@@ -157,7 +155,7 @@ def save_for_ever(folder: Path, rank: int, store: Path, progress: Path) -> None:
         for attempt in range(2):
             value = 2 * iteration + attempt
             fill(model, optimizer, value)
-            checkpoint.save(
+            save_in(
                 folder, model, optimizer, state_at(iteration, seed=value), keep=Retention(newest=2)
             )
             with progress.open("a") as file:
@@ -174,7 +172,7 @@ def save_beside_for_ever(folder: Path, rank: int, store: Path, progress: Path) -
     for iteration in itertools.count(begin + 1):
         fill(model, optimizer, iteration)
         state = state_at(iteration, seed=iteration)
-        checkpoint.save(folder, model, optimizer, state, keep=Retention(newest=2), writer=writer)
+        save_in(folder, model, optimizer, state, keep=Retention(newest=2), writer=writer)
         fill(model, optimizer, -1)
         if iteration > begin + 1:
             with progress.open("a") as file:

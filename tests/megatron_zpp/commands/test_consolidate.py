@@ -9,9 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.commands.consolidate import main
-from tests.megatron_zpp.small_net import build, save_on_four, state_at
+from tests.megatron_zpp.small_net import build, save_in, save_on_four, state_at
 
 MIB = 2**20
 
@@ -96,7 +95,7 @@ def test_a_size_that_is_none(saved: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model, optimizer = build(0, seed=1)
-    path = checkpoint.save(tmp_path, model, optimizer, state_at(1))
+    path = save_in(tmp_path, model, optimizer, state_at(1))
     (path / "__0_0.distcp").unlink()
     arguments = ["--output", str(tmp_path / "out"), "--load"]
     assert "__0_0.distcp is missing" in error_of([*arguments, str(path)], capsys)
@@ -106,7 +105,7 @@ def test_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
 def test_number_beyond_fp16_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, 1e5)
-    checkpoint.save(tmp_path, model, None, state_at(1))
+    save_in(tmp_path, model, None, state_at(1))
     arguments = ["--load", str(tmp_path), "--output", str(tmp_path / "out"), "--dtype", "fp16"]
     text = error_of(arguments, capsys)
     assert "weight holds 100000, more than fp16 can: use --dtype bf16" in text

@@ -9,7 +9,7 @@ import torch
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, filled_in_the_middle
 from megatron_zpp.data.loader import Loader
 from megatron_zpp.settings.config import DataConfig, FimConfig
-from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.base import ByteLevelTokenizer
 from zeropp.errors import InputError
 
 TOKENIZER = ByteLevelTokenizer(5)

@@ -17,7 +17,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture
 from megatron_zpp.data.text_source import resolve_tokenizer
 from megatron_zpp.model.gpt import GPT
@@ -25,6 +24,7 @@ from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import Config, ModelConfig, TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer, build_tokenizer
 from tests.megatron_zpp.settings.tables import DATA
+from tests.megatron_zpp.small_net import save_in
 
 # Settings of models: those of a type, by `model_type`, and variants, whose names begin with a type.
 TABLES = json.loads((DATA / "foreign_models.json").read_text())
@@ -153,7 +153,7 @@ def save_own(
         tokenizer=tokenizer.fingerprint, architecture=architecture(model, tokenizer.vocab_size),
         configuration=Config(model=model, tokenizer=tokenizer_config).to_dict(),
     )  # fmt: skip
-    checkpoint.save(save, gpt, None, state)
+    save_in(save, gpt, None, state)
     return save, tokenizer
 
 

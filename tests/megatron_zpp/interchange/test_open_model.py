@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState, read_state
 from megatron_zpp.interchange import gguf
 from megatron_zpp.interchange.conversion import export_model, import_model
@@ -20,6 +19,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.settings.config import ModelConfig, TokenizerConfig
 from megatron_zpp.text.text_model import TextModelConfig, open_text_model
 from tests.megatron_zpp.interchange.foreign_models import LLAMA3, add_tokenizer, llama, saved
+from tests.megatron_zpp.small_net import save_in
 from tests.megatron_zpp.train.training_runs import built_run
 from tests.ranks import ranks
 from zeropp import ZeroConfig, shard
@@ -143,7 +143,7 @@ def test_a_checkpoint_with_flags_that_change_nothing(imported: Path, tmp_path: P
     state = read_state(imported / "iter_0000000")
     state.configuration["model"] |= {"attention_softmax_in_fp32": True}
     model, _ = load_model(imported)
-    checkpoint.save(tmp_path, model, None, state)
+    save_in(tmp_path, model, None, state)
     assert open_model(tmp_path).config == open_model(imported).config
 
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_another_program_raises(imported: Path, tmp_path: Path) 
         iteration=1, consumed_samples=0, consumed_tokens=0, seed=1, world_size=1, stage=0,
         tokenizer="",
     )  # fmt: skip
-    checkpoint.save(tmp_path, model, None, state)
+    save_in(tmp_path, model, None, state)
     with pytest.raises(InputError, match="does not describe its model"):
         open_model(tmp_path)
 

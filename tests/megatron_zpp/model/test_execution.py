@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_zpp.model.block import Block
-from megatron_zpp.model.execution import Execution
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.gpt import GPT, Block
+from megatron_zpp.model.part import Execution
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 

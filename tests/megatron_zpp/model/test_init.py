@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Barrier
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.model import init
 from megatron_zpp.model.gpt import GPT
@@ -126,27 +127,31 @@ def test_placement_that_is_not_a_part() -> None:
 
 @ranks(2)
 def test_no_rank_holds_a_whole_parameter() -> None:
-    """While drawing 64 Ki elements in blocks of 4 Ki, no allocation is larger than a block."""
-    mesh = init_device_mesh("cpu", (2,))
+    """Blocks of 32 rows are drawn in place, but for one in which the shards of 250 rows meet."""
     model = nn.Module()
-    model.weight = nn.Parameter(distribute_tensor(torch.zeros(512, 128), mesh, [Shard(0)]))
-    with block_elements(4096), AllocationSizes() as allocations:
+    mesh, empty, taken = init_device_mesh("cpu", (2,)), torch.empty, []
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(500, 128), mesh, [Shard(0)]))
+
+    def record(shape):
+        taken.append(math.prod(shape))
+        return empty(shape)
+
+    with block_elements(4096), patch.object(torch, "empty", record):
         initialize(model, 1, GPT2)
-    assert max(allocations.sizes) == 4096
+    assert taken == [4096]
 
 
-class AllocationSizes(TorchDispatchMode):
-    """Records the number of elements of every allocation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = [0]
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if "empty" in str(func) or "zeros" in str(func) or "clone" in str(func):
-            self.sizes.append(out.numel())
-        return out
+@pytest.mark.parametrize("threads", [1, 2])
+def test_blocks_are_drawn_by_as_many_threads_as_pytorch_uses(threads) -> None:
+    """As many draw at a time: each waits until all do. The numbers are the same."""
+    all_draw, generator = Barrier(threads, timeout=30), torch.Generator
+    one, other = (torch.zeros(16, 8) for _ in range(2))
+    with block_elements(32):
+        init.draw(one, "name", 1.0)
+        with patch.object(torch, "get_num_threads", lambda: threads):
+            with patch.object(torch, "Generator", lambda: all_draw.wait() < 0 or generator()):
+                init.draw(other, "name", 1.0)
+    assert torch.equal(one, other)
 
 
 def test_distribution() -> None:

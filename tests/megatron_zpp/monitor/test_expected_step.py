@@ -11,7 +11,6 @@ from megatron_zpp.monitor.expected_step import (
     ExpectedStep,
     StepWatch,
     read_expected_step,
-    settings_key,
 )
 from megatron_zpp.settings.arguments import parse
 from tests.megatron_zpp.train.training_runs import TINY, log_of
@@ -40,7 +39,7 @@ def test_the_rows_of_a_plan_are_found_by_the_runs_they_stand_for(plan_file, tmp_
         settings.write_text(json.dumps(row["json"]))
         flags = f"{RUN} {row['flags']}"
         config = parse(f"{flags} --deepspeed-config {settings}".split(), 16)
-        expected = read_expected_step(str(plan_file), settings_key(config, 16))
+        expected = read_expected_step(str(plan_file), config.step_key(16))
         assert expected.typical == row["step_s"]
         assert f"{row['step_s']:.3g} s a step expected" in str(expected)
         assert "table only" in str(expected)
@@ -56,7 +55,7 @@ def test_the_rows_of_a_plan_are_found_by_the_runs_they_stand_for(plan_file, tmp_
 def test_another_run_is_told_what_differs(flags, ranks, message, plan_file):
     config = parse(f"{RUN} {flags}".split(), ranks)
     with pytest.raises(InputError, match=message):
-        read_expected_step(str(plan_file), settings_key(config, ranks))
+        read_expected_step(str(plan_file), config.step_key(ranks))
 
 
 @ranks(2)
@@ -81,9 +80,9 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
     for text in ("{}", "no JSON", '{"cluster": {"basis": ""}, "rows": [1]}'):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(InputError, match="expected what megatron-zpp plan writes"):
-            read_expected_step(str(tmp_path / "x.json"), settings_key(config, 16))
+            read_expected_step(str(tmp_path / "x.json"), config.step_key(16))
     with pytest.raises(InputError, match="--plan-file"):
-        read_expected_step(str(tmp_path / "absent.json"), settings_key(config, 16))
+        read_expected_step(str(tmp_path / "absent.json"), config.step_key(16))
 
 
 def reports(steps):

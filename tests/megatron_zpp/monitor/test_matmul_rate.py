@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_zpp.monitor import matmul_rate
-from megatron_zpp.monitor.gpu_peaks import BY_NAME, peak_flops, peak_of
+from megatron_zpp.monitor.matmul_rate import BY_NAME, peak_flops, peak_of
 from tests.megatron_zpp.train.training_runs import field, log_of
 from tests.ranks import ranks
 

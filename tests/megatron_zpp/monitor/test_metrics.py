@@ -8,11 +8,11 @@ import torch
 
 from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.monitor.log_lines import MegatronLines
-from megatron_zpp.monitor.loss_watch import LossWatch
 from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.monitor.metrics import History, Iteration, Metrics, Validation
 from megatron_zpp.monitor.report.run_record import RunFacts
 from megatron_zpp.settings.config import LogConfig, ModelConfig, RecomputeConfig
+from megatron_zpp.train.loop import LossWatch
 from tests.megatron_zpp.monitor.steps import FLOPS, ITERATION, MEMORY
 
 
@@ -118,7 +118,7 @@ def test_writers_that_come_later_hear_what_the_run_is():
     facts = RunFacts(version="7")
     collected.use_facts(lambda: facts)
     collected.iteration(ITERATION)
-    collected.use_writers([page])
+    collected.writers = [page]
     collected.iteration(ITERATION)
     collected.iteration(ITERATION)
     assert page.described == [facts]

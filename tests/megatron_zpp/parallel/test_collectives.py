@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_zpp.parallel.axes import TensorAxis
+from megatron_zpp.model.tensor_parallel import own_random_numbers
 from megatron_zpp.parallel.collectives import (
     gather_columns,
     gather_rows,
@@ -100,9 +99,8 @@ def test_the_gradient_is_moved_back(forward: Callable, backward: Callable):
 
 @ranks(SIZE)
 def test_tensor_ranks_drop_other_elements_of_what_they_split():
-    axis = TensorAxis(group=peers(), sequence_parallel=True, mesh=init_device_mesh("cpu", (SIZE,)))
     torch.manual_seed(3)
-    with axis.own_random_numbers(torch.device("cpu")):
+    with own_random_numbers(peers(), False, 0.1, torch.device("cpu")):
         own = torch.rand(4).tolist()
     everywhere = [None] * SIZE
     dist.all_gather_object(everywhere, (own, torch.rand(4).tolist()))

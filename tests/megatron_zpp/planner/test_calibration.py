@@ -7,7 +7,6 @@ import pytest
 
 from megatron_zpp.model.flops import TokenFlops
 from megatron_zpp.planner.calibration import calibrate_by_log, read_log
-from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.hardware import Range, find_cluster
 from megatron_zpp.settings.arguments import parse
@@ -42,7 +41,8 @@ def predicted(cluster, num_nodes):
     there = replace(cluster, num_nodes=num_nodes)
     batch = replace(CONFIG.batch, global_batch_size=4 * there.num_ranks)
     config = replace(CONFIG, batch=batch)
-    return Search(config, VOCABULARY, there).row(given_candidate(config)).seconds
+    search = Search(config, VOCABULARY, there)
+    return search.row(search.space.given).seconds
 
 
 def test_one_node_gives_the_rate_of_products_and_several_the_links(tmp_path):

@@ -100,7 +100,7 @@ def test_the_shortest_interval_is_advised_that_is_about_as_fast(
 ) -> None:
     rows = [row_of(*each) for each in zip((10, 30, 100), alone, strict=True)]
     plan = ClusterPlan(
-        cluster=None, config=None, rows=(row_of(1, together),), places=(1,),
+        cluster=None, space=None, rows=(row_of(1, together),), places=(1,),
         row_of_flags=None, alone=tuple(rows),
     )  # fmt: skip
     assert plan.advised.candidate.interval == advised

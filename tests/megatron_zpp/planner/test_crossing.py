@@ -7,9 +7,8 @@ import pytest
 
 from megatron_zpp.capabilities.experts.messages import copies_across_nodes
 from megatron_zpp.planner.advice import advice
-from megatron_zpp.planner.candidates import Candidate, candidates_of
+from megatron_zpp.planner.candidates import Candidate
 from megatron_zpp.planner.crossing import Crossing, crossing_of
-from megatron_zpp.planner.parts.meta_model import MetaModel
 from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.planner.search import ClusterPlan, Search
 from megatron_zpp.planner.zero_settings import compared_settings
@@ -61,15 +60,14 @@ def break_even_tokens(
 
 def candidate_of(its_search: Search, name: str) -> Candidate:
     """The first configuration with the ZeRO settings of a name."""
-    has_adapters = its_search.base.lora.lora_rank > 0
-    compared = compared_settings(its_search.nodes, has_adapters=has_adapters)
+    space = its_search.space
+    compared = compared_settings(space.nodes, has_adapters=space.base.lora.lora_rank > 0)
     settings = next(each for each in compared if each.name == name)
-    return next(candidates_of(its_search.base, settings, its_search.nodes.num_ranks))
+    return next(space.candidates(settings, space.nodes.num_ranks))
 
 
 def found_crossing(its_search: Search, candidate: Candidate) -> Crossing:
-    model = MetaModel(its_search.base, VOCABULARY)
-    crossing = crossing_of(candidate, its_search.nodes, model)
+    crossing = crossing_of(candidate, its_search.space.nodes, its_search.model)
     assert crossing is not None
     return crossing
 
@@ -136,7 +134,7 @@ def test_all_sizes_are_compared_and_the_flags_stay_as_given(plan: ClusterPlan) -
 
 
 def test_memory_and_bytes_are_those_of_the_estimate(plan: ClusterPlan) -> None:
-    nodes = search(FEW).nodes
+    nodes = search(FEW).space.nodes
     for row in plan.rows[::29]:
         expected = RunForecast.of(row.candidate.config, VOCABULARY, nodes, is_cpu=False)
         assert dict(row.memory) == dict(expected.device)

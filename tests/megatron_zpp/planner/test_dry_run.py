@@ -45,8 +45,10 @@ def test_on_a_gpu_each_memory_is_judged_by_itself(capsys, monkeypatch):
     assert "error: does not fit, Some GPU" in message and "--cpu-optimizer" in message
     assert main(f"{flags}--cpu-optimizer".split()) == 1
     message = capsys.readouterr().out
-    assert "error: does not fit, host" in message and "ratio" in message
-    assert "fit, Some GPU" not in message
+    assert "error: does not fit, host" in message and "fit, Some GPU" not in message
+    ratio = message.partition("ratio = ")[2].partition(" fits, and the device then needs")[0]
+    main(f"{flags}--cpu-optimizer --optimizer-offload-fraction {ratio}".split())
+    assert "fit, host" not in capsys.readouterr().out
 
 
 def test_a_host_of_unknown_size_fits(capsys, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.shared.training_setup import largest_of_ranks
-from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
+from megatron_zpp.planner.parts.planned_run import plan_run
 from megatron_zpp.planner.run_forecast import RunForecast
 from megatron_zpp.train.build import run_facts
 from megatron_zpp.train.inputs import TRAIN
@@ -159,16 +159,16 @@ def test_the_forecast_of_planned_ranks_is_that_of_the_ranks(flags: str) -> None:
         config, sharding, ranks = run.config, run.trainer.sharding, run.ranks
         sent = Counter(run.trainer.communication.forecast)  # of the rank's node
         vocab_size = run.tokenizer.vocab_size
-    place = ranks.pipeline_rank
-    planned_run = plan_run(config, vocab_size, ranks.nodes, is_cpu=True, place=place)
+    forecast = RunForecast.of(config, vocab_size, ranks.nodes, is_cpu=True)
+    of_place = forecast.first.ranks.at(ranks.pipeline_rank)
+    planned_run = plan_run(forecast.first.model, of_place, is_cpu=True)
     assert planned_run.num_ranks == 1 or Counter(planned(sharding.plan)) == Counter(
         planned(planned_run.plan)
     )
     everywhere = [None] * 4
     dist.all_gather_object(everywhere, sent)
-    expected = RunForecast(plan_places(config, vocab_size, ranks.nodes, is_cpu=True)).sent
     for key, num_bytes in sum(everywhere, Counter()).items():
-        assert expected[key] == pytest.approx(num_bytes / 4), key
+        assert forecast.sent[key] == pytest.approx(num_bytes / 4), key
 
 
 def planned(plan: Plan) -> list[tuple]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_zpp.planner.parts.planned_run import Places, plan_places
+from megatron_zpp.planner.parts.planned_run import Places
 from megatron_zpp.planner.run_forecast import RunForecast, StepTime
 from megatron_zpp.planner.step_work import IN_LAYER, load_of, stage_loads, unit_loads
 from megatron_zpp.planner.timing.hardware import TYPICAL, find_cluster
@@ -49,7 +49,7 @@ CASES = [
 def places(flags: str) -> Places:
     stage = "" if "--deepspeed-config" in flags else "--zero-stage 3"
     config = parse(f"{SHAPE} {stage} {flags}".split(), 16)
-    return plan_places(config, VOCABULARY, Nodes.of(range(16), 4), is_cpu=False)
+    return RunForecast.of(config, VOCABULARY, Nodes.of(range(16), 4), is_cpu=False).places
 
 
 @pytest.mark.parametrize("flags", CASES)

@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 
-from megatron_zpp.planner.candidates import given_candidate
 from megatron_zpp.planner.parts.planned_muon import OptimizerRound, seconds_of_rounds
 from megatron_zpp.planner.timing.hardware import Protocol, Rates
 from megatron_zpp.planner.timing.links import exchange
@@ -27,7 +26,7 @@ def test_the_plan_adds_what_muon_takes_to_the_time_of_adam() -> None:
         if name == "adam":
             chosen = "--optimizer adam --zero-stage 3"
         searched = search_for(flags + chosen, 512, link="1gbit")
-        rows[name] = searched.row(given_candidate(searched.base))
+        rows[name] = searched.row(searched.space.given)
     adam, node, whole = (rows[name] for name in ("adam", "node", "whole"))
     for row in (node, whole):
         assert row.time.typical - adam.time.typical == pytest.approx(row.time.optimizer)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron_zpp.planner.advice import advice, what_would_fit, why_not
-from megatron_zpp.planner.candidates import LARGEST_MICRO_BATCH, candidates_of, given_candidate
+from megatron_zpp.planner.candidates import LARGEST_MICRO_BATCH
 from megatron_zpp.planner.plan_table import print_plan
 from megatron_zpp.planner.run_forecast import ACTIVATIONS, RunForecast
 from megatron_zpp.planner.search import ROOM, TIE, ClusterPlan, rank_rows
@@ -53,7 +53,7 @@ def test_every_candidate_keeps_the_global_batch_and_is_a_valid_run():
     searched = search()
     count = 0
     for settings in compared_settings(NODES):
-        for candidate in candidates_of(searched.base, settings, 16):
+        for candidate in searched.space.candidates(settings, 16):
             config, zero = candidate.config, candidate.config.zero
             assert config.schedules.batch_size.final == 64
             assert config.batch.micro_batch_size in (1, 2, 4) and 4 <= LARGEST_MICRO_BATCH
@@ -73,7 +73,7 @@ def fake(seconds, inexactness, *sizes, has_room=True):
 def plan_of(rows):
     ordered, places = rank_rows(rows)
     return ClusterPlan(
-        cluster=None, config=None, rows=tuple(ordered), places=tuple(places),
+        cluster=None, space=None, rows=tuple(ordered), places=tuple(places),
         row_of_flags=None,
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def test_a_row_that_does_not_fit_names_the_largest_kind_and_what_would_fit():
     searched = search(gpu_memory=1.605)  # 5 MiB for tensors
     plan = searched.run()
     assert not plan.fitting and plan.rows
-    row = searched.row(given_candidate(searched.base))
+    row = searched.row(searched.space.given)
     assert row.largest_kind == ACTIVATIONS and row.time is None
     assert why_not(row).endswith(f"{row.memory[ACTIVATIONS] / GIB:.1f} of them {ACTIVATIONS}")
     text = what_would_fit(searched, plan)

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_zpp.planner.candidates import TIE, all_parallel, given_candidate, why_undivided
-from megatron_zpp.planner.parts.planned_run import plan_places, plan_run
+from megatron_zpp.planner.candidates import TIE, SearchSpace
+from megatron_zpp.planner.parts.planned_run import plan_run
 from megatron_zpp.planner.run_forecast import RunForecast, rank_memory
 from megatron_zpp.planner.search import Search
 from megatron_zpp.planner.timing.balanced_stages import LayerSeconds, balanced_stages, stage_flags
@@ -34,7 +34,7 @@ def compared(num_layers, flags="", head=0.5, layers=None):
     config = config_of(num_layers, flags)
     seconds = LayerSeconds(layers=tuple(layers or [1.0] * num_layers), head=head)
     result = {}
-    for parallel, _ in all_parallel(config, NODES, seconds):
+    for parallel, _ in SearchSpace(base=config, nodes=NODES).all_parallel(seconds):
         size, words = parallel.pipeline_model_parallel_size, f"--num-layers {num_layers} {FLAGS}"
         if parallel.tensor_model_parallel_size > 1 or parallel.num_virtual_stages_per_pipeline_rank:
             continue
@@ -88,10 +88,12 @@ def test_what_flags_say_about_stages_is_taken_as_it_is():
 def test_axes_that_the_trainer_refuses_are_named_with_its_reason():
     tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
     odd = config_of(13, "--num-attention-heads 11 --hidden-size 704 ")
-    assert "--num-attention-heads 11 cannot be split" in why_undivided(odd, NODES, tensor)
-    assert why_undivided(odd, NODES, pipeline) is None is why_undivided(config_of(2), NODES, tensor)
-    assert "a rank would have no block" in why_undivided(config_of(1), NODES, pipeline)
-    assert why_undivided(odd, Nodes.of(range(1), 1), tensor) is None
+    space = SearchSpace(base=odd, nodes=NODES)
+    assert "--num-attention-heads 11 cannot be split" in space.why_undivided(tensor)
+    assert space.why_undivided(pipeline) is None
+    assert replace(space, base=config_of(2)).why_undivided(tensor) is None
+    assert "a rank would have no block" in replace(space, base=config_of(1)).why_undivided(pipeline)
+    assert replace(space, nodes=Nodes.of(range(1), 1)).why_undivided(tensor) is None
 
 
 CASES = (
@@ -104,14 +106,15 @@ CASES = (
 @pytest.mark.parametrize("flags", CASES)
 def test_memory_is_that_of_the_fullest_of_all_ranks(flags):
     config = config_of(7, PP4 + flags + "--micro-batch-size 2 ")
-    places = plan_places(config, VOCABULARY, NODES, is_cpu=False)
-    by_place = [
-        sum(len(each.layers) for each in run.stages) for run, count in places for _ in range(count)
-    ]
+    forecast = RunForecast.of(config, VOCABULARY, NODES, is_cpu=False)
+    by_place = []
+    for run, count in forecast.places:
+        by_place += count * [sum(len(each.layers) for each in run.stages)]
     assert by_place == list(map(len, config.parallel.stages(7)))
-    runs = (plan_run(config, VOCABULARY, NODES, is_cpu=False, place=place) for place in range(4))
+    ranks, model = forecast.first.ranks, forecast.first.model
+    runs = (plan_run(model, ranks.at(place), is_cpu=False) for place in range(4))
     expected = max(sum(rank_memory(run)[0].values()) for run in runs)
-    assert RunForecast(places).device_bytes == expected
+    assert forecast.device_bytes == expected
 
 
 def test_the_slowest_stage_counts():
@@ -122,5 +125,5 @@ def test_the_slowest_stage_counts():
         flags += f"--decoder-last-pipeline-num-layers {last} --pipeline-model-parallel-size 2 "
         flags += "--hidden-size 2048 --seq-length 2048 --micro-batch-size 1 "
         searched = Search(config_of(4, flags), VOCABULARY, cluster)
-        times.append(searched.row(given_candidate(searched.base)).seconds)
+        times.append(searched.row(searched.space.given).seconds)
     assert min(times[1:]) > times[0] * (1 + TIE)

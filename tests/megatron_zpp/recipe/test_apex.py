@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.model.part import Part
-from megatron_zpp.recipe.apex import ApexAdam, find_apex
+from megatron_zpp.recipe.model import ApexAdam, find_apex
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build, rows
 from tests.ranks import ranks
 

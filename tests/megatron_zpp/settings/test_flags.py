@@ -49,6 +49,7 @@ def test_every_flag_is_covered():
     tried = {word.partition("=")[0].replace("_", "-") for line in lines for word in line.split()}
     ours = {"--eval-at-start", "--deepspeed-config", "--cpu-optimizer", "--no-position-embedding"}
     ours |= {"--dry-run", "--dry-run-ranks", "--remote-device", "--use-pin-memory"}
+    ours |= {"--rehearse-ranks"}
     idle = {flag.shown.replace("_", "-") for flag in flags_without_effect()}
     for each in FLAGS:
         spelled = {f"--{name}".replace("_", "-") for name in [*each.names, *each.shorthands]}

@@ -7,7 +7,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import ModelConfig
 from megatron_zpp.text.text_model import TextModel
-from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.base import ByteLevelTokenizer
 
 POSITIONS = 32
 # Sums of a few dozen fp32 log-probabilities of size 5, computed in batches of other shapes.

@@ -7,8 +7,7 @@ import tokenizers
 
 from megatron_zpp.text.detokenizer import WINDOW, IncrementalDetokenizer
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.tokenizer.base import NullTokenizer
-from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.base import ByteLevelTokenizer, NullTokenizer
 from megatron_zpp.tokenizer.hugging_face import HFTokenizer
 from megatron_zpp.tokenizer.sentence_piece import GPTSentencePieceTokenizer
 

@@ -18,7 +18,7 @@ from megatron_zpp.text.generate import Request, complete  # noqa: E402
 from megatron_zpp.text.lm_eval_model import opened_by  # noqa: E402
 from megatron_zpp.text.sampling import Sampling  # noqa: E402
 from megatron_zpp.text.text_model import TextModelConfig, shard_text_model  # noqa: E402
-from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer  # noqa: E402
+from megatron_zpp.tokenizer.base import ByteLevelTokenizer  # noqa: E402
 from tests.megatron_zpp.interchange.foreign_models import (  # noqa: E402
     WORDS,
     add_tokenizer,

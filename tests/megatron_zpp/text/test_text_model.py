@@ -19,7 +19,7 @@ from megatron_zpp.text.text_model import (
     open_text_model,
     shard_text_model,
 )
-from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.base import ByteLevelTokenizer
 from tests.megatron_zpp.text.text_models import save_text_model
 from tests.ranks import ranks
 from zeropp.errors import InputError

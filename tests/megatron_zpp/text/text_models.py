@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_zpp.checkpoint import checkpoint
 from megatron_zpp.checkpoint.training_state import TrainingState, architecture
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import Config, TokenizerConfig
-from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.base import ByteLevelTokenizer
 from tests.megatron_zpp.model.small import LLAMA
+from tests.megatron_zpp.small_net import save_in
 
 POSITIONS = 64
 SHAPE = replace(LLAMA, seq_length=POSITIONS, init_method_std=0.2, normalization="LayerNorm")
@@ -35,5 +35,5 @@ def save_text_model(folder: Path, positions: int = POSITIONS) -> GPT:
         architecture=architecture(shape, tokenizer.vocab_size),
         configuration=Config(model=shape, tokenizer=named).to_dict(),
     )  # fmt: skip
-    checkpoint.save(folder, model, None, state)
+    save_in(folder, model, None, state)
     return model.eval()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.train.determinism import deterministic_kernels
+from megatron_zpp.train.pretrain import deterministic_kernels
 from tests.gpu import GPU, MARKS
 from tests.launched import ROOT, zeropp
 from tests.megatron_zpp.train.training_runs import TINY, log_of, loss_values, losses

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.monitor.loss_watch import LossWatch
-from megatron_zpp.train.loop import train
+from megatron_zpp.train.loop import LossWatch, train
 from tests.megatron_zpp.train.training_runs import built_run, log_of, losses
 from tests.ranks import ranks
 from zeropp.errors import InputError

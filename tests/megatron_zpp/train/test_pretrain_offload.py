@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.mesh import Ranks
+from megatron_zpp.recipe import model as recipe
 from megatron_zpp.recipe.capability import capabilities_of
-from megatron_zpp.recipe.model import build_model
-from megatron_zpp.recipe.optimizer import build_optimizer
+from megatron_zpp.recipe.model import build_model, build_optimizer
 from megatron_zpp.settings.arguments import parse
 from tests.launched import ROOT
 from tests.megatron_zpp.train.training_runs import TINY, field, log_of, losses, with_json
@@ -20,6 +20,11 @@ from zeropp import InputError
 from zeropp.capabilities.offload import host_masters
 from zeropp.ranks.topology import Environment
 
+TUTORIAL = (
+    "--num-layers 50 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --batch-size 10 "
+    "--tokenizer-type NullTokenizer --vocab-size 50176 --checkpoint-activations --lr 1e-4 --bf16 "
+    "--mock-data --train-iters 10 "
+)
 FLAGS = "--train-iters 4 --global-batch-size 4 --micro-batch-size 1 --bf16 "
 
 
@@ -66,18 +71,45 @@ def test_frozen_weights_are_on_the_device(more, frozen):
         assert parameter.device.type == ("cpu" if parameter.requires_grad else frozen), name
 
 
-@pytest.mark.parametrize(("ratio", "width"), [(1.0, 18), (0.1, 4)])
+@pytest.mark.parametrize(
+    ("gradients", "batch", "width", "ratio"),
+    [("fp32", 10, 18, 0.72), ("bf16", 10, 16, 0.81), ("bf16", 20, 18, 0.72)],
+)
 @ranks(1)
-def test_host_memory_is_checked_before_the_draws_and_weights_count_once(ratio, width):
-    """Masters take their place; where few are there, most memory is taken by the drawn weights."""
-    section = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
-    flags = f"{TINY}--mock-data --bf16 {with_json(section)}"
-    config = parse(flags.split(), 1)
+def test_the_tutorials_model_is_refused_before_it_has_memory(gradients, batch, width, ratio):
+    """12 bytes of fp32 weight and moments, 2 of the rounded one, the rest for gradients."""
+    elements = 50 * (12 * 4096**2 + 13 * 4096) + (50176 + 1024 + 2) * 4096
+    needed, free, joined = width * elements, 125 * 2**30, ranks_of_a_device(1)
+
+    def build(ratio: float, free: int) -> None:
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+        more = {"data_types": {"grad_accum_dtype": gradients}}
+        flags = f"{TUTORIAL}--global-batch-size {batch} {with_json(zero, more=more)}"
+        config = parse(flags.split(), 1)
+        with patch.object(host_masters, "free_bytes", lambda: free):
+            with patch.object(recipe, "allocate_parameters", side_effect=MemoryError):
+                build_model(config, 50176, joined, apex=None)
+
+    message = rf"needs {needed / 2**30:.1f} GiB .* and 125\.0 are free.*ratio = {ratio}$"
+    for share, at, refused in (
+        (1.0, free, message),
+        (1.0, needed - 1, ""),
+        (ratio + 0.01, free, ""),
+    ):
+        with pytest.raises(InputError, match=refused):
+            build(share, at)
+    for share, at in ((1.0, needed), (ratio, free)):
+        with pytest.raises(MemoryError):
+            build(share, at)
+
+
+@ranks(1)
+def test_weights_that_are_there_count_once():
+    """Masters are in their memory: 18 bytes of a parameter, of which 4 are there."""
+    config = parse(f"{TINY}--mock-data --bf16 --zero-stage 2 --cpu-optimizer".split(), 1)
     joined, refused = ranks_of_a_device(1), pytest.raises(InputError, match="GiB of host memory")
-    needed = width * GPT(config.model, 50).num_parameters()
-    own, fill = capabilities_of(config, joined), lambda _: pytest.fail("weights are filled")
-    with patch.object(host_masters, "free_bytes", lambda: needed - 1), refused:
-        build_model(config, 50, joined, apex=None, fill=fill, capabilities=own)
+    needed = 18 * GPT(config.model, 50).num_parameters()
+    own = capabilities_of(config, joined)
     with patch.object(host_masters, "free_bytes", lambda: needed):
         sharding = build_model(config, 50, joined, apex=None, capabilities=own)
     held = sum(each.to_local().nbytes for each in sharding.model.parameters())

@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.train.inputs import VALIDATION
-from megatron_zpp.train.resume import load
+from megatron_zpp.train.resume import load, saved_run
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.saved_run import saved_run
 from tests.megatron_zpp.train.training_runs import (
     built_run,
     field,

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.settings.config import TrainingConfig
-from megatron_zpp.train.determinism import deterministic_kernels
-from megatron_zpp.train.garbage_collection import GarbageCollection
 from megatron_zpp.train.inputs import TRAIN
+from megatron_zpp.train.loop import GarbageCollection
+from megatron_zpp.train.pretrain import deterministic_kernels
 from megatron_zpp.train.run import Run
 from tests.megatron_zpp.train.training_runs import built_run, log_of, log_of_asynchronous, losses
 from tests.ranks import ranks

@@ -24,8 +24,8 @@ from megatron_zpp.settings.arguments import parse
 from megatron_zpp.settings.config import Config
 from megatron_zpp.train.build import build_run
 from megatron_zpp.train.pretrain import RankProgram
+from megatron_zpp.train.resume import with_own_folders
 from megatron_zpp.train.run import Run
-from megatron_zpp.train.saved_run import with_own_folders
 from megatron_zpp.train.stop import Stopping
 from tests.ranks import ranks
 from tests.worlds import worlds

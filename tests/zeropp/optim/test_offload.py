@@ -5,15 +5,15 @@ Where there is no GPU, device and host are one: the steps are the same but for t
 
 import gc
 import logging
-from contextlib import nullcontext
-from unittest.mock import patch
+import mmap
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeropp
 from tests.ranks import ranks
@@ -21,10 +21,10 @@ from tests.zeropp.deepspeed.small_engine import SAMPLES, config_of, run
 from tests.zeropp.prescribed_gradients import ALL_THREE, data_mesh, zero_config
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import InputError, LossScaler, Sharding, ZeroConfig, optimizer_step, shard
-from zeropp import fsdp_adapter as fsdp
 from zeropp.capabilities.offload import host_masters as module
 from zeropp.capabilities.offload.host_masters import HOST, Offload
 from zeropp.capabilities.offload.offloaded_adam import DelayedAdam, OffloadedAdam
+from zeropp.capabilities.offload.page_locked import page_locked
 from zeropp.optim import CPUAdam, FusedAdam
 
 STEPS, WITH_LOSS_SCALE = 4, 7  # optimizer steps: the scale overflows, grows and overflows in 7
@@ -123,18 +123,13 @@ def test_with_all_of_zeropp(name):
 
 
 def test_ratio_is_the_part_of_the_weights_on_the_host():
-    device = torch.device("meta")
-    sizes = [torch.nn.Parameter(torch.empty(size)) for size in (30, 10, 40, 20)]
-    for ratio, count in ((0.0, 0), (0.3, 1), (0.39, 1), (0.4, 2), (0.8, 3), (1.0, 4)):
-        places = list(module.master_devices(sizes, ratio, device))
-        assert places == [HOST] * count + [device] * (4 - count)
-
-
-def test_a_weight_larger_than_the_ratio_stays_on_the_device():
-    """A GPT's embedding comes first, and may be a third of it."""
+    """A GPT's embedding, which may be a third of it, is first. Here 1 stands for the host."""
     sizes = [torch.nn.Parameter(torch.empty(size)) for size in (50, 10, 30, 10)]
-    device = torch.device("meta")
-    assert list(module.master_devices(sizes, 0.4, device)) == [device, HOST, HOST, device]
+    for ratio, on_host in (
+        (0.0, "0000"), (0.1, "0100"), (0.39, "0101"), (0.4, "0110"), (0.5, "1000"), (1.0, "1111"),
+    ):  # fmt: skip
+        places = module.master_devices(sizes, ratio, torch.device("meta"))
+        assert "".join(str(int(place == HOST)) for place in places) == on_host
 
 
 @ranks(2)
@@ -152,6 +147,24 @@ def test_weights_are_16_bit_on_the_device_and_everything_else_is_on_the_host():
         assert {"exp_avg", "exp_avg_sq", "step"} == set(optimizer.state[master])
 
 
+@ranks(2)
+def test_gradients_in_16_bit_are_rounded_as_they_arrive_and_as_they_are_added():
+    def gradients(name: str, steps: tuple[int, ...]) -> list[torch.Tensor]:
+        sharding = sharded({"stage": 2}, FORMATS["bf16"])
+        offload = Offload(sharding, HOST, pin_memory=False, gradient_type=name)
+        optimizer = OffloadedAdam(offload, [{"params": [*offload.masters]}], **ADAM)
+        for step in steps:
+            with sharding.micro_step(last=step == steps[-1]):
+                loss_of(sharding.model, tokens_of(step)).backward()
+        found = [each.grad.to_local().clone() for each in optimizer.masters.values()]
+        assert not optimizer_step(optimizer, sharding).skipped
+        return found
+
+    both, *each = gradients("bf16", (0, 1)), gradients("fp32", (0,)), gradients("fp32", (1,))
+    for total, one, other in zip(both, *each, strict=True):
+        assert torch.equal(total, one.bfloat16() + other.bfloat16())  # and of that dtype
+
+
 @pytest.mark.parametrize("more", [{}, {"offload_param": {"device": "cpu"}}], ids=["", "weights"])
 @ranks(2)
 def test_the_optimizer_writes_rounded_weights_where_fsdp_reads_them(more):
@@ -164,19 +177,32 @@ def test_the_optimizer_writes_rounded_weights_where_fsdp_reads_them(more):
 
 
 @ranks(1)
-def test_masters_and_gradients_are_pinned_where_the_weights_are_on_the_host_too():
-    """The model computes on a GPU, from which the gradients are copied."""
+def test_gradients_are_pinned_where_the_weights_are_on_the_host_too():
+    """The model computes on a GPU, to which rounded weights are copied; masters never are."""
     sharding = sharded(ON_HOST, FORMATS["bf16"])
-    empty, requests = torch.empty, []
-
-    def record(*sizes, pin_memory: bool = False, **options):
-        requests.append(pin_memory)
-        return empty(*sizes, **options)
-
-    with patch.object(torch, "empty", record):
+    locked = Mock(side_effect=lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    with patch.object(module, "page_locked", locked):
         offload = Offload(sharding, torch.device("cuda"), ratio=1.0, pin_memory=True)
-    assert sum(requests) == 2 * len(offload.masters)
+    types, count = [call.args[1] for call in locked.call_args_list], len(offload.masters)
+    assert types.count(torch.float32) == types.count(torch.bfloat16) == count == len(types) / 2
     assert all(parameter.device == HOST for parameter in sharding.model.parameters())
+
+
+def test_page_locked_memory_is_as_large_as_what_it_holds_and_unlocked_before_it_is_freed():
+    """PyTorch's allocator would take 8 MiB for the 5 of the first."""
+    locked = {}
+    lock, unlock = lambda at, size, flags: locked.update({at: size}) or flags, locked.pop
+    runtime = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=unlock)
+    with patch.object(torch.cuda, "cudart", lambda: runtime), patch("torch.cuda.synchronize"):
+        tensors = [
+            page_locked(torch.Size(each), torch.bfloat16) for each in ((5, 2**19), (3,), [0])
+        ]
+        assert locked == {each.data_ptr(): each.nbytes for each in tensors[:2]}
+        assert not any(address % mmap.PAGESIZE for address in locked)
+        part = tensors.pop(0)[1:]
+        assert len(locked) == 2 and not part.any()
+        part = None
+        assert [*locked] == [tensors.pop(0).data_ptr()] and not locked
 
 
 @ranks(2)
@@ -195,35 +221,13 @@ def test_masters_follow_writes_to_the_weights():
     assert all((master.to_local() == 0.5).all() for master in optimizer.masters.values())
 
 
+@pytest.mark.parametrize(("name", "more"), [("bf16", {"delayed": True}), ("fp16", {})])
 @ranks(1)
-def test_page_locked_memory_is_counted_as_pytorch_allocates_it():
-    """A power of two each: 256 for 33 numbers of 4 bytes, 128 of 2. Weights are there, 4 bytes."""
-    config, elsewhere = zero_config({"stage": 2}, **FORMATS["bf16"]), torch.device("meta")
-    for pin, needed in ((False, 33 * 14), (True, 33 * 4 + 2 * 256 + 128)):
-        for free in (needed, needed - 1):
-            sharding = shard(torch.nn.Linear(33, 1, bias=False), data_mesh(), config)
-            expected = nullcontext() if free == needed else pytest.raises(InputError, match="GiB")
-            with patch.object(module, "free_bytes", lambda free=free: free), expected:
-                Offload(sharding, elsewhere, ratio=1.0, pin_memory=pin)
-
-
-@ranks(1)
-def test_drawn_weights_are_freed_unit_by_unit():
-    sharding, left = sharded({"stage": 3}, FORMATS["bf16"]), []
-    drawn = [
-        [StorageWeakRef(shard.to_local().untyped_storage()) for shard in fsdp.shards(unit)]
-        for unit in sharding.units
-    ]
-    refresh = fsdp.refresh_parameters
-
-    def refresh_and_count(units):
-        refresh(units)
-        left.append([sum(not each.expired() for each in unit) for unit in drawn])
-
-    with patch.object(fsdp, "refresh_parameters", refresh_and_count):
-        Offload(sharding, torch.device("cpu"), pin_memory=False)
-    sizes = [*map(len, drawn)]
-    assert left == [[0] * count + sizes[count:] for count in range(1, len(sizes) + 1)]
+def test_masters_are_the_memory_that_was_drawn_into(name, more):
+    sharding = sharded({"stage": 3}, FORMATS[name])
+    drawn = {each: each.to_local().data_ptr() for each in sharding.model.parameters()}
+    offload = Offload(sharding, HOST, pin_memory=False, **more)
+    assert drawn == {own: each.to_local().data_ptr() for own, each in offload.masters.items()}
 
 
 @ranks(1)
@@ -247,7 +251,7 @@ def test_too_little_memory_on_one_machine_is_reported_on_all():
     model = shard(small_model(), mesh, zero_config({"stage": 2}, **FORMATS["bf16"]), axis="data")
     with patch.object(module, "free_bytes", lambda: free), patch.object(Offload, "_empty") as taken:
         with pytest.raises(
-            InputError, match=r"needs 0\.0 GiB of host memory for the 2 ranks.*ratio"
+            InputError, match=r"needs 0\.0 GiB of host memory for the 2 ranks.*more machines$"
         ):
             offloaded(model)
     assert not taken.called
@@ -263,7 +267,8 @@ def test_a_model_that_has_run_cannot_be_offloaded():
 
 def test_pageable_memory_where_none_can_be_pinned(caplog, monkeypatch):
     sharding = shard(small_model(), None, ZeroConfig())
-    monkeypatch.setattr(torch, "empty", refusing(torch.empty))
+    refused = RuntimeError("no more of it\nwith a trace")
+    monkeypatch.setattr(module, "page_locked", Mock(side_effect=refused))
     offload = Offload(sharding, HOST, ratio=1.0, pin_memory=False)
     offload._pinned = True
     with caplog.at_level(logging.WARNING, "zeropp"):
@@ -274,15 +279,6 @@ def test_pageable_memory_where_none_can_be_pinned(caplog, monkeypatch):
         "offload: the system refuses page-locked memory (no more of it); the rest is pageable, "
         "so copies wait for each other and for the computation"
     ]
-
-
-def refusing(empty):
-    def allocate(*args, pin_memory: bool = False, **facts):
-        if pin_memory:
-            raise RuntimeError("no more of it\nwith a trace")
-        return empty(*args, **facts)
-
-    return allocate
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -350,3 +346,14 @@ def test_weights_frozen_after_their_backward_are_stepped_and_seen(delayed):
 
     hpz = {"stage": 3, "zero_hpz_partition_size": 2}
     assert losses(hpz) == losses({"stage": 3})
+
+
+@ranks(1)
+def test_gradients_are_taken_also_where_nobody_holds_the_optimizer():
+    """Units refer to what takes them weakly; the model's hook of loaded weights keeps that."""
+    sharding = sharded({"stage": 2, **OFFLOAD}, FORMATS["bf16"])
+    offloaded(sharding)
+    gc.collect()
+    with sharding.micro_step(last=True):
+        loss_of(sharding.model, tokens_of(0)).backward()
+    assert all(each.grad is None for each in sharding.model.parameters())

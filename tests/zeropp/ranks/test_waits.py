@@ -12,10 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from tests.ranks import ranks
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import attach
-from zeropp.ranks import waits
+from zeropp.ranks import groups
 from zeropp.ranks.coordination import gather_objects
-from zeropp.ranks.groups import set_time_limit
-from zeropp.ranks.waits import WaitError
+from zeropp.ranks.groups import WaitError, set_time_limit
 
 LIMIT = timedelta(seconds=2)
 SETTINGS = {
@@ -89,7 +88,7 @@ def test_ranks_that_wait_for_different_things_name_both():
     own, name = (group, "the all-gather of a") if dist.get_rank() == 0 else (other, "a sum of b")
     work = dist.all_reduce(torch.ones(1), group=own, async_op=True)
     with pytest.raises(WaitError) as error:
-        waits.NamedWork(work, own, lambda: name).wait()
+        groups.NamedWork(work, own, lambda: name).wait()
     names = ["the all-gather of a", "a sum of b"]
     place, rank = dist.get_rank(), 1 - dist.get_rank()
     assert f"rank {place} waited in vain in {names[place]}. " in str(error.value)
@@ -99,21 +98,21 @@ def test_ranks_that_wait_for_different_things_name_both():
 
 @ranks(2)
 def test_a_long_wait_is_announced_and_taken_back():
-    waits.LONG, long = timedelta(seconds=0.2), waits.LONG
+    groups.LONG, long = timedelta(seconds=0.2), groups.LONG
     try:
         if dist.get_rank() == 1:
             deadline = time.monotonic() + 20
-            while not waits._read(0) and time.monotonic() < deadline:
+            while not groups._read(0) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            assert '"a sum"' in waits._read(0)
+            assert '"a sum"' in groups._read(0)
         total = torch.ones(1)
         work = dist.all_reduce(total, async_op=True)
-        assert waits.NamedWork(work, dist.group.WORLD, lambda: "a sum").wait()
+        assert groups.NamedWork(work, dist.group.WORLD, lambda: "a sum").wait()
         assert total == 2
         gather_objects(0)
-        assert waits._read(0) == ""
+        assert groups._read(0) == ""
     finally:
-        waits.LONG = long
+        groups.LONG = long
 
 
 @ranks(2)

@@ -20,7 +20,7 @@ from tests.ranks import ranks
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.sharding.forecast import node_bytes, rank_bytes
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
-from zeropp.wire.rank_group import Nodes
+from zeropp.wire.rank_group import Nodes, everyone
 from zeropp.wire.route import Route
 
 BLOCK, ROOT = 3 * 256, 256  # elements of a rank's shard
@@ -29,6 +29,7 @@ BLOCK, ROOT = 3 * 256, 256  # elements of a rank's shard
 def plan_of(nodes: Nodes, inner: int, **settings: object) -> Plan:
     """Two blocks and a root, each of one matrix, in bf16."""
     axis = DataAxis(
+        group=everyone(nodes, 0),
         weights=Route(nodes=nodes, inner=inner, **settings),
         gradients=Route(nodes=nodes, inner=nodes.ranks_per_node, bits=(8, 4)),
         num_losses=nodes.num_ranks,

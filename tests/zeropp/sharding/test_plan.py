@@ -13,7 +13,7 @@ from zeropp import InputError, shard
 from zeropp import fsdp_adapter as fsdp
 from zeropp.sharding.cut import outermost_blocks, places_of, plan_units
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
-from zeropp.wire.rank_group import Nodes
+from zeropp.wire.rank_group import Nodes, everyone
 
 SETTINGS = ({"stage": 0}, {"stage": 1}, {"stage": 3})
 STORED = {"stage": 3, "zero_quantized_nontrainable_weights": True}
@@ -39,7 +39,7 @@ def test_units_of_random_models_hold_what_was_planned() -> None:
             config = zero_config(zero, bf16={"enabled": seed % 4 < 2})
             build = frozen_but_for_biases if zero is STORED else RandomModel
             model, twin = build(seed), build(seed)
-            axis = DataAxis.of(config, Nodes(num_ranks=3, ranks_per_node=3))
+            axis = DataAxis.of(config, everyone(Nodes(num_ranks=3, ranks_per_node=3), 0))
             blocks = outermost_blocks(twin)
             planned = plan_units(twin, blocks, places_of(twin, blocks), axis, config)
             assert not any(isinstance(each, fsdp.FSDPModule) for each in twin.modules())
@@ -64,7 +64,8 @@ def test_what_is_refused_changes_nothing() -> None:
 
 def test_the_axis_of_most_ranks_is_a_plans_axis() -> None:
     config = zero_config({"stage": 3})
-    wide, narrow = (DataAxis.of(config, Nodes(num_ranks=n, ranks_per_node=2)) for n in (8, 4))
+    sizes = (Nodes(num_ranks=n, ranks_per_node=2) for n in (8, 4))
+    wide, narrow = (DataAxis.of(config, everyone(nodes, 0)) for nodes in sizes)
     units = tuple(
         UnitPlan(specs=(), axis=axis, dtype=torch.float32, wire_dtype=torch.float32)
         for axis in (narrow, wide)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 import zeropp
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
-from tests.zeropp.sharded_training import random_like
+from tests.zeropp.sharded_training import ALL, random_like, two_machines
 from tests.zeropp.sharding.test_random_attach import (
     BOTH,
     CALLS,
@@ -28,6 +28,8 @@ from tests.zeropp.sharding.test_random_attach import (
     recomputed,
 )
 from tests.zeropp.small_model import SmallModel, tokens_of
+
+UNCODED = {"weight_steps": True, "code_messages": False}
 
 
 class Halving(torch.optim.Optimizer):
@@ -219,16 +221,20 @@ class DrawnShard(Drawn):
     [
         (QWZ, {"zero": BOTH, "within": True}, {}),
         (PLAIN, {"zero": PLAIN | HPZ, "within": True}, {}),
-        (BOTH, {"code_messages": True}, {"weight_steps": True, "code_messages": False}),
+        (BOTH, {"code_messages": True}, UNCODED),
+        (ALL, {"code_messages": True, "without_gloo": True}, UNCODED),
+        (ALL, {"code_messages": "auto"}, UNCODED),
         (PLAIN, {"told": True, "releases": True, "within": True}, {}),
         ({"stage": 2}, {"told": True, "releases": True, "within": True}, {}),
         ({"stage": 1}, {"told": True, "releases": True}, {}),
         ({"stage": 0}, {"told": True, "releases": True}, {}),
     ],
-    ids=["qwZ, copies", "copies", "coded", "stage 3", "stage 2", "stage 1", "stage 0"],
+    ids=["both", "copies", "coded", "lengths", "auto", "stage 3", "stage 2", "stage 1", "stage 0"],
 )
 @pytest.mark.parametrize("seed", range(SEQUENCES))
 @ranks(4, timeout=120)
 def test_sharded_what_is_kept_changes_no_bit(seed, zero, others, common):
     expected = DrawnShard(seed, zero, **common).run()
-    assert DrawnShard(seed, **{"zero": zero} | common | others).run() == expected
+    keys = {"zero": zero} | common | others
+    with two_machines(without_gloo=keys.pop("without_gloo", False)):
+        assert DrawnShard(seed, **keys).run() == expected

@@ -9,7 +9,7 @@ from torch import nn
 import zeropp
 from zeropp import InputError
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.sharding import materialize
+from zeropp.sharding import shard
 from zeropp.sharding.recorded_tensor import RecordedTensor, recording
 
 COPIED = ("from_list", "norm.num_batches_tracked")  # made from numbers that are there already
@@ -186,7 +186,7 @@ def test_a_buffer_is_materialized_while_a_collective_still_holds_what_it_sent(
         held.append(torch.ones(3, requires_grad=True) * whole)
         return whole
 
-    monkeypatch.setattr(materialize, "_broadcast_materialized", materialized)
-    with materialize.recorded_as_meta(module, None, torch.device("cpu")):
+    monkeypatch.setattr(shard, "_broadcast_materialized", materialized)
+    with shard.recorded_as_meta(module, None, torch.device("cpu")):
         pass
     assert torch.equal(module.scales, torch.arange(3.0)) and type(module.scales) is torch.Tensor

@@ -13,12 +13,14 @@ from tests.ranks import ranks
 from tests.zeropp.deepspeed.small_engine import logged
 from tests.zeropp.prescribed_gradients import data_mesh, zero_config
 from tests.zeropp.sharded_training import (
+    ALL,
     BOTH,
     evaluate,
     load_random_weights,
     restore_codes,
     shard_on_nodes,
     step,
+    two_machines,
 )
 from tests.zeropp.small_model import loss_of, small_model, tokens_of
 from zeropp import Sharding, fsdp_adapter, shard
@@ -26,16 +28,17 @@ from zeropp.checkpoint.kept_codes import codes_to_save
 from zeropp.quant.ops import dequantize
 from zeropp.quant.packing import RAW
 from zeropp.wire.collectives import weight_layout
+from zeropp.wire.rank_group import RankGroup
 
-ALL = BOTH | {"zero_quantized_gradients": True}
 CALLS = (*3 * ("step",), "accumulate", "skip", "evaluate", "load", "write", "freeze", "fail")
 CALLS += ("save", "go back", "resume")
+CODED = ("auto", "auto", True, False)
 PRECISIONS = ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}})
 # Of random calls; 2 in the suite, more where RANDOM_SEQUENCES is set.
 SEQUENCES = max(2, int(os.environ.get("RANDOM_SEQUENCES", "0")) // 20)
 
 
-def shard_with_steps(coded: bool = True, steps: dict | None = None, **settings: object) -> Sharding:
+def shard_with_steps(coded: object = True, steps: dict | None = None, **settings) -> Sharding:
     zeropp = {"weight_steps": True, "code_messages": coded, **(steps or {})}
     return shard_on_nodes(ALL, zeropp=zeropp, **settings)
 
@@ -129,6 +132,29 @@ def test_bytes_are_those_foretold_and_coded_ones_fewer():
 
 
 @ranks(4)
+def test_lengths_are_sent_once_a_step_for_weights_and_while_others_compute_for_gradients():
+    """And no digit changes. Without gloo they are the only messages of 64-bit integers."""
+    losses, sent = [], []
+    for is_counted in (False, True):
+        with two_machines(without_gloo=is_counted), pytest.MonkeyPatch.context() as patch:
+            for name in ("all_gather", "all_to_all"):
+                call = getattr(RankGroup, name)
+
+                def counted(group, whole, part, *others, call=call, **keys):
+                    if part.dtype == torch.int64:
+                        sent.append((call.__name__, len(part), keys.get("async_op", False)))
+                    return call(group, whole, part, *others, **keys)
+
+                patch.setattr(RankGroup, name, counted)
+            sharding = shard_with_steps()
+            optimizer, units = adamw(sharding), len(sharding.units)
+            losses.append([step(sharding, optimizer, number) for number in range(3)])
+    assert losses[0] == losses[1]
+    of_weights, of_gradients = ("all_gather", units, False), ("all_to_all", 2, True)
+    assert sent == [*units * [of_gradients], *2 * [of_weights, *units * [of_gradients]]]
+
+
+@ranks(4)
 def test_losses_stay_close_to_those_of_whole_codes():
     results = []
     for sharding in (shard_on_nodes(ALL), shard_with_steps()):
@@ -176,8 +202,12 @@ def test_weights_written_without_notice_are_sent_whole_as_after_a_notice():
 @pytest.mark.parametrize("seed", range(SEQUENCES))
 @ranks(4, timeout=180)
 def test_random_calls_leave_equal_copies(seed):
-    generator = random.Random(seed)
-    sharding = shard_with_steps(generator.random() < 0.8, **generator.choice(PRECISIONS))
+    with two_machines(without_gloo=seed % 2 == 1):
+        make_random_calls(random.Random(seed))
+
+
+def make_random_calls(generator: random.Random) -> None:
+    sharding = shard_with_steps(generator.choice(CODED), **generator.choice(PRECISIONS))
     optimizers = [adamw(sharding), adamw(sharding, 1e-1)]
     blocks, saved = list(sharding.model.blocks), {}
     for number in range(40):
@@ -248,7 +278,7 @@ def resumed(sharding: Sharding, generator: random.Random) -> Sharding:
     """
     loss, saved = evaluate(sharding), saved_state(sharding)
     zero, per_node = generator.choice([(ALL, 2), (ALL | {"zero_hpz_partition_size": 16}, 1)])
-    steps = {"weight_steps": True, "code_messages": generator.random() < 0.5}
+    steps = {"weight_steps": True, "code_messages": generator.choice(CODED)}
     config = zero_config(zero, per_node, zeropp=steps, **generator.choice(PRECISIONS))
     other = shard(small_model(), data_mesh(), config)
     for mine, weight in zip(other.model.parameters(), sharding.model.parameters(), strict=True):

@@ -21,8 +21,7 @@ from zeropp.capabilities.mixz.storage import FrozenShard
 from zeropp.checkpoint import state_tensors as named
 from zeropp.optim.step_or_skip import local_part
 from zeropp.quant.packing import BLOCK
-from zeropp.sharding.materialize import part_for_rank
-from zeropp.sharding.shard import allocate_parameters
+from zeropp.sharding.shard import allocate_parameters, part_for_rank
 from zeropp.wire.quantized_shard import is_quantized, stored_bytes
 
 MIXZ = {"stage": 3, "zero_quantized_nontrainable_weights": True}

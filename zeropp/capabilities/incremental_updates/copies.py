@@ -21,7 +21,7 @@ from zeropp.quant.coded_message import decode, encode
 from zeropp.quant.ops import requantize
 from zeropp.settings.sections import Zeropp
 from zeropp.wire.coded_collectives import OuterGather
-from zeropp.wire.cross_stream import CrossStreamTensor
+from zeropp.wire.cross_stream import CrossStreamTensor, HostCopy
 from zeropp.wire.in_flight import Hops
 from zeropp.wire.kept_weights import KeptWeights
 
@@ -49,6 +49,8 @@ class UpdatedCopies(KeptWeights):
         self._num_updates: Counter[fsdp.Unit] = Counter()  # the same on all ranks
         self._outdated: set[fsdp.Unit] = set()
         self._loaded: dict[fsdp.Unit, OwnRow] = {}
+        # Messages before their gathers: coded at which version, and the lengths of all members'.
+        self._ahead: dict[fsdp.Unit, tuple[int, Tensor, list[int]]] = {}
 
     def has_copy(self, unit: fsdp.Unit) -> bool:
         """Whether rows of the unit are kept, maybe out of date, or from a checkpoint."""
@@ -124,11 +126,16 @@ class UpdatedCopies(KeptWeights):
     def _updated(self, hop: OuterGather, rows: Tensor) -> Generator[dist.Work | None, None, Tensor]:
         """Return `rows` (N, P), in place, with the codes that the members' shards have now."""
         outer, unit = hop.outer, hop.unit
-        row = requantize(hop.shard.view(1, -1), rows[outer.index : outer.index + 1], hop.layout)
-        if not outer.is_coded:
+        own = slice(outer.index, outer.index + 1)
+        if not outer.coding.is_on:
+            row = requantize(hop.shard.view(1, -1), rows[own], hop.layout)
             yield outer.all_gather(rows, row, hop.purpose, unit=unit, async_op=hop.async_op)
             return rows
-        yield from _gather_changes(hop, row, rows)
+        if outer.coding.sends_lengths:
+            row, (_, message, lengths) = None, self._coded_ahead(hop, rows)
+        else:
+            (row, message), lengths = _changes(hop, rows), None
+        yield from _gather_changes(hop, rows, row, message, lengths)
         self._num_updates[unit] += 1
         if not self._check_interval or self._num_updates[unit] % self._check_interval:
             return rows
@@ -137,25 +144,65 @@ class UpdatedCopies(KeptWeights):
         log.warning(
             "the copies of %s differ between nodes: whole codes are sent again", fsdp.name_of(unit)
         )
-        return (yield from hop.rows(row))
+        return (yield from hop.rows(rows[own].clone()))
+
+    def _coded_ahead(self, hop: OuterGather, rows: Tensor) -> tuple[int, Tensor, list[int]]:
+        """Return the unit's entry of `_ahead`.
+
+        The first gather since a step codes the messages of all units that will send one, and sends
+        all lengths at once: the host waits for them once in a step.
+        """
+        if self._ahead.get(hop.unit, (None,))[0] != self._version:
+            messages = {hop.unit: _changes(hop, rows)[1]}
+            for unit in (each for each in self._states if each in self._outdated):
+                gather = fsdp.collectives_of(unit).all_gather
+                if unit is hop.unit or gather.outer is not hop.outer or fsdp.is_gathered(unit):
+                    continue
+                other = gather.outer_gather(fsdp.gather_input(unit), hop.purpose, async_op=False)
+                messages[unit] = _changes(other, self.get_outdated(unit))[1]
+            own = torch.tensor([*map(len, messages.values())], device=rows.device)
+            lengths = own.new_empty(hop.outer.size * len(own))
+            hop.outer.all_gather(lengths, own, hop.purpose, unit=hop.unit)
+            by_unit = HostCopy(lengths.view(hop.outer.size, -1).t()).tolist()
+            pairs = zip(messages.items(), by_unit, strict=True)
+            self._ahead = {unit: (self._version, each, of) for (unit, each), of in pairs}
+        return self._ahead.pop(hop.unit)
 
 
 COPIES = (UpdatedCopies,)
 
 
-def _gather_changes(hop: OuterGather, row: Tensor, rows: Tensor) -> Hops:
-    """`row` (1, P) of each member -> `rows` (N, P), in place; all members hold the same rows."""
+def _changes(hop: OuterGather, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return this rank's row (1, P) of `rows` (N, P) as its shard is now, and what has changed."""
+    own = rows[hop.outer.index : hop.outer.index + 1]
+    row = requantize(hop.shard.view(1, -1), own, hop.layout)
+    return row, encode(row[0].cpu(), held=own[0].cpu())
+
+
+def _gather_changes(
+    hop: OuterGather,
+    rows: Tensor,
+    row: Tensor | None,
+    message: Tensor,
+    lengths: list[int] | None,
+) -> Hops:
+    """`message` of each member -> their `rows` (N, P), in place; all members hold the same rows.
+
+    `row` (1, P) is what this rank's message makes of its own, if it is at hand.
+    """
     outer, held = hop.outer, rows.cpu()
     own = outer.index
-    message = encode(row[0].cpu(), held=held[own])
     messages = [message if member != own else message[:0] for member in range(outer.size)]
     work, arrived = outer.exchange_coded(
-        messages, hop.layout, hop.purpose, unit=hop.unit, async_op=hop.async_op
+        messages, hop.layout, hop.purpose, unit=hop.unit, async_op=hop.async_op, rooms=lengths
     )
     yield work
     for member, each in arrived.items():
-        decode(each, held[member], holds=True)
-    held[own] = row[0]
+        decode(each.cpu(), held[member], holds=True)
+    if row is None:
+        decode(message, held[own], holds=True)
+    else:
+        held[own] = row[0]
     if held.device != rows.device:
         rows.copy_(held)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from zeropp.capabilities.local_sgd.rounds import NodeLostError
 from zeropp.errors import InputError
+from zeropp.ranks.groups import WaitError
 from zeropp.ranks.topology import Environment
-from zeropp.ranks.waits import WaitError
 from zeropp.wire.traffic import Traffic
 
 PURPOSE = "outer"  # in the ledger

@@ -133,7 +133,7 @@ class MatrixStep:
             matrix = self.matrix(parameter)
             each = MatrixState(
                 weight=local_part(parameter),
-                gradient=local_part(parameter.grad),
+                gradient=local_part(parameter.grad).float(),
                 momentum=local_part(state[MOMENTUM]),
                 matrix=matrix,
                 split=self._split(parameter, matrix),

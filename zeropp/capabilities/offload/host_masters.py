@@ -14,9 +14,8 @@ Source: ZeRO-Offload (Ren et al. 2021).
 """
 
 import logging
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,18 +24,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeropp import fsdp_adapter as fsdp
+from zeropp.capabilities.offload.page_locked import page_locked
 from zeropp.errors import InputError
 from zeropp.fsdp_adapter import local_part
 from zeropp.ranks.coordination import fail_together
-from zeropp.ranks.host_memory import free_bytes, pinned_bytes
+from zeropp.ranks.host_memory import free_bytes
 from zeropp.ranks.topology import Environment
+from zeropp.settings.sections import FORMATS
+from zeropp.sharding.shard import HOST, master_devices
 from zeropp.sharding.sharding import Sharding
 from zeropp.wire.cross_stream import record_use
 from zeropp.wire.shard_holders import EVERYWHERE, ShardHolder, add_holder
 
 BUCKET = 2**25  # elements; one bucket is sent to the device while the next is updated
-HOST = torch.device("cpu")
-MOMENT_BYTES = 8  # of Adam's two moments
+FP32_BYTES, MOMENT_BYTES = 4, 8  # of Adam's two moments
 log = logging.getLogger("zeropp")
 
 
@@ -59,57 +60,58 @@ class Master:
         return self.gradients[0].device
 
 
-def master_devices(
-    parameters: Sequence[nn.Parameter], ratio: float, device: torch.device
-) -> Iterator[torch.device]:
-    """Yield the host for parameters that fit into `ratio` of all elements, else `device`."""
-    sizes = [parameter.numel() for parameter in parameters]
-    left = math.ceil(ratio * sum(sizes))
-    for size in sizes:
-        fits = size <= left
-        left -= size if fits else 0
-        yield HOST if fits else device
-
-
 def trained_parameters(sharding: Sharding) -> list[nn.Parameter]:
     return [parameter for parameter in sharding.model.parameters() if parameter.requires_grad]
 
 
 def require_host_memory(
-    sharding: Sharding, device: torch.device, *, ratio: float, pin_memory: bool, delayed: bool
+    sharding: Sharding,
+    device: torch.device,
+    *,
+    ratio: float,
+    pin_memory: bool,
+    delayed: bool,
+    gradient_type: str,
+    adds_gradients: bool = False,
 ) -> None:
     """Raise InputError if the host lacks memory for what `Offload` takes there; all ranks call it.
 
-    Weights that are there count once; those on the meta device will be drawn there, in fp32.
+    Weights that are there count once: they become masters, or are freed. adds_gradients: those of
+    several micro-batches are added on the host.
     """
     stays = device == HOST or any(map(fsdp.is_on_host, sharding.units))
     width, is_16_bit = sharding.compute_dtype.itemsize, sharding.compute_dtype != torch.float32
-    # weight, gradients, rounded weight, the model's own where that is another one
-    widths = 4, 4, 4 * delayed, width * is_16_bit, width * (delayed and stays)
-    pinned = pinned_bytes, ", pinned"
-    allocated, note = pinned if pin_memory and device != HOST else (int, "")
-    needed = elements = weights = 0
+    sets = 1 + delayed + (adds_gradients and device != HOST)
+    gradients = sets * getattr(torch, FORMATS[gradient_type]).itemsize
+    # rounded weight, the model's own where that is another one
+    copies = width * is_16_bit + width * (delayed and stays)
+    per_element = FP32_BYTES + MOMENT_BYTES + gradients + copies
     trained = trained_parameters(sharding)
-    for parameter, place in zip(trained, master_devices(trained, ratio, device), strict=True):
-        local, size = local_part(parameter), local_part(parameter).numel()
-        weights += 0 if local.is_cuda else local.nbytes
-        if place == HOST:
-            elements += size
-            needed += MOMENT_BYTES * size + sum(allocated(each * size) for each in widths)
-    if has_values := not any(each.is_meta for each in trained):
+    shards = [local_part(parameter) for parameter in trained]
+
+    def elements_at(ratio: float) -> int:
+        places = master_devices(trained, ratio, device)
+        return sum(each.numel() for each, at in zip(shards, places, strict=True) if at == HOST)
+
+    needed = per_element * (elements := elements_at(ratio))
+    if not any(each.is_meta for each in trained):
         log.info(
             f"offload: weights, gradients and moments of {elements:,} parameters of this rank in "
-            f"host memory, {needed / 2**30:.2f} GiB{note}"
+            f"host memory, {needed / 2**30:.2f} GiB" + ", pinned" * (pin_memory and device != HOST)
         )
     environment, free = Environment.read(), free_bytes()
     ranks = min(sharding.grid.num_ranks, -(-environment.world_size // environment.machines))
-    missing = max(needed, weights) - has_values * weights
+    there = sum(each.nbytes for each in shards if each.device == HOST)
+    missing = ranks * max(0, needed - there)
     with fail_together():  # before any rank allocates what another still counts as free
-        if free is not None and ranks * missing > free:
+        if free is not None and missing > free:
+            most, ratios = free / ranks + there, [each / 100 for each in range(99, -1, -1)]
+            fits = next((each for each in ratios if per_element * elements_at(each) <= most), None)
+            less = "" if stays or fits is None else f", or offload_optimizer.ratio = {fits}"
             raise InputError(
                 f"offload_optimizer needs {ranks * needed / 2**30:.1f} GiB of host memory for the "
-                f"{ranks} ranks of this machine, {ranks * missing / 2**30:.1f} more than now, and "
-                f"{free / 2**30:.1f} are free: use more machines or offload_optimizer.ratio below 1"
+                f"{ranks} ranks of this machine, {missing / 2**30:.1f} more than now, and "
+                f"{free / 2**30:.1f} are free: use more machines{less}"
             )
 
 
@@ -119,7 +121,8 @@ class Offload(ShardHolder):
     device: where the model computes; its weights are moved there, unless FSDP2 keeps them on the
     host. ratio: at most this share of all elements has its masters on the host; parameters are not
     split. delayed: masters may be updated while the model is used; see `swap_gradients` and
-    `before_access`. Raises InputError for a model that has run, and for too little host memory.
+    `before_access`. gradient_type: "fp32", "fp16" or "bf16". Raises InputError for a model that has
+    run, and for too little host memory.
     """
 
     def __init__(
@@ -130,18 +133,22 @@ class Offload(ShardHolder):
         ratio: float = 1.0,
         pin_memory: bool,
         delayed: bool = False,
+        gradient_type: str = "fp32",
     ) -> None:
         self._require_unused(sharding)
         self._compute_device, self._dtype = device, sharding.compute_dtype
         self._device = HOST if any(map(fsdp.is_on_host, sharding.units)) else device  # of weights
         self._pinned = pin_memory and device != HOST
         self._delayed, self._gradient_set = delayed, 0
+        self._gradient_dtype = getattr(torch, FORMATS[gradient_type])
         self._before_access: Callable[[], None] = lambda: None
         self._events: list[torch.Event] = []
-        # By backward pass: (gradient, what is to be added to it when the pass ends).
-        self._late: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        # By backward pass: (master, gradient, what is to be added to it when the pass ends).
+        self._late: dict[int, list[tuple[Master, Tensor, Tensor]]] = {}
+        self._addends: dict[nn.Parameter, Tensor] = {}  # of masters, for later passes
         trained = trained_parameters(sharding)
-        require_host_memory(sharding, device, ratio=ratio, pin_memory=pin_memory, delayed=delayed)
+        options = dict(pin_memory=pin_memory, delayed=delayed, gradient_type=gradient_type)
+        require_host_memory(sharding, device, ratio=ratio, **options)
         devices = dict(zip(trained, master_devices(trained, ratio, device), strict=True))
         weights: dict[nn.Parameter, Tensor | None] = {}
         for unit in sharding.units:  # one after the other, so that only one is there twice
@@ -253,14 +260,18 @@ class Offload(ShardHolder):
         return self._device if parameter.ndim else self._compute_device
 
     def _make_weight(self, parameter: nn.Parameter, device: torch.device) -> Tensor | None:
-        """Round and move a parameter's shard; return its fp32 copy, None if it is fp32 itself."""
+        """Round and move a parameter's shard; return it in fp32, None if it stays so itself."""
         dtype = self._dtype_of(parameter)
         if dtype == torch.float32 and not self._is_separate(device):
             return None
-        local = local_part(parameter.detach())
-        weight = self._empty(local, device, torch.float32)
-        weight.copy_(local)
-        _set_local_part(parameter, local.to(self._device_of(parameter), dtype))
+        weight = local = local_part(parameter.detach())
+        is_rounded = dtype != torch.float32
+        is_there = local.device == device and local.dtype == torch.float32
+        if not (is_rounded and is_there and local.is_contiguous()):
+            weight = self._empty(local, device, torch.float32, is_sent=not is_rounded)
+            weight.copy_(local)
+        own = self._empty(local, self._device_of(parameter), dtype)
+        _set_local_part(parameter, own.copy_(local))
         return weight
 
     def _make_master(
@@ -275,17 +286,19 @@ class Offload(ShardHolder):
             if self._is_separate(device):
                 rounded = self._empty(local, device, dtype)
         sets = 2 if self._delayed else 1
+        master = nn.Parameter(fsdp.shard_like(parameter, weight))
+        master.grad_dtype = self._gradient_dtype
+        gradients = (self._empty(local, device, self._gradient_dtype) for _ in range(sets))
         return Master(
-            parameter=parameter,
-            weight=nn.Parameter(fsdp.shard_like(parameter, weight)),
-            gradients=tuple(self._empty(local, device, torch.float32) for _ in range(sets)),
-            rounded=rounded,
+            parameter=parameter, weight=master, gradients=tuple(gradients), rounded=rounded
         )
 
-    def _empty(self, like: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        if self._pinned and device == HOST:
+    def _empty(
+        self, like: Tensor, device: torch.device, dtype: torch.dtype, *, is_sent: bool = True
+    ) -> Tensor:
+        if self._pinned and device == HOST and is_sent:
             try:
-                return torch.empty(like.shape, dtype=dtype, device=device, pin_memory=True)
+                return page_locked(like.shape, dtype)
             except RuntimeError as error:
                 self._pinned = False
                 log.warning(
@@ -334,13 +347,13 @@ class Offload(ShardHolder):
         is_first = master.weight.grad is None
         if is_first:
             master.weight.grad = fsdp.shard_like(master.weight, gradient)
+        mean = mean.to(gradient.dtype)  # before it is sent
         if master.device == mean.device:
-            if is_first:
-                gradient.copy_(mean)
-            else:
-                gradient.add_(mean)
+            (gradient.copy_ if is_first else gradient.add_)(mean)
             return
-        target = gradient if is_first else self._empty(mean, master.device, torch.float32)
+        target = gradient if is_first else self._addends.pop(master.weight, None)
+        if target is None:
+            target = self._empty(mean, master.device, mean.dtype)
         target.copy_(mean, non_blocking=True)
         self._events.append(torch.cuda.current_stream(mean.device).record_event())
         if not is_first:
@@ -348,12 +361,13 @@ class Offload(ShardHolder):
             if backward not in self._late:
                 self._late[backward] = []
                 fsdp.after_backward(partial(self._add_late, backward))
-            self._late[backward].append((gradient, target))
+            self._late[backward].append((master, gradient, target))
 
     def _add_late(self, backward: int) -> None:
         self._wait_for_copies()
-        for gradient, addend in self._late.pop(backward):
+        for master, gradient, addend in self._late.pop(backward):
             gradient.add_(addend)
+            self._addends[master.weight] = addend
 
     def _wait_for_copies(self) -> None:
         for event in self._events:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp.fsdp_adapter import WholeParameter, local_part
-from zeropp.sharding.materialize import part_for_rank
+from zeropp.sharding.shard import part_for_rank
 
 
 def use_in_state_dicts(model: nn.Module, optimizer: Any) -> None:

@@ -14,6 +14,7 @@ _WEIGHTS_ON = _ZERO + "offload_param.device"
 _OPTIMIZER_ON = _ZERO + "offload_optimizer.device"
 _DEVICE = {True: "cpu", False: "none"}
 _NVME = 'offload to NVMe is not available here; "cpu" and "none" are'
+_FORMATS = ("fp32", "fp16", "bf16")
 _device = partial(key, "none", choices=("none", "cpu"), refused={"nvme": _NVME})
 
 
@@ -40,6 +41,15 @@ class OffloadOptimizer(JsonSection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataTypes(JsonSection):
+    """`grad_accum_dtype`: the gradients of an offloaded optimizer; all others are in fp32."""
+
+    path: ClassVar[str] = "data_types"
+
+    grad_accum_dtype: str | None = key(None, choices=_FORMATS, no_effect=needs(_OPTIMIZER_ON))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Offloads(JsonSection):
     path: ClassVar[str] = "zero_optimization"
 
@@ -61,8 +71,11 @@ class DelayedUpdate(JsonSection):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Offloaded(Placed, JsonSection):
     """What the configuration says of all these keys."""
+
+    data_types: DataTypes = key(DataTypes())
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -78,7 +91,8 @@ class Offloaded(Placed, JsonSection):
     def masters(self) -> dict[str, Any]:
         """The arguments of `Offload`."""
         placed, delayed = self.zero_optimization.offload_optimizer, self.zeropp.delayed_param_update
-        return dict(ratio=placed.ratio, pin_memory=placed.pin_memory, delayed=delayed)
+        gradients = {"gradient_type": self.data_types.grad_accum_dtype or "fp32"}
+        return dict(ratio=placed.ratio, pin_memory=placed.pin_memory, delayed=delayed) | gradients
 
     @cached_property
     def placement(self) -> Placement:
@@ -88,7 +102,7 @@ class Offloaded(Placed, JsonSection):
         weights = zero.offload_param.device == "cpu" and zero.stage == 3
         return Placement(
             weights="cpu" if weights else None,
-            trained="cpu" if weights or optimizer else None,
+            trained_on_cpu=zero.offload_optimizer.ratio if optimizer else float(weights),
             is_pinned=zero.offload_param.pin_memory,
             keys=("offload_optimizer",) * optimizer + ("offload_param",) * weights,
         )

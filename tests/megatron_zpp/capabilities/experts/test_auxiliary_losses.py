@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron_zpp.capabilities.experts.auxiliary_losses import AuxiliaryLosses
 from megatron_zpp.capabilities.experts.router import Router
 from megatron_zpp.capabilities.experts.routing_record import routing_records
-from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.part import Execution
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 from tests.megatron_zpp.capabilities.experts.small_experts import (
     EXPERTS,

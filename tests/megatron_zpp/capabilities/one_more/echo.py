@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +29,9 @@ class Echo(Capability):
     count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     group: RankGroup | None = None
 
-    @staticmethod
-    def is_on(config: Any) -> bool:
-        return config.echo.echo_bytes > 0
+    @property
+    def is_on(self) -> bool:
+        return self.config.echo.echo_bytes > 0
 
     @property
     def planned(self) -> RankGroup:

@@ -17,8 +17,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.init import initialize
 from megatron_zpp.settings.config import DataConfig, ModelConfig, TokenizerConfig
 from megatron_zpp.tokenizer import Tokenizer
-from megatron_zpp.tokenizer.base import NullTokenizer
-from megatron_zpp.tokenizer.byte_level import ByteLevelTokenizer
+from megatron_zpp.tokenizer.base import ByteLevelTokenizer, NullTokenizer
 from tests.megatron_zpp.data.instructions.test_examples import write
 from zeropp.errors import InputError
 

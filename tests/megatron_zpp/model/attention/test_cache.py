@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.model.attention.cache import KeyValueCache
-from megatron_zpp.model.execution import Execution
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.part import Execution
 from megatron_zpp.settings.config import ModelConfig, RecomputeConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, build, rows
 
