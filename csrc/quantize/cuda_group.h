@@ -269,12 +269,12 @@ ZPP_DEVICE void write_raw(int wire, const Group& value, const Place& place, cons
     clear_gap(place, tile, to + tile.size * word_bytes(wire));
 }
 
-// Write numbers to their place, which is raw, if they are not rotated or W is ANY, or has codes of W.
+// Write numbers to their place, which has codes of W, or is what the table says.
 template <Width W>
 ZPP_DEVICE void put(Group& value, bool rotated, const Place& place, int wire, const Tile& tile,
                     uint8_t* packed) {
-    if (place.bits == RAW) {
-        if (W == ANY && rotated) unrotate(value);
+    if (W == ANY && place.bits == RAW) {
+        if (rotated) unrotate(value);
         return write_raw(wire, value, place, tile, packed);
     }
     with_width<W>(place.bits, [&](auto known) {
@@ -305,21 +305,37 @@ ZPP_DEVICE void add_terms(int64_t stride, const Tile& tile, const uint8_t*& code
     }
 }
 
-// Set `sums` to those of a tile's terms, `job.stride` apart; the sums of rotated numbers are rotated. A
-// raw value that is no sum, of stride 0, may be -0, which a sum never is.
-template <Width W>
-ZPP_DEVICE void sum_terms(const Job& job, const Tile& tile, const Place& place,
-                          const uint8_t* packed, Group& sums) {
-    const float start = place.bits == RAW && job.stride == 0 ? -0.0f : 0.0f;
+// The sums of a tile's terms, `job.stride` apart. Without a stride there is one, which may be -0.
+ZPP_DEVICE void sum_raw(const Job& job, const Tile& tile, const Place& place, const uint8_t* packed,
+                        Group& sums) {
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) sums[i] = start;
-    int left = int(job.terms);
-    if (place.bits == RAW) {
-        for (const uint8_t* term = packed; left > 0; --left, term += job.stride) {
-            add_raw(job.table.wire, raw_at(place, job.table.wire, tile, term), tile, sums);
-        }
-        return;
+    for (int i = 0; i < PER_LANE; ++i) sums[i] = job.stride == 0 ? -0.0f : 0.0f;
+    const uint8_t* term = raw_at(place, job.table.wire, tile, packed);
+    for (int left = int(job.terms); left > 0; --left, term += job.stride) {
+        add_raw(job.table.wire, term, tile, sums);
     }
+}
+
+// The same one by one, to numbers of a type: for the vectors beside matrices, in few registers.
+ZPP_DEVICE void sum_few(const Job& job, const Tile& tile, const Place& place, const uint8_t* packed,
+                        int type, uint8_t* to) {
+    for (int i = tile.lane; i < tile.size; i += LANES) {
+        const uint8_t* term = raw_at(place, job.table.wire, tile, packed);
+        float sum = job.stride == 0 ? -0.0f : 0.0f;
+        for (int left = int(job.terms); left > 0; --left, term += job.stride) {
+            sum += read_one(job.table.wire, term, i);
+        }
+        write_one(type, sum, to, i);
+    }
+}
+
+// Those of rotated numbers are rotated.
+template <Width W>
+ZPP_DEVICE void sum_codes(const Job& job, const Tile& tile, const Place& place,
+                          const uint8_t* packed, Group& sums) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) sums[i] = 0.0f;
+    int left = int(job.terms);
     with_width<W>(place.bits, [&](auto known) {
         constexpr Width FROM = decltype(known)::width;
         const uint8_t* codes = packed + place.data_at + tile.first * Codes<FROM>::BITS / 8;

@@ -7,6 +7,7 @@
 namespace zpp {
 
 constexpr int MAX_SEGMENTS = 56;     // of one launch
+constexpr int64_t FEW_BLOCKS = 512;  // about four for each multiprocessor
 #ifndef ZPP_MAX_GRID
 #define ZPP_MAX_GRID 65535  // thread blocks in y and z; the emulation in tests/ has fewer
 #endif
@@ -58,9 +59,10 @@ template <class Byte> ZPP_DEVICE Byte* raw_at(const Place& place, int wire, cons
 template <Type T> struct Ends {
     uint8_t *values, *packed;
 
-    __device__ __forceinline__ Ends(const Job& job, const Entry& entry, const Tile& tile,
-                                    uint8_t* rows, uint8_t* packed_rows) {
-        const int64_t element = job.row() * job.table.elements + entry.start + tile.first;
+    __device__ __forceinline__ Ends(const Job& job, const Tile& tile, uint8_t* rows,
+                                    uint8_t* packed_rows) {
+        const int64_t start = job.table.entries[tile.entry].start;
+        const int64_t element = job.row() * job.table.elements + start + tile.first;
         values = rows + element * int(sizeof(typename Element<T>::Word));
         packed = packed_rows + job.packed_row() * job.table.packed_bytes;
     }
@@ -123,10 +125,14 @@ static inline Width only_width(const Layout& layout) {
     return width;
 }
 
-// Launch a kernel for the segments of the job's table in all rows.
+// Launch a kernel for the segments of the job's table in all rows. Few tiles are spread over all
+// multiprocessors, in smaller thread blocks.
 static inline cudaError_t launch_table(Kernel* kernel, Job* job, cudaStream_t stream) {
     cudaError_t error = cudaSuccess;
-    const unsigned blocks = (job->table.tiles + WARPS - 1) / WARPS;
+    const int64_t tiles = job->table.tiles * job->slices * job->parts;
+    unsigned warps = WARPS;
+    while (warps > 1 && tiles < FEW_BLOCKS * warps) warps /= 2;
+    const unsigned blocks = (job->table.tiles + warps - 1) / warps;
     for (job->first_part = 0; job->first_part < job->parts; job->first_part += MAX_GRID) {
         const int64_t parts = job->parts - job->first_part;
         for (job->first_slice = 0; job->first_slice < job->slices; job->first_slice += MAX_GRID) {
@@ -134,7 +140,7 @@ static inline cudaError_t launch_table(Kernel* kernel, Job* job, cudaStream_t st
             const dim3 grid(blocks, unsigned(slices < MAX_GRID ? slices : MAX_GRID),
                             unsigned(parts < MAX_GRID ? parts : MAX_GRID));
             void* parameters[] = {job};
-            error = cudaLaunchKernel(kernel, grid, dim3(WARPS * LANES), parameters, 0, stream);
+            error = cudaLaunchKernel(kernel, grid, dim3(warps * LANES), parameters, 0, stream);
             if (error) return error;
         }
     }

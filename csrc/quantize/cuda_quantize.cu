@@ -6,26 +6,27 @@
 namespace zpp {
 namespace {
 
+// Values that stay raw, one by one: vectors beside matrices, which have codes.
+template <Type T>
+ZPP_DEVICE void copy_few(const uint8_t* values, int wire, const Place& place, const Tile& tile,
+                         uint8_t* packed) {
+    uint8_t* to = raw_at(place, wire, tile, packed);
+    for (int i = tile.lane; i < tile.size; i += LANES) write_one(wire, read_one(T, values, i), to, i);
+    clear_gap(place, tile, to + tile.size * word_bytes(wire));
+}
+
 // Numbers to codes of INT8 or INT4, the only ones of the table, by the scales of `job.held` if given.
 template <Type T, Width W>
 __global__ void __launch_bounds__(WARPS * LANES) quantize_octets(const __grid_constant__ Job job) {
     Tile tile;
     if (!find_tile(job.table, &tile)) return;
-    const Entry& entry = job.table.entries[tile.entry];
-    const int wire = job.table.wire;
-    const Ends<T> ends(job, entry, tile, job.from, job.to);
-    if (entry.packed.bits != RAW) {
-        Octet<T> octet;
-        read_octet(ends.values, tile, &octet);
-        const int64_t row = job.packed_row() * job.table.packed_bytes;
-        return write_codes<T, W>(octet, entry.packed, tile, ends.packed,
-                                 job.held ? job.held + row : nullptr);
-    }
-    uint8_t* to = raw_at(entry.packed, wire, tile, ends.packed);  // a vector: a matrix has codes
-    for (int i = tile.lane; i < tile.size; i += LANES) {
-        write_one(wire, read_one(T, ends.values, i), to, i);
-    }
-    clear_gap(entry.packed, tile, to + tile.size * word_bytes(wire));
+    const Place& place = job.table.entries[tile.entry].packed;
+    const Ends<T> ends(job, tile, job.from, job.to);
+    if (place.bits == RAW) return copy_few<T>(ends.values, job.table.wire, place, tile, ends.packed);
+    Octet<T> octet;
+    read_octet(ends.values, tile, &octet);
+    const int64_t row = job.packed_row() * job.table.packed_bytes;
+    write_codes<T, W>(octet, place, tile, ends.packed, job.held ? job.held + row : nullptr);
 }
 
 // Numbers to codes of W, or what the table says.
@@ -34,11 +35,14 @@ __global__ void __launch_bounds__(WARPS * LANES, 3)
     quantize_groups(const __grid_constant__ Job job) {
     Tile tile;
     if (!find_tile(job.table, &tile)) return;
-    const Entry& entry = job.table.entries[tile.entry];
-    const Ends<T> ends(job, entry, tile, job.from, job.to);
+    const Place& place = job.table.entries[tile.entry].packed;
+    const Ends<T> ends(job, tile, job.from, job.to);
+    if (W != ANY && place.bits == RAW) {
+        return copy_few<T>(ends.values, job.table.wire, place, tile, ends.packed);
+    }
     Group value;
     read_numbers<T>(ends.values, tile, value);
-    put<W>(value, false, entry.packed, job.table.wire, tile, ends.packed);
+    put<W>(value, false, place, job.table.wire, tile, ends.packed);
 }
 
 // By type and width. In 16 bits, widths that no step has are ANY's.

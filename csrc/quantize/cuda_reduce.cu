@@ -6,7 +6,7 @@
 namespace zpp {
 namespace {
 
-// Codes of FROM become those of TO, or what the table says.
+// Codes of FROM become those of TO, beside which raw values stay so; or what the table says.
 template <Width FROM, Width TO>
 __global__ void __launch_bounds__(WARPS * LANES, FROM == ANY ? 2 : 3)
     reduce_groups(const __grid_constant__ Job job) {
@@ -14,42 +14,54 @@ __global__ void __launch_bounds__(WARPS * LANES, FROM == ANY ? 2 : 3)
     Tile tile;
     if (!find_tile(table, &tile)) return;
     const Entry& entry = table.entries[tile.entry];
+    const uint8_t* packed = job.from + job.slice() * table.packed_bytes;
+    uint8_t* reduced = job.to + job.slice() * table.reduced_bytes;
+    const int wire = table.reduced_wire;
+    if (FROM != ANY && entry.packed.bits == RAW) {
+        uint8_t* to = raw_at(entry.reduced, wire, tile, reduced);
+        sum_few(job, tile, entry.packed, packed, wire, to);
+        return clear_gap(entry.reduced, tile, to + tile.size * word_bytes(wire));
+    }
     Group sums;
-    sum_terms<FROM>(job, tile, entry.packed, job.from + job.slice() * table.packed_bytes, sums);
+    if (FROM == ANY && entry.packed.bits == RAW) {
+        sum_raw(job, tile, entry.packed, packed, sums);
+    } else {
+        sum_codes<FROM>(job, tile, entry.packed, packed, sums);
+    }
     clear_beyond(tile, sums);
     const bool rotated = FROM == ANY ? is_rotated(entry.packed.bits) : is_rotated(FROM);
-    put<TO>(sums, rotated, entry.reduced,
-            table.reduced_wire, tile, job.to + job.slice() * table.reduced_bytes);
+    put<TO>(sums, rotated, entry.reduced, wire, tile, reduced);
 }
 
+// Codes of INT8 or INT4, the only ones of the table, to numbers.
 template <Type T, Width W>
 __global__ void __launch_bounds__(WARPS * LANES) dequantize_octets(const __grid_constant__ Job job) {
     Tile tile;
     if (!find_tile(job.table, &tile)) return;
-    const Entry& entry = job.table.entries[tile.entry];
-    const Ends<T> ends(job, entry, tile, job.to, job.from);
-    if (entry.packed.bits != RAW) {
-        Octet<T> octet;
-        read_codes<T, W>(entry.packed, tile, ends.packed, &octet);
-        return write_octet(octet, tile, ends.values);
-    }
-    const uint8_t* from = raw_at(entry.packed, job.table.wire, tile, ends.packed);
-    for (int i = tile.lane; i < tile.size; i += LANES) {
-        write_one(T, read_one(job.table.wire, from, i), ends.values, i);
-    }
+    const Place& place = job.table.entries[tile.entry].packed;
+    const Ends<T> ends(job, tile, job.to, job.from);
+    if (place.bits == RAW) return sum_few(job, tile, place, ends.packed, T, ends.values);
+    Octet<T> octet;
+    read_codes<T, W>(place, tile, ends.packed, &octet);
+    write_octet(octet, tile, ends.values);
 }
 
-// The sums of codes of W, or what the table says, to numbers; one term to dequantize.
+// The sums of codes of W, or of what the table says, to numbers; one term to dequantize.
 template <Type T, Width W>
 __global__ void __launch_bounds__(WARPS * LANES, W == ANY ? 2 : 3)
     sum_groups(const __grid_constant__ Job job) {
     Tile tile;
     if (!find_tile(job.table, &tile)) return;
-    const Entry& entry = job.table.entries[tile.entry];
-    const Ends<T> ends(job, entry, tile, job.to, job.from);
+    const Place& place = job.table.entries[tile.entry].packed;
+    const Ends<T> ends(job, tile, job.to, job.from);
+    if (W != ANY && place.bits == RAW) return sum_few(job, tile, place, ends.packed, T, ends.values);
     Group sums;
-    sum_terms<W>(job, tile, entry.packed, ends.packed, sums);
-    if (is_rotated(entry.packed.bits)) unrotate(sums);
+    if (W == ANY && place.bits == RAW) {
+        sum_raw(job, tile, place, ends.packed, sums);
+    } else {
+        sum_codes<W>(job, tile, place, ends.packed, sums);
+    }
+    if (W == ANY ? is_rotated(place.bits) : is_rotated(W)) unrotate(sums);
     write_numbers<T>(sums, tile, ends.values);
 }
 

@@ -15,7 +15,7 @@ namespace zpp {
 
 constexpr int MAX_PARAMETERS = 4096;  // bytes of parameters that any toolkit and any GPU takes
 constexpr int LANES = 32;
-constexpr int WARPS = 8;         // of a thread block; they share nothing
+constexpr int WARPS = 8;         // of a thread block, at most; they share nothing
 constexpr int WARP_TILE = 1024;  // elements; a multiple of every block
 constexpr int PER_LANE = WARP_TILE / LANES;
 constexpr unsigned ALL = 0xFFFFFFFFu;
@@ -33,7 +33,7 @@ struct Tile {
 
 // Find the tile of this warp in a table whose entries have a `size`; returns false if there is none.
 template <class T> ZPP_DEVICE bool find_tile(const T& table, Tile* tile) {
-    const uint32_t index = blockIdx.x * WARPS + threadIdx.x / LANES;
+    const uint32_t index = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;
     if (index >= table.tiles) return false;
     uint32_t low = 0, high = table.count;  // low: the last entry known to start early enough
     while (high - low > 1) {

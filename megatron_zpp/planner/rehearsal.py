@@ -42,7 +42,7 @@ def rows(steps: Iterator["Run"], device: torch.device) -> list[tuple[str, str]]:
     return [
         ("ranks", f"the first of {nodes.num_ranks}; the others are planned"),
         ("real", "this rank's samples, kernels and optimizer, and the sizes of messages"),
-        ("not real", "links: a message takes as long as a copy of it, and is not coded;"),
+        ("not real", "links: a message takes as long as a copy of it;"),
         ("", "what others send: it is as this rank's own, so that losses mean nothing"),
         ("memory", f"{peak / MIB:.2f} MiB at the peak; --dry-run: {foretold / MIB:.2f} MiB"),
         ("step", f"{statistics.median(seconds[WARM_UP:] or seconds):.4f} s, with copies"),

@@ -28,7 +28,7 @@ from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.sharding.plan import DataAxis, Plan, UnitPlan
 from zeropp.sharding.whole_weights import WholeWeights
-from zeropp.wire.coding_choice import CodingTrials, coding_of
+from zeropp.wire.coding_choice import CodingTrials
 from zeropp.wire.collectives import GradientMean, WeightGather
 from zeropp.wire.gradients import Gradients, GradientUse, ScalarGradients
 from zeropp.wire.in_flight import Reductions
@@ -106,7 +106,7 @@ class Wiring:
         """Connect this rank, once, to the inner and the outer hop of weights and of gradients."""
         if axis not in self._hops:
             self._hops[axis] = tuple(
-                axis.group.hops(route.inner, self._traffic, purpose, coding_of(route))
+                axis.group.hops(route.inner, self._traffic, purpose, route.coding)
                 for route, purpose in ((axis.weights, "weights"), (axis.gradients, "gradients"))
             )
             outer = [hop.coding for _, hop in self._hops[axis] if hop is not None]

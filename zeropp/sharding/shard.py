@@ -151,9 +151,10 @@ def allocate_parameters(sharding: Sharding, config: ZeroConfig, device: torch.de
     frozen = torch.device(config.placement.weights or device)
     if config.placement.frozen_bits is not None:
         sharding = _stored(sharding, config, frozen)
-    trained = [each for each in sharding.model.parameters() if each.requires_grad]
-    places = master_devices(trained, config.placement.trained_on_cpu, device)
-    device_of = dict(zip(trained, places, strict=True))
+    device_of = {}
+    if ratio := config.placement.trained_on_cpu:
+        trained = [each for each in sharding.model.parameters() if each.requires_grad]
+        device_of = dict(zip(trained, master_devices(trained, ratio, device), strict=True))
     allocate_meta_tensors(sharding.model, lambda each: device_of.get(each, frozen))
     sharding.refresh()
     return sharding

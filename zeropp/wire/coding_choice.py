@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from zeropp.ranks.groups import explained_waits, shared_group
 from zeropp.wire.kept_weights import holds_shards
-from zeropp.wire.route import Route
 from zeropp.wire.shard_holders import ShardHolder, add_holder
 from zeropp.wire.traffic import Coding
 
@@ -22,12 +21,6 @@ CLEAR = 1.25  # times as long, after which a trial ends
 PAUSE = 8  # steps between two trials, at least
 SHARE = 0.01  # of the time that trials may cost
 GAIN = 0.01  # of a step's time, for which a choice is changed
-
-
-def coding_of(route: Route) -> Coding:
-    """Return how training begins, coded if there is a choice: that costs less where it is wrong."""
-    is_tried = route.is_coded is None and route.nodes.machines > 1
-    return Coding(bool(route.is_coded) or is_tried, is_tried)
 
 
 class CodingTrials(ShardHolder):

@@ -214,8 +214,7 @@ class RankGroup:
     ) -> "tuple[RankGroup | None, RankGroup | None]":
         """Return the inner hop, of `inner` consecutive members, and the outer one, connected."""
         near, far = self.consecutive(inner), self.strided(inner)
-        connected = near.connected(ledger, purpose)
-        return connected, far.connected(ledger, purpose, coding=coding)
+        return near.connected(ledger, purpose), far.connected(ledger, purpose, coding=coding)
 
     def message(self, kind: str, num_bytes: int | tuple[int, ...], **others: object) -> Message:
         """Return a collective of this group as data; `others` are further fields of `Message`."""
@@ -324,6 +323,8 @@ class RankGroup:
             work = dist.all_to_all_single(
                 received, sent, rooms, lengths, group=self.group, async_op=async_op or self._is_gloo
             )
+        if is_planned(self.group):
+            received.copy_(sent)
         if self._is_gloo:
             work = self._named(work, "exchange", purpose, unit, async_op)
         return work, {at: each for at, each in enumerate(received.split(rooms)) if at != own}
@@ -358,8 +359,7 @@ class RankGroup:
 
     def own_seed(self) -> int:
         """Draw a number from the random state that all members share, and add this one's index."""
-        shared = 0 if self.group is None else int(torch.randint(2**31, ()))
-        return shared + self.index
+        return self.index + (0 if self.group is None else int(torch.randint(2**31, ())))
 
     def traced(self, operation: str, purpose: str = "") -> record_function:
         """Return a context that gives what runs in it a name in a profiler's trace."""

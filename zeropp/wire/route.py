@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from zeropp.errors import InputError
 from zeropp.settings.zero_config import ZeroConfig
 from zeropp.wire.rank_group import Nodes, RankGroup, everyone
+from zeropp.wire.traffic import Coding
 
 log = logging.getLogger("zeropp")
 
@@ -44,6 +45,12 @@ class Route:
     def is_flat(self) -> bool:
         """Whether all ranks exchange data in one unquantized collective."""
         return self.outer == 1 and self.bits[0] == UNQUANTIZED
+
+    @property
+    def coding(self) -> Coding:
+        """How training begins, coded if there is a choice: that costs less where it is wrong."""
+        is_tried = self.is_coded is None and self.nodes.machines > 1
+        return Coding(bool(self.is_coded) or is_tried, is_tried)
 
     def inner_hop(self, position: int) -> RankGroup:
         """Return the group of the inner hop, planned, as the rank at `position` sees it."""

@@ -9,7 +9,7 @@ from megatron_zpp.commands.pretrain import main
 from tests.megatron_zpp.parallel.flags import NO_DROPOUT, PP2, SP, TP2, TWO_STAGES
 from tests.megatron_zpp.train.training_runs import TINY, with_json
 
-LEEWAY = 0.06
+LEEWAY = 0.1  # coded messages take memory that is not foretold, 6% of so small a model
 RUN = (
     f"{TINY}{NO_DROPOUT}--mock-data --train-iters 3 --micro-batch-size 2 --global-batch-size 256 "
     "--num-layers 4 --hidden-size 128 --seq-length 32 --vocab-size 500 --bf16 --rehearse-ranks 64 "

@@ -111,6 +111,10 @@ def test_means_of_later_micro_batches_are_added_after_their_copies(monkeypatch):
     assert (taken.gradient == 1.0).all() and not any("host" in call for call in taken.calls)
     taken.end_backward()
     assert (taken.gradient == 3.0).all() and "host waits for all-reduce stream" in taken.calls
+    monkeypatch.setattr(taken.offload, "_empty", None)  # what the second arrived in is used again
+    taken.take(4.0)
+    taken.end_backward()
+    assert (taken.gradient == 7.0).all()
 
 
 def test_a_step_waits_for_the_gradients_of_its_own_accord(monkeypatch):

@@ -5,6 +5,8 @@ They are the kernels for CPUs by each instruction set, those for GPUs on the CPU
 """
 
 import logging
+import os
+import random
 from array import array
 from collections.abc import Iterator
 
@@ -48,6 +50,7 @@ from zeropp.quant.packing import FLOATS, ROTATED, ROTATED_4, RowLayout, is_rotat
 from zeropp.quant.reference import rotate
 
 THREADS = 3
+CASES = int(os.environ.get("RANDOM_KERNELS", "20"))
 MANY_BYTES = 3 << 20  # enough for several threads
 WIDTHS = (2, 3, 4, ROTATED_4, 8, 16)
 ON_CPU = pytest.mark.parametrize("kernels", ISAS, indirect=True)
@@ -106,6 +109,26 @@ def test_sums_of_ragged_segments(kernels, terms):
         if terms < 4:
             for onto in (layout, other_bits(other_bits(layout))):
                 check_sums(kernels, packed, layout, onto, terms, terms % 2)
+
+
+def test_random_cases_of_the_emulated_kernels(emulated):
+    """One width, which has a kernel, or several; odd sizes, or those that can be rotated."""
+    kernels = emulated.layout_ops()
+    for seed in range(CASES):
+        draw = random.Random(seed)
+        whole = draw.choice((1, 32, 64))
+        sizes = [whole * draw.randint(0, 1500 // whole) for _ in range(draw.randint(1, 3))]
+
+        def layout() -> RowLayout:
+            chosen = draw.sample(WIDTHS, draw.choice((1, 1, 3)))  # noqa: B023
+            bits = (fitting_width(size, draw.choice(chosen)) for size in sizes)  # noqa: B023
+            return RowLayout(sizes=tuple(sizes), bits=tuple(bits), wire=draw.choice(FLOATS))  # noqa: B023
+
+        first, onto, terms, shift = layout(), layout(), draw.randint(1, 9), draw.choice((0, 0, 3))
+        rows = any_rows(terms, first.elements, draw.choice(FLOATS), seed)
+        check_sums(kernels, check_rows(kernels, rows, first, 1, shift), first, onto, terms, shift)
+        if seed % 5 == 0:
+            check_requantized(kernels, rows, first, shift)
 
 
 @FEW

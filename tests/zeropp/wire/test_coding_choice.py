@@ -8,7 +8,7 @@ from torch.distributed.tensor import distribute_tensor
 from tests.ranks import ranks
 from tests.zeropp.prescribed_gradients import data_mesh
 from zeropp.settings.zero_config import ZeroConfig
-from zeropp.wire.coding_choice import CodingTrials, coding_of
+from zeropp.wire.coding_choice import CodingTrials
 from zeropp.wire.rank_group import Nodes
 from zeropp.wire.route import Route, gradient_route, weight_route
 from zeropp.wire.traffic import Coding
@@ -47,5 +47,5 @@ def test_only_what_is_quantized_is_coded_and_tried_between_machines(coded, machi
     config = ZeroConfig.from_json({"zeropp": {"code_messages": coded}})
     nodes = Nodes(num_ranks=4, ranks_per_node=2, machines=machines)
     assert weight_route(config, nodes).is_coded is gradient_route(config, nodes).is_coded is False
-    coding = coding_of(Route(nodes=nodes, inner=2, is_coded=coded))
+    coding = Route(nodes=nodes, inner=2, is_coded=coded).coding
     assert (coding.is_on, coding.is_tried) == expected

@@ -125,7 +125,7 @@ inline void run_block(int count, char* stacks) {
 
 }  // namespace emulated
 
-inline dim3 gridDim, blockIdx, threadOf[emulated::THREADS];
+inline dim3 gridDim, blockDim, blockIdx, threadOf[emulated::THREADS];
 #define threadIdx (threadOf[emulated::current])
 
 inline void __syncthreads() {
@@ -219,6 +219,7 @@ cudaError_t cudaLaunchKernel(void (*kernel)(A), dim3 grid, dim3 block, void** pa
     emulated::body = [](const void* job) { launched(*static_cast<const A*>(job)); };
     emulated::parameter = parameters[0];
     gridDim = grid;
+    blockDim = block;
     for (unsigned i = 0; i < block.x; ++i) threadOf[i] = dim3(i, 0, 0);
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
