@@ -23,7 +23,7 @@ STATUS = ("sound", "a damaged header", "damaged tables", "a damaged tile")
 
 
 @dataclass(frozen=True)
-class Coding:
+class RowCoding:
     """What sender and receiver know of a row.
 
     size: P. codes: where its codes begin and end, in bytes. has_threes: whether they have three
@@ -43,7 +43,7 @@ class Coding:
         return self.size + more, first, end + more
 
 
-def coding_of(layout: RowLayout, *, is_difference: bool = False) -> Coding:
+def coding_of(layout: RowLayout, *, is_difference: bool = False) -> RowCoding:
     """Return how rows of a layout are coded.
 
     Of mixed widths, codes of three bits are told apart from others if most of the row is one run of
@@ -51,24 +51,26 @@ def coding_of(layout: RowLayout, *, is_difference: bool = False) -> Coding:
     """
     size, runs = layout.packed_bytes, [(0, 0)]
     if is_difference:
-        return Coding(size, (0, size), is_difference=True)
+        return RowCoding(size, (0, size), is_difference=True)
     for each in layout.segments:
         if each.bits == 3:
             begin = runs.pop()[0] if runs[-1][1] == each.data_at else each.data_at
             runs.append((begin, each.data_at + each.size * 3 // 8))
     longest = max(runs, key=lambda run: run[1] - run[0])
     if 2 * (longest[1] - longest[0]) > size:
-        return Coding(size, longest, has_threes=True)
-    return Coding(size, (min([e.data_at for e in layout.segments if e.bits != RAW] or [0]), size))
+        return RowCoding(size, longest, has_threes=True)
+    return RowCoding(
+        size, (min([e.data_at for e in layout.segments if e.bits != RAW] or [0]), size)
+    )
 
 
-def coded_bytes(coding: Coding) -> int:
+def coded_bytes(coding: RowCoding) -> int:
     """Return how long a message can be, up to a multiple of 16."""
     return -(-(coding.spread[0] + HEADER) // ALIGN) * ALIGN
 
 
 def encode(
-    rows: Tensor, coded: Tensor, lengths: Tensor, coding: Coding, held: Tensor | None = None
+    rows: Tensor, coded: Tensor, lengths: Tensor, coding: RowCoding, held: Tensor | None = None
 ) -> None:
     """`rows` uint8 (N, P) -> a message at the start of each row of `coded` uint8 (N, M).
 
@@ -86,7 +88,7 @@ def encode(
     _run("zpp_encode", coding, (rows, held, coded), (rows, held, coded, lengths))
 
 
-def decode(coded: Tensor, lengths: Tensor, rows: Tensor, status: Tensor, coding: Coding) -> None:
+def decode(coded: Tensor, lengths: Tensor, rows: Tensor, status: Tensor, coding: RowCoding) -> None:
     """Fill `rows` uint8 (N, P) from messages at the start of each row of `coded` (N, M).
 
     `lengths` int64 (N,) says how many bytes arrived; none is read beyond these and M. For
@@ -105,7 +107,9 @@ def decode(coded: Tensor, lengths: Tensor, rows: Tensor, status: Tensor, coding:
         torch.cat((content[:, :first], threes, content[:, spread_end:]), 1, out=rows)
 
 
-def _require(coding: Coding, lengths: Tensor, rows: Tensor, coded: Tensor, *held: Tensor) -> None:
+def _require(
+    coding: RowCoding, lengths: Tensor, rows: Tensor, coded: Tensor, *held: Tensor
+) -> None:
     count, size = len(rows), coding.size
     if not count or not 0 < size < 2**31:
         raise ValueError(f"{count} rows of {size} bytes")
@@ -118,7 +122,10 @@ def _require(coding: Coding, lengths: Tensor, rows: Tensor, coded: Tensor, *held
 
 
 def _run(
-    function: str, coding: Coding, rows: tuple[Tensor, Tensor, Tensor], memory: tuple[Tensor, ...]
+    function: str,
+    coding: RowCoding,
+    rows: tuple[Tensor, Tensor, Tensor],
+    memory: tuple[Tensor, ...],
 ) -> None:
     size, *codes = coding.spread
     count, scratch_size = len(rows[0]), SCRATCH + 3 * size // ALIGN * ALIGN
