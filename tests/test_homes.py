@@ -55,13 +55,13 @@ HOMES = {
 }
 # Lines of Python of each room, without the rooms in it that have a ceiling of their own.
 LINES = {
-    "zeropp": 22_822,
+    "zeropp": 22_848,
     "zeropp/deepspeed": 4_331,
     "megatron_zpp": 24_491,
     "megatron_zpp/planner": 5_450,
     "megatron_zpp/interchange": 6_583,
     "benchmarks": 10_989,
-    "tests": 52_073,
+    "tests": 52_079,
 }
 # How many parameters and fields of a room, but not of rooms in it, are a whole `Config`.
 WHOLE_CONFIGURATION = {"megatron_zpp": 9, "megatron_zpp/planner": 8}

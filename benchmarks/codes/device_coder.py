@@ -88,7 +88,7 @@ def _works(message: Message, device: torch.device, copies: int, row: dict) -> di
     layout = row_layout((size,), (bits,), torch.bfloat16)
     coding = coding_of(layout, is_difference=held is not None)
     arrived = torch.zeros_like(rows) if held is None else held.clone()
-    coded = rows.new_empty(copies, coded_bytes(coding.size))
+    coded = rows.new_empty(copies, coded_bytes(coding))
     lengths, status = (torch.empty(copies, device=device).to(t) for t in (torch.int64, torch.int32))
     works = {
         "encode": lambda: encode(rows, coded, lengths, coding, held),

@@ -1,7 +1,6 @@
 // Coded messages on a GPU: cpu_coder.cpp writes and reads the same. A warp codes a tile.
 //
-// Encoding counts symbols, plans tiles, codes them, and joins them to a message; nothing waits for a
-// length.
+// Encoding counts symbols, plans tiles, codes them, and joins them to a message.
 
 #include "../shared/cuda_tiles.h"
 #include "coder.h"
@@ -13,23 +12,21 @@ cudaError_t load_coder();
 namespace {
 
 constexpr int THREADS = 128, BLOCK_WARPS = THREADS / LANES;
-constexpr int64_t COUNTED_STEPS = 64;  // of a warp, at least
 constexpr int64_t MOST_COUNTING = 528;  // thread blocks of a row, in whose counts others wait
 
 struct Warp {
     template <class T> struct Lanes {
         T own;
-        __device__ __forceinline__ T& operator[](int) { return own; }
-        __device__ __forceinline__ const T& operator[](int) const { return own; }
+        ZPP_WARP T& operator[](int) { return own; }
+        ZPP_WARP const T& operator[](int) const { return own; }
     };
     int lane = int(threadIdx.x % LANES);
 
-    template <class F> __device__ __forceinline__ void each(const F& body) const { body(lane); }
-    template <class F> __device__ __forceinline__ uint32_t vote(const F& bit) const {
+    template <class F> ZPP_WARP void each(const F& body) const { body(lane); }
+    template <class F> ZPP_WARP uint32_t vote(const F& bit) const {
         return __ballot_sync(ALL, bit(lane));
     }
-    template <class F>
-    __device__ __forceinline__ Lanes<uint32_t> scan(const F& term, uint32_t* total) const {
+    template <class F> ZPP_WARP Lanes<uint32_t> scan(const F& term, uint32_t* total) const {
         const uint32_t own = term(lane);
         uint32_t sum = own;
         for (int step = 1; step < LANES; step *= 2) {
@@ -40,11 +37,8 @@ struct Warp {
         *total += __shfl_sync(ALL, sum, LANES - 1);
         return {before};
     }
-    __device__ __forceinline__ Lanes<uint32_t> next(const Lanes<uint32_t>& lanes) const {
-        return {__shfl_sync(ALL, lanes.own, (lane + 1) % LANES)};
-    }
-    __device__ __forceinline__ void add(uint32_t* to) const { atomicAdd(to, 1u); }
-    __device__ __forceinline__ void copy(void* to, const void* from, int64_t size) const {
+    ZPP_WARP void add(uint32_t* to) const { atomicAdd(to, 1u); }
+    ZPP_WARP void copy(void* to, const void* from, int64_t size) const {
         for (int64_t i = lane; i < size / 2; i += LANES) {
             static_cast<uint16_t*>(to)[i] = static_cast<const uint16_t*>(from)[i];
         }
@@ -62,61 +56,55 @@ struct Job {
     uint8_t* scratch;
     int64_t blocks;
 
-    __device__ __forceinline__ int64_t index() const { return blockIdx.x / blocks; }
-    __device__ __forceinline__ Row row() const {
-        return Row(coding, index(), rows, held, coded, scratch);
-    }
-    __device__ __forceinline__ int64_t warp() const {  // of the row's
+    ZPP_WARP int64_t index() const { return blockIdx.x / blocks; }
+    ZPP_WARP int64_t warp() const {  // of the row's
         return blockIdx.x % blocks * BLOCK_WARPS + threadIdx.x / LANES;
     }
-    // Whether no warp of the block has a tile; the same for all of its threads.
-    __device__ __forceinline__ bool is_beyond(const Row& row) const {
-        return blockIdx.x % blocks * BLOCK_WARPS >= row.scratch->tiles;
-    }
+    ZPP_ROW Row row(int64_t index) const { return Row(coding, index, rows, held, coded, scratch); }
 };
 
 __global__ void __launch_bounds__(THREADS) count_rows(const __grid_constant__ Job job) {
-    __shared__ uint32_t counts[TABLES * SYMBOLS];
-    const Row row = job.row();
-    for (int i = int(threadIdx.x); i < TABLES * SYMBOLS; i += THREADS) counts[i] = 0;
+    __shared__ uint32_t counts[BOTH];
+    const Row row = job.row(job.index());
+    for (int i = int(threadIdx.x); i < BOTH; i += THREADS) counts[i] = 0;
     __syncthreads();
     for (int64_t step = job.warp(); step < row.steps; step += job.blocks * BLOCK_WARPS) {
         count_step(Warp(), row, step, counts);
     }
     __syncthreads();
-    for (int i = int(threadIdx.x); i < TABLES * SYMBOLS; i += THREADS) {
+    for (int i = int(threadIdx.x); i < BOTH; i += THREADS) {
         if (counts[i]) atomicAdd(row.counts + i, counts[i]);
     }
 }
 
 __global__ void __launch_bounds__(LANES) plan_rows(const __grid_constant__ Job job) {
-    plan_row(Warp(), job.row());
+    plan_row(Warp(), job.row(job.index()));
 }
 
 __global__ void __launch_bounds__(THREADS) encode_rows(const __grid_constant__ Job job) {
-    __shared__ Code codes[TABLES * SYMBOLS];
-    const Row row = job.row();
-    if (job.is_beyond(row)) return;
-    for (int i = int(threadIdx.x); i < TABLES * SYMBOLS; i += THREADS) {
+    __shared__ Code codes[BOTH];
+    const Row row = job.row(job.index());
+    if (blockIdx.x % job.blocks * BLOCK_WARPS >= row.scratch->tiles) return;
+    for (int i = int(threadIdx.x); i < BOTH; i += THREADS) {
         codes[i] = code_of(row.scratch->starts[i], row.scratch->frequencies[i]);
     }
     __syncthreads();
     if (job.warp() >= row.scratch->tiles) return;
-    row.scratch->words[job.warp()] = encode_tile(Warp(), row, job.warp(), codes);
+    encode_tile(Warp(), row, job.warp(), codes);
 }
 
 __global__ void __launch_bounds__(THREADS) join_rows(const __grid_constant__ Job job) {
-    join_tile(Warp(), job.row(), job.warp(), job.lengths + job.index());
+    join_tile(Warp(), job.row(job.index()), job.warp(), job.lengths + job.index());
 }
 
 __global__ void __launch_bounds__(LANES) read_headers(const __grid_constant__ Job job) {
-    job.status[job.index()] = read_header(Warp(), job.row(), job.lengths[job.index()]);
+    job.status[job.index()] = read_header(Warp(), job.row(job.index()), job.lengths[job.index()]);
 }
 
 __global__ void __launch_bounds__(THREADS) decode_rows(const __grid_constant__ Job job) {
-    __shared__ uint32_t entries[TABLES * ONE];
-    const Row row = job.row();
-    if (job.is_beyond(row)) return;
+    __shared__ uint32_t entries[2 * ONE];
+    const Row row = job.row(job.index());
+    if (blockIdx.x % job.blocks * BLOCK_WARPS >= row.scratch->tiles) return;
     fill_entries(Warp(), row, int(threadIdx.x / LANES), BLOCK_WARPS, entries);
     __syncthreads();
     if (job.warp() >= row.scratch->tiles) return;
@@ -127,23 +115,19 @@ using CodingKernel = void(Job);
 constexpr CodingKernel* KERNELS[] = {count_rows, plan_rows,    encode_rows,
                                      join_rows,  read_headers, decode_rows};
 
-struct Launch {
-    Job job;
-    cudaStream_t stream;
-    cudaError_t error;
+void launch(CodingKernel* kernel, Job* job, int64_t blocks, int threads, void* stream,
+            cudaError_t* error) {
+    job->blocks = blocks;
+    void* parameters[] = {job};
+    const dim3 grid(unsigned(blocks * job->coding.rows));
+    if (*error) return;
+    *error = cudaLaunchKernel(kernel, grid, dim3(threads), parameters, 0, cudaStream_t(stream));
+    if (*error) cudaGetLastError();  // it is returned, not left behind
+}
 
-    Launch& operator()(CodingKernel* kernel, int64_t blocks, int threads) {
-        job.blocks = blocks;
-        void* parameters[] = {&job};
-        const dim3 grid(unsigned(blocks * job.coding.rows));
-        if (!error) error = cudaLaunchKernel(kernel, grid, dim3(threads), parameters, 0, stream);
-        return *this;
-    }
-    int64_t result() const {
-        if (error) cudaGetLastError();  // it is returned, not left behind
-        return int64_t(error);
-    }
-};
+int64_t tile_blocks(const Job& job) {
+    return (job.row(0).most_tiles() + BLOCK_WARPS - 1) / BLOCK_WARPS;
+}
 
 }  // namespace
 
@@ -158,25 +142,26 @@ extern "C" {
 // Both launch on the device's `stream` without waiting. There is at least one row.
 int64_t zpp_encode(const Coding* coding, uint8_t* rows, const uint8_t* held, uint8_t* coded,
                    int64_t* lengths, uint8_t* scratch, int64_t device, void* stream) {
-    const Row row(*coding, 0, rows, held, coded, scratch);
-    const int64_t tiles = (row.most_tiles() + BLOCK_WARPS - 1) / BLOCK_WARPS;
-    const int64_t counting = row.steps / (COUNTED_STEPS * BLOCK_WARPS) + 1;
-    Launch launch{{*coding, rows, held, coded, lengths, nullptr, scratch, 0},
-                  static_cast<cudaStream_t>(stream), cudaSetDevice(int(device))};
-    const size_t size = size_t(coding->rows) * TABLES * SYMBOLS * sizeof(uint32_t);
-    if (!launch.error) launch.error = cudaMemsetAsync(scratch, 0, size, launch.stream);
-    launch(count_rows, counting < MOST_COUNTING ? counting : MOST_COUNTING, THREADS);
-    launch(plan_rows, 1, LANES);
-    return launch(encode_rows, tiles, THREADS)(join_rows, tiles, THREADS).result();
+    Job job{*coding, rows, held, coded, lengths, nullptr, scratch, 0};
+    const int64_t tiles = tile_blocks(job);
+    const int64_t counting = tiles < MOST_COUNTING ? tiles : MOST_COUNTING;
+    const size_t size = size_t(coding->rows) * BOTH * sizeof(uint32_t);
+    cudaError_t error = cudaSetDevice(int(device));
+    if (!error) error = cudaMemsetAsync(scratch, 0, size, cudaStream_t(stream));
+    launch(count_rows, &job, counting, THREADS, stream, &error);
+    launch(plan_rows, &job, 1, LANES, stream, &error);
+    launch(encode_rows, &job, tiles, THREADS, stream, &error);
+    launch(join_rows, &job, tiles, THREADS, stream, &error);
+    return int64_t(error);
 }
 
 int64_t zpp_decode(const Coding* coding, uint8_t* coded, int64_t* lengths, uint8_t* rows,
                    int32_t* status, uint8_t* scratch, int64_t device, void* stream) {
-    const Row row(*coding, 0, rows, rows, coded, scratch);
-    const int64_t tiles = (row.most_tiles() + BLOCK_WARPS - 1) / BLOCK_WARPS;
-    Launch launch{{*coding, rows, rows, coded, lengths, status, scratch, 0},
-                  static_cast<cudaStream_t>(stream), cudaSetDevice(int(device))};
-    return launch(read_headers, 1, LANES)(decode_rows, tiles, THREADS).result();
+    Job job{*coding, rows, rows, coded, lengths, status, scratch, 0};
+    cudaError_t error = cudaSetDevice(int(device));
+    launch(read_headers, &job, 1, LANES, stream, &error);
+    launch(decode_rows, &job, tile_blocks(job), THREADS, stream, &error);
+    return int64_t(error);
 }
 
 }  // extern "C"

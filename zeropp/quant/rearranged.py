@@ -65,8 +65,8 @@ def add_differences(message: Tensor, row: Tensor) -> None:
 
 def spread_threes(threes: Tensor) -> Tensor:
     """uint8 (3n,) of codes of three bits -> uint8 (4n,), two codes in each."""
-    fours = torch.empty(len(threes) // THREES * FOURS, dtype=torch.uint8)
-    if (library := _library()) is None:
+    fours = threes.new_empty(len(threes) // THREES * FOURS)
+    if threes.is_cuda or (library := _library()) is None:
         return fours.copy_(_spread_threes(threes))
     library.zpp_spread_threes(threes.data_ptr(), len(threes) // THREES, fours.data_ptr())
     return fours
@@ -74,7 +74,7 @@ def spread_threes(threes: Tensor) -> Tensor:
 
 def join_threes(fours: Tensor, threes: Tensor) -> None:
     """Undo `spread_threes`: uint8 (4n,) -> `threes` (3n,)."""
-    if (library := _library()) is None:
+    if threes.is_cuda or (library := _library()) is None:
         threes.copy_(_joined_threes(fours))
     else:
         library.zpp_join_threes(fours.data_ptr(), len(fours) // FOURS, threes.data_ptr())
@@ -110,12 +110,12 @@ def _add_differences(message: Tensor, row: Tensor) -> bool:
 
 
 def _spread_threes(threes: Tensor) -> Tensor:
-    bits = 8 * torch.arange(THREES, dtype=torch.int32)
-    words = (threes.view(-1, THREES).int() << bits).sum(1, dtype=torch.int32)
-    return (words[:, None] >> 6 * torch.arange(FOURS, dtype=torch.int32) & 63).byte().flatten()
+    bits, pairs = (torch.arange(4, dtype=torch.int32, device=threes.device) * of for of in (8, 6))
+    words = (threes.view(-1, THREES).int() << bits[:THREES]).sum(1, dtype=torch.int32)
+    return (words[:, None] >> pairs & 63).byte().flatten()
 
 
 def _joined_threes(fours: Tensor) -> Tensor:
-    bits = 6 * torch.arange(FOURS, dtype=torch.int32)
-    words = ((fours.view(-1, FOURS).int() & 63) << bits).sum(1, dtype=torch.int32)
-    return (words[:, None] >> 8 * torch.arange(THREES, dtype=torch.int32) & 255).byte().flatten()
+    bits, pairs = (torch.arange(4, dtype=torch.int32, device=fours.device) * of for of in (8, 6))
+    words = ((fours.view(-1, FOURS).int() & 63) << pairs).sum(1, dtype=torch.int32)
+    return (words[:, None] >> bits[:THREES] & 255).byte().flatten()
