@@ -10,6 +10,7 @@ from setup import find_nvcc, gpus, torch_cuda
 NVCC = find_nvcc()
 KERNELS = {
     "adam/cuda.cu": 3,
+    "messages/cuda.cu": 6,
     "quantize/cuda_quantize.cu": 14,
     "quantize/cuda_reduce.cu": 26,
     "shared/cuda_library.cu": 0,
@@ -33,7 +34,7 @@ def test_kernels_spill_no_registers_and_use_no_stack(source, gpu):
     assert len(kernels) == KERNELS[name_of(source)]
     for kernel in kernels:
         assert (kernel.stack, kernel.spilled) == (0, 0), kernel
-        assert kernel.shared == 0, kernel
+        assert kernel.shared == 0 or source.parts[-2] == "messages", kernel
         assert kernel.registers <= MOST_REGISTERS, kernel
 
 
