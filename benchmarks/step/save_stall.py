@@ -21,6 +21,7 @@ from benchmarks.shared.timers import WALL_CLOCK, CpuTimer
 from benchmarks.shared.training_setup import TrainingSetup, joined_ranks
 from benchmarks.step.training_loops import TrainingLoop, ours
 from megatron_zpp.checkpoint import checkpoint
+from megatron_zpp.checkpoint.iteration_folders import checkpoint_folder
 from megatron_zpp.checkpoint.training_state import TrainingState
 from zeropp.checkpoint.async_save import AsyncWriter
 
@@ -55,8 +56,8 @@ class Saves:
         folder, loop = self.folders[way], self.loop
         shutil.rmtree(folder, ignore_errors=True)
         writer = self.writer if way == ASYNCHRONOUS else None
-        save = partial(checkpoint.save, folder, loop.model, loop.optimizer, STATE, writer=writer)
-        return TIMER.seconds(save)
+        to, given = checkpoint_folder(folder), (loop.model, loop.optimizer, STATE)
+        return TIMER.seconds(partial(checkpoint.save, to, *given, writer=writer))
 
     def differences(self) -> list[str]:
         """Names of the files that differ between the two checkpoints, or that only one has."""

@@ -58,13 +58,14 @@ def draw(parameter: Tensor, label: str, std: float) -> None:
     if std == 0.0 or local_start == local_end:
         local.zero_()
         return
+    written = local if type(local) is Tensor else torch.empty(local.shape)  # not if it is codes
     num_rows, *row_shape = parameter.shape
     block_rows = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
 
     def draw_block(block: int) -> None:
         first, end = block * block_rows, min((block + 1) * block_rows, num_rows)
         rows = range(max(local_start, first), min(local_end, end))
-        target = local[rows.start - local_start : rows.stop - local_start]
+        target = written[rows.start - local_start : rows.stop - local_start]
         is_whole = target.shape == (end - first, *row_shape) and target.is_contiguous()
         in_place = is_whole and target.is_cpu and target.dtype == torch.float32
         values = target if in_place else torch.empty((end - first, *row_shape))
@@ -78,6 +79,8 @@ def draw(parameter: Tensor, label: str, std: float) -> None:
     blocks = range(local_start // block_rows, math.ceil(local_end / block_rows))
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         list(threads.map(draw_block, blocks))  # raises what a thread has raised
+    if written is not local:
+        local.copy_(written)
 
 
 def local_ranges(parameter: Tensor) -> list[tuple[int, int]]:

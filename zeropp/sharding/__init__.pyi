@@ -9,3 +9,4 @@ from zeropp.sharding.plan import DataAxis as DataAxis
 from zeropp.sharding.plan import Plan as Plan
 from zeropp.sharding.plan import UnitPlan as UnitPlan
 from zeropp.sharding.shard import allocate_parameters as allocate_parameters
+from zeropp.sharding.shard import master_devices as master_devices

@@ -22,11 +22,11 @@ from megatron_zpp.recipe.activation_forecast import Forecast
 from megatron_zpp.recipe.capability import Capability, capabilities_of
 from megatron_zpp.settings.capability_flags import CAPABILITIES
 from megatron_zpp.settings.config import Config
-from zeropp.capabilities.offload import HOST, master_devices
+from zeropp.capabilities.offload import HOST
 from zeropp.fsdp_adapter import ShardSpec
 from zeropp.optim import OPTIMIZER
 from zeropp.settings import declared
-from zeropp.sharding import DataAxis, Plan, node_bytes, places_of, plan_units
+from zeropp.sharding import DataAxis, Plan, master_devices, node_bytes, places_of, plan_units
 from zeropp.wire import AXES, HOPS, PURPOSES, Message, everyone, sum_of
 
 Sent = dict[tuple[str, str], float]  # (purpose or axis, hop) -> bytes

@@ -24,6 +24,7 @@ from megatron_zpp.model.init import initialize, local_ranges
 from megatron_zpp.settings.config import ModelConfig
 from tests.megatron_zpp.model.small import GPT2, LLAMA, VOCABULARY, build
 from tests.ranks import ranks
+from zeropp.wire.quantized_shard import QuantizedShard
 
 SMALL_BLOCK = 7 * 32 + 5  # elements: 7 rows of 32 columns, which divide neither 64 nor 96 rows
 ODD = replace(GPT2, make_vocab_size_divisible_by=1, ffn_hidden_size=37)  # 50 and 37 rows
@@ -139,6 +140,21 @@ def test_no_rank_holds_a_whole_parameter() -> None:
     with block_elements(4096), patch.object(torch, "empty", record):
         initialize(model, 1, GPT2)
     assert taken == [4096]
+
+
+@ranks(2)
+def test_what_is_stored_as_codes_gets_the_same_numbers() -> None:
+    """Codes take whole shards only, and a shard has several blocks."""
+    mesh = init_device_mesh("cpu", (2,))
+    numbers, codes = torch.zeros(32, 64), QuantizedShard.zeros(torch.zeros(32, 64), 2048, 8, "cpu")
+    models = [nn.Module(), nn.Module()]
+    for model, local in zip(models, (numbers, codes), strict=True):
+        shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        model.weight = nn.Parameter(shard, requires_grad=False)
+        with block_elements(512):
+            initialize(model, 1, GPT2)
+    assert torch.equal(codes.numbers(), QuantizedShard.of(numbers, 2048, 8).numbers())
+    assert numbers.count_nonzero() == numbers.numel()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
