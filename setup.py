@@ -8,7 +8,7 @@ The kernels for GPUs are built if there are nvcc (in CUDA_HOME, on the PATH, in 
 a torch with CUDA. torch's version.py says whether it has CUDA; it is read and not imported, because
 a build that pip isolates sees no packages, but knows where those of the Python that runs it are. If
 torch is not installed yet, they are not built. ZPP_BUILD_CUDA=1 builds them for any torch,
-ZPP_BUILD_CUDA=0 for none. No GPU is needed.
+ZPP_BUILD_CUDA=0 for none. No GPU is needed. ZPP_BUILD=0 builds nothing at all.
 
 Each library contains the hash of csrc/. A build that does not happen in place also writes that hash
 into the package, which is then installed without csrc/.
@@ -198,6 +198,8 @@ def library(name: str, patterns: list[str], flags: list[str]) -> Extension:
 
 def libraries() -> list[Extension]:
     """All that is built here."""
+    if os.environ.get("ZPP_BUILD") == "0":
+        return []
     built = [
         library(CPU, ["*/cpu*.cpp", "shared/isa.cpp"], FLAGS["CPU_FLAGS"]),
         library(INDEX, ["index/*.cpp"], FLAGS["CPU_FLAGS"]),

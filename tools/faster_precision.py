@@ -8,6 +8,11 @@ try:
     import torch
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: type `make setup`, and run this by .venv/bin/python")
+except (ImportError, OSError) as broken:
+    sys.exit(
+        f"error: torch is installed and cannot be imported ({broken}); give a Python without it or "
+        "with another: make clean, then make setup PYTHON=python3.12"
+    )
 
 SIZE = 512  # rows and columns, about those of the small GPT of `make pretrain`
 REPETITIONS = 3
